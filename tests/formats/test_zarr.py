@@ -175,6 +175,13 @@ def test_a_single_observation_and_rewards_go_by_their_names(tmp_path: Path) -> N
     assert episode.action is None
 
 
+def test_an_array_whose_name_is_taken_keeps_its_own(tmp_path: Path) -> None:
+    found = {"data/action": state(50, 4), "data/actions": state(51, 4), "meta/episode_ends": np.array([4])}
+    episode = rollout_data.open(write_2(tmp_path / "a.zarr", found))[0]
+    np.testing.assert_array_equal(episode.action, state(50, 4))
+    np.testing.assert_array_equal(episode.observation["actions"], state(51, 4))
+
+
 def test_chunks_that_were_never_written_hold_the_fill_value(tmp_path: Path) -> None:
     folder = write_2(tmp_path / "a.zarr", arrays(), skip=("data/action/0.0", "data/action/0.1"))
     recording = rollout_data.open(folder)

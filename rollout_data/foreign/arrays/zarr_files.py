@@ -81,8 +81,8 @@ class Reader(ForeignReader):
         return ends
 
     def _name(self, name: str, data: dict[str, ZarrArray]) -> str:
-        if name in _NAMES:
-            return _NAMES[name]
+        if (ours := _NAMES.get(name)) and (name == ours or ours not in data):
+            return ours
         is_only = [one for one in data if one not in _NAMES] == [name]
         parts = name.split("/")
         rest = "/".join(parts[1:]) if parts[0] in ("obs", "observation", "observations") and parts[1:] else name
