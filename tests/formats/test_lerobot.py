@@ -282,7 +282,12 @@ def test_the_parts_of_a_groot_set_are_offered_and_annotations_become_texts() -> 
 
 def test_parts_outside_a_vector_are_left_out(tmp_path: Path) -> None:
     path = LeRobotSet(tmp_path / "set", [2], "v2.1").write()
-    wrong = {"a": {"start": 2, "end": 4}, "b": {"start": 1}, "c": {"start": 0, "end": 3, "original_key": "no"}, "d": 3}
+    wrong = {
+        "a": {"start": 2, "end": 4},
+        "b": {"start": 1},
+        "c": {"start": 0, "end": 3, "original_key": ["no"]},
+        "d": 3,
+    }
     (path / "meta" / "modality.json").write_text(json.dumps({"state": {**wrong, "good": {"start": 0, "end": 1}}}))
     recording = rollout_data.open(path, components=True)
     assert len(recording.problems) == 4

@@ -162,15 +162,16 @@ class Reader(ForeignReader):
             listed = content.get(group)
             for name, about in listed.items() if isinstance(listed, dict) else ():
                 about = about if isinstance(about, dict) else {}
-                key = about.get("original_key") or default or f"{group}.{name}"
+                key = str(about.get("original_key") or default or f"{group}.{name}")
                 feature = features[sources[key]] if key in sources else None
-                low, high = (end if arguments.is_whole(end := about.get(name)) else -1 for name in ("start", "end"))
+                low, high = ends = about.get("start", -1), about.get("end", -1)
+                is_range = all(map(arguments.is_whole, ends)) and 0 <= low < high
                 if group == "annotation" and feature is not None and feature.dtype == "int64" and not feature.shape:
                     features[sources[key]] = replace(feature, kind="annotation")
                 elif group == "video" and feature is not None and feature.kind in ("image", "video"):
                     found.setdefault(group, {})[name] = feature
-                elif feature is not None and len(feature.shape) == 1 and 0 <= low < high <= feature.shape[0]:
-                    part = replace(feature, name=f"{feature.name}.{name}", part=(low, high))
+                elif feature is not None and len(feature.shape) == 1 and is_range and high <= feature.shape[0]:
+                    part = replace(feature, name=f"{feature.name}.{name}", part=ends)
                     found.setdefault(group, {})[name] = part
                 else:
                     self._leave_out(f"{group}.{name} of {MODALITY_NAME}", f"a part of {key!r}", repr(about)[:80])
