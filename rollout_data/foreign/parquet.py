@@ -6,7 +6,6 @@ One rule: what a file declares is compared with its size before it is read, and 
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -119,13 +118,11 @@ class ParquetFile:
                 raise self._damaged(f"the column {name!r} of integers", kind)
         if self.num_rows > _MAX_WHOLE_ROWS:
             raise self._damaged(f"at most {_MAX_WHOLE_ROWS} rows", str(self.num_rows))
-        for name in names:
-            self._batch_rows(name, 1, range(self._footer.num_row_groups))
-        with self._opened() as file:
-            table = file.read(columns=list(names), use_threads=False)
-        parts = {name: table.column(name).chunks for name in names}
+        parts = list(self.batches(dict.fromkeys(names, 1), 0, self.num_rows))
         where = f"of {str(self.path)!r}"
-        return {name: as_rows(parts[name], (), f"{name!r} {where}").astype(np.int64) for name in names}
+        return {
+            name: as_rows([part[name] for part in parts], (), f"{name!r} {where}").astype(np.int64) for name in names
+        }
 
     def bounds(self, name: str) -> tuple[int, int] | None:
         """Give the least and the largest number of a column of integers, as the footer says; None if it does not."""
@@ -212,22 +209,21 @@ class ParquetFile:
         return CorruptFileError("read", repr(str(self.path)), expected, got)
 
 
-class ParquetFiles:
-    """The files of one folder by their names; the footers of a few are kept.
+class ParquetFiles(dict[str, ParquetFile]):
+    """The files of one folder by their names, opened when asked for; the footers of a few are kept.
 
     Args:
         root: The folder; a name that leads out of it is refused.
     """
 
     def __init__(self, root: Path) -> None:
-        self._root, self._kept = root, OrderedDict[str, ParquetFile]()
+        self._root = root
 
-    def __getitem__(self, name: str) -> ParquetFile:
-        if name not in self._kept:
-            self._kept[name] = ParquetFile(file_inside(self._root, name))
-            if len(self._kept) > _MAX_FOOTERS:
-                self._kept.popitem(last=False)
-        return self._kept[name]
+    def __missing__(self, name: str) -> ParquetFile:
+        if len(self) == _MAX_FOOTERS:
+            del self[next(iter(self))]
+        self[name] = ParquetFile(file_inside(self._root, name))
+        return self[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParquetFiles, (self._root,)
@@ -308,7 +304,7 @@ def first_row(array: Any) -> tuple[tuple[int, ...], str]:
 
 
 def as_rows(arrays: Sequence[Any], shape: tuple[int, ...], where: str) -> Array:
-    """Make a numpy array of arrow arrays, at least one, of numbers or of lists of them, nested or in one level.
+    """Make a numpy array of arrow arrays of numbers or of lists of them, nested or in one level.
 
     Returns:
         `[rows, *shape]`, new.
@@ -316,7 +312,8 @@ def as_rows(arrays: Sequence[Any], shape: tuple[int, ...], where: str) -> Array:
     Raises:
         CorruptFileError: A row has another shape, or lacks a number.
     """
-    return np.concatenate([_numbers(array, shape, where) for array in arrays])
+    parts = [_numbers(array, shape, where) for array in arrays]
+    return np.concatenate(parts) if parts else np.empty((0, *shape))
 
 
 def _numbers(array: Any, shape: tuple[int, ...], where: str) -> Array:
