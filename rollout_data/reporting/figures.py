@@ -18,7 +18,7 @@ from .survey import Survey
 
 Figure = dict[str, Any]
 #: More episodes than this are drawn as a density, and only the oddest as points.
-_MAX_POINTS, _NUM_ODD = 400, 40
+_MAX_POINTS, NUM_ODD = 400, 20
 _NUM_BINS, _MAX_GROUPS, _MAX_NAME, _PATTERNS = 40, 7, 40, ("", "/", "x", ".", "-", "\\", "+")
 
 
@@ -82,7 +82,7 @@ def length_against_return(survey: Survey) -> Figure:
         return {}
     points, traces = known, list[Figure]()
     if len(known) > _MAX_POINTS:
-        points = known[np.argsort(-survey.oddness[known], kind="stable")[:_NUM_ODD]]
+        points = known[np.argsort(-survey.oddness[known], kind="stable")[:NUM_ODD]]
         counts, xs, ys = np.histogram2d(x[known], y[known], (_NUM_BINS, _NUM_BINS))
         drawn = np.where(counts > 0, np.log10(np.maximum(counts, 1)) + 0.3, np.nan).T
         middles = [digits((edges[1:] + edges[:-1]) / 2, 8) for edges in (xs, ys)]

@@ -34,9 +34,9 @@ from ..recordings.opening import open as open_recording
 from ..recordings.recording import Recording
 from ..remote.access import DataDir
 from . import summary
-from .closeups import NUM_FINE_POINTS, NUM_POINTS, Closeups
+from .closeups import NUM_FINE_POINTS, NUM_POINTS, NUM_SMALL_POINTS, Closeups
 from .comparing import compared
-from .figures import figures, frames_of, shown
+from .figures import NUM_ODD, figures, frames_of, shown
 from .packing import as_json, as_visible_json, compressed, packed
 from .survey import Course, Survey
 
@@ -202,7 +202,7 @@ class Page:
             about = {"name": name, "label": shown(name), "axis": AXES[group], "is_picked": is_picked}
             curves.append({**about, "twin": self.columns.index(twin) if has_twin else None})
             groups[group].append({"name": name})
-        which = f"those that findings open, the {NUM_WORST} worst and {NUM_RANDOM} random ones"
+        which = f"those that findings open, the {NUM_WORST} worst, the {NUM_ODD} oddest and {NUM_RANDOM} random ones"
         why = f"There are curves of some trajectories ({which}), not of this one."
         offered = [{"group": group, "names": names} for group, names in groups.items() if names]
         has_twins = any(curve["twin"] is not None for curve in curves)
@@ -210,12 +210,15 @@ class Page:
 
     def _episodes(self, opened: Sequence[int], budget: int) -> tuple[dict[int, Any], list[dict[str, Any]]]:
         """Read the episodes that findings open, the worst and some others, as many as fit; and the contact sheet."""
-        worst, others = self.order[:NUM_WORST].tolist(), self.order[NUM_WORST:].tolist()
-        random = np.random.default_rng(0).permutation(others)[:NUM_RANDOM].astype(int).tolist()
-        chosen = list(dict.fromkeys([*opened, *worst, *random]))
+        worst, others = self.order[:NUM_WORST], self.order[NUM_WORST:]
+        oddest = np.argsort(-self.survey.oddness, kind="stable")[:NUM_ODD]
+        random = np.random.default_rng(0).permutation(others)[:NUM_RANDOM]
+        num_points = dict.fromkeys(map(int, [*opened, *worst, *random]), NUM_POINTS)
+        num_points |= dict.fromkeys(list(num_points)[:NUM_FINE], NUM_FINE_POINTS)
+        chosen = list(dict.fromkeys([*num_points, *map(int, oddest)]))
         found: dict[int, Any] = {}
-        for place, number in enumerate(tqdm(chosen, desc="draw", unit=" episodes", disable=not self._progress)):
-            curves = self.closeups.episode_curves(number, NUM_FINE_POINTS if place < NUM_FINE else NUM_POINTS)
+        for number in tqdm(chosen, desc="draw", unit=" episodes", disable=not self._progress):
+            curves = self.closeups.episode_curves(number, num_points.get(number, NUM_SMALL_POINTS))
             one = {"why": "", "curves": curves, "pictures": [], **frames_of(number, self.findings, self.survey.table)}
             budget -= len(as_visible_json(one)) + len(f'"{number}":,')
             if budget < 0:

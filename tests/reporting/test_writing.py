@@ -74,19 +74,21 @@ def test_what_does_not_fit_is_left_out_and_told(tmp_path: Path, monkeypatch: pyt
     assert any("did not fit" in note["text"] for note in embedded(made, "page")["notes"])
 
 
-def test_there_are_curves_of_every_episode_that_a_finding_opens(tmp_path: Path) -> None:
+def test_there_are_curves_of_every_episode_that_a_finding_or_an_outlier_opens(tmp_path: Path) -> None:
     folder, rng = tmp_path / "walk", np.random.default_rng(0)
     with RolloutWriter(folder, 1, durable=False) as writer:
-        for number in range(120):
-            values = rng.normal(size=(20, 1, 2)) * 1.0
+        for number in range(420):
+            values = rng.normal(size=(20, 1, 2))
             values[3, 0, 0] = np.nan if number < 90 else 0.5
-            values[:, 0, 1] = values[:, 0, 1] if number < 90 else 2.0
-            writer.add_rollout(observation=values, action=values[..., :1] * 0 + rng.normal(size=(20, 1, 1)),
-                               done=np.arange(20)[:, None] == 19)  # fmt: skip
+            values[:, 0, 1] = values[:, 0, 1] if number < 320 else 2.0
+            action, done = rng.normal(size=(20, 1, 1)), np.arange(20)[:, None] == 19
+            writer.add_rollout(observation=values, action=action, reward=action[..., 0], done=done)
     made = report(folder, tmp_path / "page.html")
-    findings, shown = embedded(made, "page")["findings"], embedded(made, "shown")
-    opened = {one["heading"].split()[0]: one["trajectory"] for one in findings if one["trajectory"] is not None}
-    assert opened["VAL04"] >= 90 and {str(number) for number in opened.values()} <= set(shown)
+    told, shown = embedded(made, "page"), set(map(int, embedded(made, "shown")))
+    opened = {one["heading"].split()[0]: one["trajectory"] for one in told["findings"]}
+    assert opened["VAL04"] >= 320 and set(opened.values()) - {None} <= shown
+    (points,) = (one["customdata"] for one in told["figures"][-1]["figure"]["traces"] if "customdata" in one)
+    assert len(points) == 20 and set(points) <= shown
 
 
 def test_wide_fields_are_drawn_as_wholes(tmp_path: Path) -> None:
