@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..diagnosis.reading import Array
-from .packing import digits
+from .packing import LARGEST, digits
 from .survey import Survey
 
 Figure = dict[str, Any]
@@ -45,7 +45,7 @@ def _edges(found: Array) -> Array:
 
 def histogram(title: str, unit: str, groups: Mapping[str, Array], as_share: bool = False) -> Figure:
     """Draw values of several groups: stacked counts, or shares of each group over each other."""
-    finite = {name: values[np.isfinite(values)] for name, values in groups.items()}
+    finite = {name: values[np.isfinite(values)].clip(-LARGEST, LARGEST) for name, values in groups.items()}
     found = np.concatenate(list(finite.values()) or [np.zeros(0)])
     if not len(found):
         return {}
@@ -77,6 +77,7 @@ def _by_group(survey: Survey, title: str, unit: str, column: str) -> Figure:
 def length_against_return(survey: Survey) -> Figure:
     """Each episode as a point, or their density with the oddest as points that open them."""
     x, y = survey.table["length"].astype(np.float64), survey.table["return"]
+    y = np.where(np.isfinite(y), y.clip(-LARGEST, LARGEST), np.nan)
     known = np.flatnonzero(np.isfinite(y))
     if len(known) < 2:
         return {}

@@ -19,6 +19,8 @@ from ..foreign.guards import optional
 from ..foreign.pictures import axes_of
 
 Array = np.ndarray[Any, Any]
+#: Larger numbers are drawn as this one: the differences of charts would not be finite.
+LARGEST = 1e300
 #: The code of a value that is not finite; others are 0 to 65534, from the least of a row to its greatest.
 UNKNOWN = 65535
 PICTURE_PIXELS, _JPEG_QUALITY, _MIN_DEPTH_SIDE = 96, 60, 16
@@ -40,12 +42,11 @@ def packed(values: Array) -> dict[str, Any]:
         values: `[rows, planes, points]`; the least and the greatest finite value of each row keep all their digits.
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
-    finite = np.isfinite(rows)
+    finite, rows = np.isfinite(rows), np.clip(rows, -LARGEST, LARGEST)
     low = np.where(finite, rows, np.inf).min(1, initial=np.inf)
     high = np.where(finite, rows, -np.inf).max(1, initial=-np.inf)
     low, high = np.where(low > high, 0, low), np.where(low > high, 0, high)
-    with np.errstate(over="ignore", invalid="ignore"):
-        shares = (rows / 2 - low[:, None] / 2) / np.where(high > low, high / 2 - low / 2, 1)[:, None]
+    shares = (rows - low[:, None]) / np.where(high > low, high - low, 1)[:, None]
     codes = np.where(finite, np.round(np.nan_to_num(shares) * (UNKNOWN - 1)), UNKNOWN).astype("<u2", order="C")
     halves = codes.view(np.uint8).reshape(-1, 2).T  # the high bytes of a curve are alike, and compress well
     _, planes, points = values.shape

@@ -130,8 +130,8 @@ def _extremes(low: Array, high: Array) -> list[dict[str, Any]]:
     found = []
     for least, largest in zip(low.T, high.T, strict=True):
         known = np.concatenate([least, largest])[~np.isnan([least, largest]).ravel()]
-        middle = known.mean() if len(known) else np.nan
-        values = np.where(largest - middle >= middle - least, largest, least)
+        middle = (known / max(1, len(known))).sum() if len(known) else np.nan
+        values = np.where(largest / 2 - middle >= -least / 2, largest, least)
         bounds = [float(known.min()), float(known.max())] if len(known) else [None, None]
         found.append({"min": bounds[0], "max": bounds[1], "values": values.tolist()})
     return found
@@ -165,9 +165,9 @@ def _bars(curve: dict[str, Any], num_bars: int, bars: str) -> str:
     values = np.array(curve["values"], np.float64)[:, None]
     starts = _bounds(len(values), num_bars)[:-1]
     least, largest = (one.reduceat(values, starts) for one in (np.minimum, np.maximum))
-    low, width = curve["min"] or 0.0, (curve["max"] or 0.0) - (curve["min"] or 0.0)
+    low, high = ((curve[end] or 0.0) / 2 for end in ("min", "max"))  # the whole difference may not be finite
     drawn = _extremes(least, largest)[0]["values"]
-    levels = [0.5 if not width else (value - low) / width for value in drawn]
+    levels = [(value / 2 - low) / (high - low) if high > low else 0.5 for value in drawn]
     return "".join(
         NOT_FINITE if math.isnan(value) else bars[round(level * (len(bars) - 1))]
         for value, level in zip(drawn, levels, strict=True)

@@ -12,6 +12,7 @@ import rollout_data
 from rollout_data import RolloutWriter, report
 from rollout_data.reporting import page as pages
 from rollout_data.tools.command import main
+from rollout_data.tools.play import BARS
 from storage.errors import UsageError
 from tests.reporting.reading import embedded
 
@@ -127,6 +128,21 @@ def test_letters_that_cannot_be_seen_are_shown_and_equal_spans_are_shaded_once(t
     assert [card["note"] for card in told["cards"] if card["label"] == "trajectories"] == ["30 frames each"]
     assert len(shown["shapes"]) == 1
     assert [note["text"] for note in shown["annotations"]] == ["end: terminated, failure ✗", "VAL01"]
+
+
+def test_the_largest_numbers_can_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "walk"
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for number in range(3):
+            values, done = np.random.default_rng(number).normal(size=(30, 1, 2)), np.arange(30)[:, None] == 29
+            values[3:5, 0, 0] = 1.7e308, -1.7e308
+            writer.add_rollout(observation=values, action=values, reward=values[..., 0], done=done)
+    told = embedded(report(folder, tmp_path / "page.html"), "page")
+    (band,) = told["bands"]
+    assert (min(band["pack"]["low"]), max(band["pack"]["high"])) == (-1e300, 1e300)
+    assert main(["play", str(folder)]) == 0
+    text = capsys.readouterr()
+    assert text.err == "" and "-1.7e+308 .. 1.7e+308" in text.out and BARS[0] in text.out and BARS[-1] in text.out
 
 
 def test_the_page_does_not_go_into_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
