@@ -114,7 +114,8 @@ class Closeups:
         paths = [{"d": path(rows[:, one]), "dash": dash} for one, dash in zip(shown, _DASHES, strict=False)]
         scale = WIDTH / max(1, len(rows))
         shade = {"shade_x": round(start * scale), "shade_width": round((stop - start) * scale)}
-        return {**found, **shade, "paths": paths, "names": names, "caption": ": ".join([", ".join(names), what])}
+        caption = ": ".join(filter(None, [", ".join(names), what]))
+        return {**found, **shade, "paths": paths, "names": names, "caption": caption}
 
     def _ticks(self, numbers: Sequence[int]) -> str:
         """Draw where in the recording some episodes are, as an SVG path."""

@@ -24,11 +24,8 @@ def doctor(options: argparse.Namespace) -> Answer:
         return Answer([rule.as_dict() for rule in rules], lines)
     if options.data_dir is None:
         raise UsageError("examine", "", "a file or folder", "none", "Give one, or --list-rules, or --explain CODE")
-    settings = dict(_setting(pair) for pair in options.set)
-    sample, progress = options.sample, options.progress
-    found = examining.doctor(
-        options.data_dir, only=only, skip=skip, settings=settings, sample=sample, progress=progress
-    )
+    chosen = {"only": only, "skip": skip, "settings": dict(map(_setting, options.set)), "sample": options.sample}
+    found = examining.doctor(options.data_dir, **chosen, progress=options.progress)
     code = 1 if found.at_least(options.fail_on) else 0
     options.json |= options.sarif  # both are printed as they are
     return Answer(sarif(found) if options.sarif else found.as_dict(), _lines(found), code)

@@ -16,7 +16,7 @@ from rollout_data import RolloutWriter, report
 from tests.reporting.browser import SPARE, Visit, started
 from tests.reporting.reading import embedded
 
-NUM_EPISODES, NUM_STEPS, WIDTH = 45, 40, 3
+NUM_EPISODES, NUM_STEPS, WIDTH = 45, 40, 2
 BROKEN, PICTURED = 7, "observation/camera"
 HOSTILE = '</script><img src=x onerror="document.title=1">'
 SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -157,7 +157,7 @@ def test_a_finding_leads_to_its_trajectories_and_its_frames(visit: Visit) -> Non
     assert visit.colors("#finding-0 .sketch") > 3
 
 
-@pytest.mark.parametrize("number", [0, BROKEN, 31])
+@pytest.mark.parametrize("number", [BROKEN, 31])
 def test_the_curves_of_a_row_are_the_data(visit: Visit, folder: Path, number: int) -> None:
     visit.page.fill("[name=text]", rollout_data.open(folder)[number].id)
     visit.page.click(f"tr[data-number='{number}']")

@@ -64,6 +64,7 @@ def test_a_recording_of_any_format_has_a_page(sample: str, tmp_path: Path) -> No
         column["name"].partition("[")[0] for column in told["curves"]
     }
     has_pictures = any(len(field.shape) == 3 and min(field.shape[:2]) >= 8 for field in recording.schema.values())
+    assert not any(one.get("caption", "").startswith(":") for one in told["findings"])
     assert bool(told["sheet"]) == any(one["pictures"] for one in shown.values()) >= has_pictures
 
 
