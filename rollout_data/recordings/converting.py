@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,9 @@ from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
 
 from ..foreign.formats import EXPORTS, WRITERS, writer_class
 from ..foreign.writer import ForeignWriter
-from ..remote.access import DataDir
+from ..format.header import damaged_fragments, read_header
+from ..index.folder import BlockFolder
+from ..remote.access import DataDir, RemotePath
 from .opening import open
 from .own_writer import OWN, OwnWriter
 from .recording import Recording
@@ -68,13 +71,15 @@ def convert(
     path = arguments.path("convert", "", target).absolute()
     if recording.path in (path, *path.parents):
         raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
-    problems = list(recording.problems)
+    problems, damaged = list(recording.problems), _damaged(recording)
     while True:
         writer = kind(path, recording, recording.metadata, options)
         num_present = len(writer.written)
         try:
             for episode in tqdm(recording, desc="convert", unit=" episodes", disable=not progress):
                 try:
+                    if episode.id in damaged:  # in the result they would have right checksums
+                        raise damaged[episode.id]
                     if episode.id not in writer.written:
                         writer.add(episode)
                 except DataFileError as problem:
@@ -87,3 +92,14 @@ def convert(
         recording = recording.select(one for one in recording.ids if one not in writer.left_out)
     unread = {one for what, ids in writer.report.items() if what.startswith("the episode is left out") for one in ids}
     return Conversion(len(recording) - len(unread | writer.left_out), num_present, writer.report, problems)
+
+
+def _damaged(recording: Recording) -> dict[str, DataFileError]:
+    """Give the episodes of block files on this machine whose rows their checksums contradict: id -> error."""
+    found: dict[str, DataFileError] = {}
+    if recording.format == OWN and not isinstance(recording.path, RemotePath):
+        for block in BlockFolder.at(recording.path).blocks.values():
+            with suppress(FileNotFoundError):  # removed by retention: its episodes tell
+                for _, error in damaged_fragments(read_header(block.path)):
+                    found[f"{block.writer}:{error.trajectory}"] = error
+    return found

@@ -12,8 +12,10 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter
+from rollout_data.format.header import read_header
 from rollout_data.tools.command import main
 from storage.errors import RolloutDataWarning, UsageError
+from tests.files.recorded import record
 from tests.formats.cases import CASES, load, open_case
 from tests.recordings.sets import write_demos
 from tests.recordings.test_recording import recorded
@@ -100,6 +102,17 @@ def test_an_episode_that_cannot_be_read_costs_only_itself(tmp_path):
     assert done.num_episodes == 1 and victim.id.split(":")[0] in str(done.problems[-1])
     (kept,) = rollout_data.open(tmp_path / "own")
     assert kept.metadata["id"] == recording[1].id
+
+
+def test_damaged_rows_are_told_and_never_written_anew_with_a_right_checksum(tmp_path):
+    record(tmp_path / "walk", [3, 4, 5])
+    (path,) = (tmp_path / "walk").glob("*.h5")
+    raw, header = bytearray(path.read_bytes()), read_header(path)
+    raw[header.locations["data"]["frames"][0] + 4 * header.layouts["data"].columns["frames"].row_bytes] ^= 1
+    path.write_bytes(raw)
+    done = convert(tmp_path / "walk", tmp_path / "own")
+    assert done.num_episodes == 2 and "frames 1:2 of trajectory 1" in str(done.problems[0])
+    assert [one.length for one in rollout_data.open(tmp_path / "own")] == [3, 5]
 
 
 def test_what_is_changed_is_in_the_report(tmp_path):
