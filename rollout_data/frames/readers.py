@@ -84,10 +84,11 @@ class Readers(Kind):
 
     def _chosen(self) -> list[_Found]:
         """Give the episodes that are read."""
-        readers = enumerate(zip(self._source.origins, self._readers, strict=True))
-        return [
-            (number, one) for number, (origin, reader) in readers for one in sorted(chosen_episodes(reader, origin.ids))
-        ]
+        found: list[_Found] = []
+        for number, (origin, reader) in enumerate(zip(self._source.origins, self._readers, strict=True)):
+            names = [info.name for info in reader.episodes]
+            found += [(number, one) for one in sorted(chosen_episodes(names, origin.ids, reader.path))]
+        return found
 
     def _store(self) -> FrameStore:
         chosen = self._chosen()
@@ -159,19 +160,19 @@ def _opened(origin: Origin) -> ForeignReader:
     return open_foreign(origin.path, origin.format, **origin.options)
 
 
-def chosen_episodes(reader: ForeignReader, ids: Sequence[str] | None) -> list[int]:
+def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path) -> list[int]:
     """Give the numbers of episodes by their names, in this order; None is all.
 
     Raises:
         UsageError: There is none of a name.
     """
     if ids is None:
-        return list(range(len(reader.episodes)))
-    number_of = {info.name: number for number, info in enumerate(reader.episodes)}
+        return list(range(len(names)))
+    number_of = {name: number for number, name in enumerate(names)}
     for name in ids:
         if name not in number_of:
             expected = f"one of {len(number_of)} names, such as {nearest(name, number_of, 4)}"
-            raise UsageError("find the episode", f"in {str(reader.path)!r}", expected, repr(name))
+            raise UsageError("find the episode", f"in {str(path)!r}", expected, repr(name))
     return [number_of[name] for name in ids]
 
 

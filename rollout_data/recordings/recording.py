@@ -42,10 +42,12 @@ class Recording(Sequence[Episode]):
         origin: Where it lies, and which of its episodes are meant.
     """
 
-    def __init__(self, origin: Origin, reader: ForeignReader | None = None) -> None:
+    def __init__(self, origin: Origin, reader: ForeignReader | None = None, numbers: Int64s | None = None) -> None:
         self.origin = origin
         if reader is not None:
             self._reader = reader
+        if numbers is not None:
+            self._numbers = numbers
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled recording opens its files anew where it arrives."""
@@ -57,7 +59,8 @@ class Recording(Sequence[Episode]):
 
     @cached_property
     def _numbers(self) -> Int64s:
-        return np.array(chosen_episodes(self._reader, self.origin.ids), np.int64)
+        chosen = chosen_episodes(self._column("id").tolist(), self.origin.ids, self.path)
+        return np.array(chosen, np.int64)
 
     @property
     def format(self) -> str:
@@ -107,9 +110,13 @@ class Recording(Sequence[Episode]):
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """One column of `table`; returns are NaN, as nothing is read for it."""
+        found: np.ndarray[Any, Any] = self._column(name)[self._numbers]
+        return found
+
+    def _column(self, name: str) -> np.ndarray[Any, Any]:
+        """Give a column of all episodes of the file."""
         reader = self._reader
-        found = reader.column(name) if isinstance(reader, FolderReader) else column_of(reader.episodes, name)
-        return found[self._numbers]
+        return reader.column(name) if isinstance(reader, FolderReader) else column_of(reader.episodes, name)
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         """Which fields each episode has: int64 `[num_episodes]`, places in the list of schemas."""
@@ -145,7 +152,7 @@ class Recording(Sequence[Episode]):
     def __getitem__(self, index: slice) -> Recording: ...
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return self._of(self._numbers[index])
+            return self._of(index)
         if not is_whole(index) or not -len(self) <= index < len(self):
             kind = OutOfRangeError if is_whole(index) else UsageError
             expected = f"a number in {-len(self)}:{len(self)}, or a slice of such"
@@ -163,9 +170,10 @@ class Recording(Sequence[Episode]):
             f"<Recording of {_counted(len(self), 'episode')} ({names}) in {str(self.path)!r}, {self.format}{problems}>"
         )
 
-    def _of(self, numbers: Int64s) -> Recording:
-        ids = tuple(self._reader.episodes[number].name for number in numbers.tolist())
-        return Recording(replace(self.origin, ids=ids), self._reader)
+    def _of(self, places: Any) -> Recording:
+        """Give the episodes at some places: numbers, a slice or a mask."""
+        ids = tuple(self.column("id")[places].tolist())
+        return Recording(replace(self.origin, ids=ids), self._reader, self._numbers[places])
 
     def select(self, ids: Iterable[str | int]) -> Recording:
         """Give the episodes of these names, in the order of the file.
@@ -173,13 +181,12 @@ class Recording(Sequence[Episode]):
         Raises:
             UsageError: There is none of a name.
         """
-        there, wanted = self.ids, [str(one) for one in ([ids] if isinstance(ids, str) else ids)]
-        known = set(there)
-        for one in wanted:
-            if one not in known:
-                raise UsageError("select episodes", f"of {str(self.path)!r}", _some(one, there), repr(one))
-        chosen = set(wanted)
-        return self._of(self._numbers[np.array([one in chosen for one in there], bool)])
+        there = dict.fromkeys(self.ids, False)
+        for one in [ids] if isinstance(ids, str) else map(str, ids):
+            if one not in there:
+                raise UsageError("select episodes", f"of {str(self.path)!r}", _some(one, list(there)), repr(one))
+            there[one] = True
+        return self._of(np.array(list(there.values()), bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
         """Give the episodes that a function keeps and whose columns of `table` match.
@@ -195,7 +202,7 @@ class Recording(Sequence[Episode]):
         kept = kept_rows(self.table if "return" in columns else self.descriptions, columns)
         if keeps is not None:
             kept &= np.array([bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool)
-        return self._of(self._numbers[kept])
+        return self._of(kept)
 
     def split(self, parts: Mapping[str, float] | None = None, seed: int = 0) -> dict[str, Recording]:
         """Give parts by their names.
@@ -227,7 +234,7 @@ class Recording(Sequence[Episode]):
         stops = np.floor(np.cumsum(shares) * len(self) + 0.5).astype(np.int64)
         stops[-1] = len(self)
         pieces = np.split(order, stops[:-1])
-        return {name: self._of(self._numbers[np.sort(piece)]) for name, piece in zip(parts, pieces, strict=True)}
+        return {name: self._of(np.sort(piece)) for name, piece in zip(parts, pieces, strict=True)}
 
     def statistics(self, quantiles: Sequence[float] = (0.01, 0.99), **options: Any) -> dict[str, FieldStatistics]:
         """Summarize each field over all frames, for normalization; see `WindowDataset.statistics`.
