@@ -27,9 +27,11 @@ from ..index.index import Int64s, name_keys, random_keys
 from ..remote.access import Origin
 from .episode import Episode
 from .own import FolderReader
-from .table import as_table, column_of, kept_rows, with_returns
+from .table import as_table, column_of, kept_rows
 
 _NUM_SHOWN = 5
+#: Steps whose rewards are read at once, with all that lies in the same rows.
+_NUM_REWARDS = 1 << 12
 
 
 class Recording(Sequence[Episode]):
@@ -101,7 +103,24 @@ class Recording(Sequence[Episode]):
 
         Reads the rewards of all episodes, the first time.
         """
-        return with_returns(self.descriptions, self)
+        table: np.ndarray[Any, Any] = self.descriptions.copy()
+        which, schemas = self.schemas()
+        for number, schema in enumerate(schemas):
+            places = np.flatnonzero(which == number)
+            cuts = np.flatnonzero(np.diff(np.cumsum(table["length"][places]) // _NUM_REWARDS)) + 1
+            for part in np.split(places, cuts) if "reward" in schema and len(places) else ():
+                table["return"][part] = self._returns(part, table["length"][part])
+        return table
+
+    def _returns(self, places: Int64s, lengths: Int64s) -> list[float]:
+        """Give the sum of the rewards of episodes that have some; NaN where they cannot be read."""
+        try:
+            rewards = self.read_many(places, ["reward"], places * 0, lengths)["reward"]
+        except RolloutDataError:  # reading the episode raises it again
+            if len(places) == 1:
+                return [np.nan]
+            return [sum(self._returns(places[[one]], lengths[[one]])) for one in range(len(places))]
+        return [float(np.sum(part, dtype=np.float64)) for part in np.split(rewards, np.cumsum(lengths)[:-1])]
 
     @cached_property
     def descriptions(self) -> np.ndarray[Any, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from storage.errors import RolloutDataError, UsageError, nearest
+from storage.errors import UsageError, nearest
 
 from ..foreign.reader import EpisodeInfo
-from .episode import Episode, end_of
+from .episode import end_of
 
 #: What metadata of an episode may tell, with what stands where they do not.
 _FROM_METADATA: dict[str, Any] = {"env": -1, "end_time_ns": 0, "writer": ""}
@@ -58,21 +58,6 @@ def as_table(column: Callable[[str], np.ndarray[Any, Any]]) -> np.ndarray[Any, A
     for name, values in columns.items():
         table[name] = values
     return table
-
-
-def with_returns(table: np.ndarray[Any, Any], episodes: Sequence[Episode]) -> np.ndarray[Any, Any]:
-    """Give a copy of a table with the sum of the rewards of each episode, NaN without; reads all rewards."""
-    found: np.ndarray[Any, Any] = table.copy()
-    found["return"] = [_return(episode) for episode in episodes]
-    return found
-
-
-def _return(episode: Episode) -> float:
-    try:
-        reward = episode.reward
-    except RolloutDataError:  # reading the episode raises it again
-        return np.nan
-    return np.nan if reward is None or isinstance(reward, Mapping) else float(np.sum(reward, dtype=np.float64))
 
 
 def kept_rows(table: np.ndarray[Any, Any], columns: Mapping[str, Any]) -> np.ndarray[Any, Any]:
