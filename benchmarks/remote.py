@@ -3,7 +3,8 @@
 The limit is `WindowLoader` on the same files of this machine, which were read before. 3 blocks of 136 MB have
 trajectories of 96 frames of 347 floats; windows of 10 frames are 13.9 kB. Each request is answered 30 ms late, 32 are
 under way at most, and 64 chunks of 1 MiB are kept. At most twice the local time is promised, and at most two requests
-for 1,000 windows, which each epoch checks. The S3 server runs in a process of its own, beside us, and answers at once.
+for 1,000 windows, which each epoch checks. The S3 server runs in a process of its own, beside us, and answers at once;
+what it takes to give the same bytes stands beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from rollout_data import RemoteOptions, WindowDataset, WindowLoader, push
@@ -33,7 +36,8 @@ def cases(quick: bool) -> Iterator[Case]:
     late = Contender(f"{1000 * LATENCY_S:.0f} ms late", lambda: _late(large, quick), OURS, reach=REACH)
     yield _case(large, late)
     small = _recorded(f"remote-small-{num_steps}", num_steps, 16 if quick else 128, 1)  # it copies a file per request
-    yield _case(small, Contender("S3 server of this machine", lambda: _from_s3(small), PEER))
+    alone = Contender("its bytes alone, 32 requests", lambda: _bytes_alone(small), PEER)
+    yield _case(small, Contender("S3 server of this machine", lambda: _from_s3(small), PEER), alone)
 
 
 def _recorded(name: str, num_steps: int, num_envs: int, num_blocks: int) -> Path:
@@ -44,11 +48,11 @@ def _recorded(name: str, num_steps: int, num_envs: int, num_blocks: int) -> Path
     return data.made_once(name, make)
 
 
-def _case(folder: Path, contender: Contender) -> Case:
+def _case(folder: Path, *contenders: Contender) -> Case:
     num_windows = len(WindowDataset(folder, LENGTH))
     local = Contender("local files", lambda: _epochs(WindowDataset(folder, LENGTH)), LIMIT)
     name = f"an epoch of {num_windows:,} windows, L={LENGTH} B={BATCH}"
-    return Case(name, (local, contender), num_windows * LENGTH * 347 * 4)
+    return Case(name, (local, *contenders), num_windows * LENGTH * 347 * 4)
 
 
 def _epochs(dataset: WindowDataset, check: Callable[[int], None] = lambda num_windows: None) -> Call:
@@ -79,7 +83,9 @@ def _late(folder: Path, quick: bool) -> Call:
     return _epochs(dataset, check)
 
 
-def _from_s3(folder: Path) -> Call:
+@cache
+def _in_s3(folder: Path) -> RemoteOptions:
+    """Start a server and upload a folder to s3://bench/walk; give what it is read with."""
     peers.load("s3fs")
     peers.load("moto", "server")
     boto3 = peers.load("boto3")
@@ -93,4 +99,23 @@ def _from_s3(folder: Path) -> Call:
     boto3.client("s3", endpoint_url=address, **keys).create_bucket(Bucket="bench")
     options = RemoteOptions(storage_options={"key": "none", "secret": "none", "endpoint_url": address})
     push(folder, "s3://bench/walk", remote=options)
-    return _epochs(WindowDataset("s3://bench/walk", LENGTH, remote=options))
+    return options
+
+
+def _from_s3(folder: Path) -> Call:
+    return _epochs(WindowDataset("s3://bench/walk", LENGTH, remote=_in_s3(folder)))
+
+
+def _bytes_alone(folder: Path) -> Call:
+    """Fetch the blocks by requests for 1 MiB each, and do nothing with them."""
+    options = _in_s3(folder)
+    system = peers.load("s3fs").S3FileSystem(**options.storage_options)
+    step = options.chunk_bytes
+    parts = [(path.name, low) for path in folder.glob("*.h5") for low in range(0, path.stat().st_size, step)]
+    pool = ThreadPoolExecutor(options.num_requests)
+
+    def fetch(part: tuple[str, int]) -> int:
+        name, low = part
+        return len(system.cat_file(f"s3://bench/walk/{name}", start=low, end=low + step))
+
+    return lambda: sum(pool.map(fetch, parts))
