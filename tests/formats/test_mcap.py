@@ -179,6 +179,16 @@ def test_texts_that_are_too_many_for_metadata_are_told(tmp_path: Path) -> None:
     assert ["at most 4096, got 5000" in str(problem) for problem in recording.problems] == [True]
 
 
+def test_what_has_no_name_or_place_of_its_own_is_told(tmp_path: Path) -> None:
+    twice = [("/arm", row, {"state/x": 0, "state": {"position": 1.0}}) for row in range(3)]
+    path = write(tmp_path / "a.mcap", [*session(50, 3), *twice], metadata={"long": "x" * (1 << 20)})
+    recording = rollout_data.open(path, action=ARM)
+    found = [str(problem) for problem in recording.problems]
+    assert any("one topic for 'observation/arm/state/position', got '/arm' and '/arm/state'" in one for one in found)
+    assert any("fewer and shorter records of metadata, got 1 more" in one for one in found)
+    assert recording[0].observation["arm/state/position"].dtype == np.float64
+
+
 def test_values_keep_their_kinds(tmp_path: Path) -> None:
     schema = {
         "/all": {"properties": {"id": {"type": "integer"}, "ids": {"type": "array", "items": {"type": "integer"}}}}

@@ -103,7 +103,12 @@ class Reader(ForeignReader):
             self.problem("make steps of", f"{self._clock!r} of {where}", "messages after all others", got, advice)
         times = clock[first:]
         messages = {name: np.searchsorted(log.topics[name].times, times, "right") - 1 for name in topics}
-        leaves = {self._name(leaf, len(listed)): leaf for listed in topics.values() for leaf in listed}
+        leaves: dict[str, _Leaf] = {}
+        for leaf in (leaf for found in topics.values() for leaf in found):
+            name = self._name(leaf, len(topics[leaf.topic]))
+            if (taken := leaves.setdefault(name, leaf)) is not leaf:
+                got = f"{taken.topic!r} and {leaf.topic!r}"
+                self.problem("name the fields of", where, f"one topic for {name!r}", got, "The latter is left out")
         fields = [Field(name, leaf.shape, leaf.dtype) for name, leaf in leaves.items() if leaf.dtype != _TEXT]
         return EpisodeInfo(
             log.path.stem,
@@ -127,6 +132,9 @@ class Reader(ForeignReader):
 
     def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
         """Give the leaves of the topics that become fields, and as metadata those of texts alone and the records."""
+        if log.num_left_out:
+            expected, got = "fewer and shorter records of metadata", f"{log.num_left_out} more"
+            self.problem("keep the metadata of", repr(str(log.path)), expected, got, "They are left out")
         metadata: dict[str, Any] = {key: value for _, record in log.metadata for key, value in record.items()}
         found: dict[str, list[_Leaf]] = {}
         for name, topic in sorted(log.topics.items()):

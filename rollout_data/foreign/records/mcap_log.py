@@ -66,6 +66,7 @@ class Log:
         path: The file.
         topics: By name.
         metadata: Records of texts: (name, key -> value).
+        num_left_out: How many more of them there are.
         is_whole: Whether the file ends as it should.
 
     Raises:
@@ -75,7 +76,7 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.path, self.topics, self.metadata = path, dict[str, Topic](), list[tuple[str, dict[str, str]]]()
         self._chunks: list[Chunk] = []
-        self._num_text_bytes_left = _MAX_TEXT_BYTES
+        self._num_text_bytes_left, self.num_left_out = _MAX_TEXT_BYTES, 0
         self._latest: tuple[int, Any] = (-1, b"")
         self._schemas: dict[int, bytes] = {}
         self._channels: dict[int, str] = {}
@@ -144,7 +145,9 @@ class Log:
                 raise ValueError(f"more than {_MAX_TOPICS} topics")
             self._channels[number] = name
             found.setdefault(name, array("q"))
-        elif kind == _METADATA and len(self.metadata) < _MAX_METADATA and stop - start <= self._num_text_bytes_left:
+        elif kind == _METADATA and (len(self.metadata) == _MAX_METADATA or stop - start > self._num_text_bytes_left):
+            self.num_left_out += 1
+        elif kind == _METADATA:
             name, at = _text(data, start, stop)
             texts, at = [], at + 4
             while at < stop:
