@@ -156,13 +156,13 @@ class OwnWriter(ForeignWriter):
         found = episode.final_observation
         if found is None:
             return None
-        wanted = [name.partition("/")[2] for name in self._fit.schema.below("observation")]
-        if wanted == [""]:
-            return np.asarray(found)[None]
-        if any(name not in found for name in wanted):
+        found = found if isinstance(found, dict) else {"": found}
+        fields = {name.partition("/")[2]: field for name, field in self._fit.schema.below("observation").items()}
+        if any(name not in found for name in fields):
             self.changed("the final observation is left out: it lacks a part", episode)
             return None
-        return unflatten({name: np.asarray(found[name])[None] for name in wanted})
+        rows = {name: torch.tensor(np.asarray(found[name])).to(one.torch_dtype)[None] for name, one in fields.items()}
+        return rows[""] if "" in rows else unflatten(rows)
 
     def _said(self, episode: EpisodeToWrite) -> dict[str, Any]:
         """Give what is noted of an episode; what is too large is left out."""
