@@ -73,8 +73,8 @@ def report(
         The path of the page.
 
     Raises:
-        UsageError: There is nothing at a path, `out` lies inside a recording, or a package of the extra `report` is
-            missing.
+        UsageError: There is nothing at a path, or no episode; `out` lies inside a recording; a package of the extra
+            `report` is missing.
         DataFileError: A recording cannot be opened.
     """
     plotly = _plotly()
@@ -100,7 +100,7 @@ class Page:
 
     def __init__(self, recordings: Sequence[Recording], absolute_paths: bool, progress: bool) -> None:
         self.names, self._progress = [one.path.name for one in recordings], progress
-        hidden = [] if absolute_paths else [str(one.path.parent).rstrip(os.sep) + os.sep for one in recordings]
+        hidden = [] if absolute_paths else [one.path for one in recordings]
         kinds: list[type[Collector]] = [Course, *(kind for rule in RULES for kind in rule.collectors)]
         has_pictures = any(rule.needs == "G" for rule in RULES)
         how: dict[str, Any] = {"collectors": kinds, "with_pictures": has_pictures, "progress": progress}
@@ -230,7 +230,8 @@ class Page:
     def _pictures(self, found: dict[int, Any], budget: int) -> list[dict[str, Any]]:
         """Add pictures to episodes, as many as fit; give the contact sheet."""
         sheet: dict[str, list[dict[str, Any]]] = {}
-        for place, (number, one) in enumerate(found.items() if self.survey.pictures else ()):
+        shown = tqdm(found.items() if self.survey.pictures else (), desc="pictures", disable=not self._progress)
+        for place, (number, one) in enumerate(shown):
             made = self.closeups.pictures(number, [start for start, _ in one["places"]])
             middle = {name: frames[len(frames) // 2][1] for name, frames in made.items()}
             budget -= sum(len(url) + 20 for frames in made.values() for _, url in frames) + len(as_json(middle)) + 99
@@ -244,11 +245,13 @@ class Page:
         return [{"name": name, "thumbs": thumbs} for name, thumbs in sheet.items()]
 
 
-def _without(folders: Sequence[str], content: Any) -> Any:
-    """Give plain values without the names of folders in their texts."""
+def _without(paths: Sequence[Path], content: Any) -> Any:
+    """Give plain values whose texts do not name the folders that some paths lie in."""
     text = json.dumps(content)
-    for folder in folders:
-        text = text.replace(json.dumps(folder)[1:-1], "")
+    for path in paths:
+        folder, name = str(path.parent).rstrip(os.sep) + os.sep, re.escape(json.dumps(path.name)[1:-1])
+        pattern = re.escape(json.dumps(folder)[1:-1])
+        text = re.sub(rf"(?<!\w)/(?={name}\b)" if folder == "/" else pattern, "", text)  # names of fields have "/" too
     return json.loads(text)
 
 

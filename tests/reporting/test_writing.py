@@ -10,6 +10,7 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutWriter, report
+from rollout_data.recordings.recording import Recording
 from rollout_data.reporting import page as pages
 from rollout_data.tools.command import main
 from rollout_data.tools.play import BARS
@@ -144,6 +145,18 @@ def test_the_largest_numbers_can_be_drawn(tmp_path: Path, capsys: pytest.Capture
     assert main(["play", str(folder)]) == 0
     text = capsys.readouterr()
     assert text.err == "" and "-1.7e+308 .. 1.7e+308" in text.out and BARS[0] in text.out and BARS[-1] in text.out
+
+
+def test_names_of_fields_keep_their_slashes_where_a_recording_lies_in_the_root_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RolloutWriter(tmp_path / "walk", 1, durable=False) as writer:
+        values = np.full((9, 1, 2), np.nan)
+        writer.add_rollout(observation={"walk": values}, action=values, done=np.arange(9)[:, None] == 8)
+    recording = rollout_data.open(tmp_path / "walk")
+    monkeypatch.setattr(Recording, "path", Path("/walk"))  # where tests may not write
+    told = embedded(report(recording, tmp_path / "page.html"), "diagnosis")
+    assert told["summary"]["path"] == "walk" and "observation/walk" in {one["field"] for one in told["findings"]}
 
 
 def test_the_page_does_not_go_into_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
