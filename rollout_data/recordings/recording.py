@@ -200,12 +200,10 @@ class Recording(Sequence[Episode]):
         Raises:
             UsageError: There is none of a name.
         """
-        there = dict.fromkeys(self.ids, False)
-        for one in [ids] if isinstance(ids, str) else map(str, ids):
-            if one not in there:
-                raise UsageError("select episodes", f"of {str(self.path)!r}", _some(one, list(there)), repr(one))
-            there[one] = True
-        return self._of(np.array(list(there.values()), bool))
+        wanted, there = {ids} if isinstance(ids, str) else set(map(str, ids)), self.ids
+        for one in wanted - set(there):
+            raise UsageError("select episodes", f"of {str(self.path)!r}", _some(one, there), repr(one))
+        return self._of(np.array([one in wanted for one in there], bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
         """Give the episodes that a function keeps and whose columns of `table` match.
