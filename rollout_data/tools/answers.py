@@ -13,6 +13,7 @@ from storage.errors import UsageError
 
 from ..recordings.converting import convert as convert_recording
 from ..recordings.opening import open as open_recording
+from ..recordings.recording import Recording
 from ..remote.publish import push as push_folder
 from ..reporting.page import report as write_report
 from ..writing.retention import LIMITS
@@ -46,19 +47,24 @@ def info(options: argparse.Namespace) -> Answer:
 
 
 def ls(options: argparse.Namespace) -> Answer:
-    rows = listing(selected(open_recording(options.data_dir), options.select))
+    rows = listing(_opened(options))
     return Answer(rows, listing_as_text(rows))
 
 
 def convert(options: argparse.Namespace) -> Answer:
     chosen = {name: option_value(text) for name, text in pairs("convert", options.option).items()}
-    source = selected(open_recording(options.data_dir), options.select)
-    done = convert_recording(source, options.target, options.to, progress=options.progress, **chosen)
+    done = convert_recording(_opened(options), options.target, options.to, progress=options.progress, **chosen)
     some = {what: ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "") for what, ids in done.changes.items()}
     lines = [f"{what}: {len(ids):,} episodes ({some[what]})" for what, ids in done.changes.items()]
     lines += [*map(str, done.problems), f"{done.num_episodes:,} episodes, {done.num_present:,} of them were there"]
     about = {**vars(done), "problems": [str(problem) for problem in done.problems]}
     return Answer(about, lines, 1 if done.problems else 0)
+
+
+def _opened(options: argparse.Namespace) -> Recording:
+    """Open the recording that a command names, by its `--open`, and take what it selects."""
+    chosen = {name: option_value(text) for name, text in pairs("open", options.open).items()}
+    return selected(open_recording(options.data_dir, **chosen), options.select)
 
 
 def pairs(action: str, given: Iterable[str]) -> dict[str, str]:

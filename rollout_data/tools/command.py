@@ -72,6 +72,9 @@ SELECT: Arguments = {
 }
 
 
+_OPEN: Arguments = {"--open": _several("NAME=VALUE", "an option of the format that is read: on_bad_index=rebuild")}
+
+
 def _convert_arguments() -> Arguments:
     from ..foreign.formats import EXPORTS, WRITERS
     from ..recordings.own_writer import OWN
@@ -81,6 +84,7 @@ def _convert_arguments() -> Arguments:
         "target": {"help": "the new file or folder, or that of a conversion that was stopped"},
         "--to": {"default": OWN, "help": f"the format: {', '.join((OWN, *WRITERS, *EXPORTS))} (default: %(default)s)"},
         **SELECT,
+        **_OPEN,
         "--option": _several("NAME=VALUE", "an option of the format that is written"),
     }
 
@@ -163,7 +167,7 @@ COMMANDS: dict[str, Command] = {
     "ls": Command(
         "List the episodes of a recording of any format.",
         "ls demos.hdf5 --select success=true",
-        {**_ANY, **SELECT},
+        {**_ANY, **SELECT, **_OPEN},
         "tools.info.listing",
     ),
     "report": Command(

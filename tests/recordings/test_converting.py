@@ -17,6 +17,7 @@ from rollout_data.tools.command import main
 from storage.errors import RolloutDataWarning, UsageError
 from tests.files.recorded import record
 from tests.formats.cases import CASES, load, open_case
+from tests.formats.lerobot_sets import LeRobotSet
 from tests.recordings.sets import write_demos
 from tests.recordings.test_recording import recorded
 
@@ -205,3 +206,15 @@ def test_the_command_line_lists_describes_and_converts_any_format(tmp_path, caps
     assert '"return": null' in capsys.readouterr().out
     assert main(["convert", source, str(tmp_path / "x"), "--option", "codecs=1"]) == 2
     assert "got 'codecs'" in capsys.readouterr().err
+
+
+def test_the_command_line_passes_options_of_the_format_that_is_read(tmp_path, capsys):
+    made = LeRobotSet(tmp_path / "set", [2, 3])
+    made.entries[0]["dataset_to_index"] = [3]
+    path = str(made.write())
+    assert main(["convert", path, str(tmp_path / "own")]) == 1
+    assert 'on_bad_index="rebuild"' in capsys.readouterr().err
+    for command in (["ls", path], ["convert", path, str(tmp_path / "own")]):
+        main([*command, "--open", "on_bad_index=rebuild"])
+    assert "2 episodes, 0 of them were there" in capsys.readouterr().out
+    assert main(["ls", path, "--open", "on_bad_idx=rebuild"]) == 2
