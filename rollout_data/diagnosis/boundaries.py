@@ -132,7 +132,10 @@ class Jumps(Collector):
             steps = np.abs(batch.steps(name)[dims])
             far += (steps > rare[:, None]).sum(0, dtype=np.int32)
             moved += (steps > usual[:, None]).sum(0, dtype=np.int32)
-        rows = np.flatnonzero((far >= max(6, 0.35 * self.num_dims)) | (moved > 0.3 * self.num_dims))
+        is_wide = self.num_dims >= 12  # so many never come back to the start by chance
+        rows = np.flatnonzero(
+            (far >= max(6, 0.35 * self.num_dims)) | (moved > (0.15 if is_wide else 0.3) * self.num_dims)
+        )
         if not len(rows):
             return
         numbers, frames = batch.episode_of(rows)
@@ -140,9 +143,22 @@ class Jumps(Collector):
         rows, numbers, frames = rows[inner], numbers[inner], frames[inner]
         now, before = (self._scores(batch, rows - back) for back in (0, 1))
         enters = (now < 4).all(0) & (before.max(0, initial=0) > 12) & (np.median(before, axis=0) > 2)
+        # A swing passes the start with steps like those around it; a reset is a step by itself.
+        is_reset = (moved[rows] > 0.3 * self.num_dims) & (self._alone(batch, rows) > 0.15 * self.num_dims)
+        enters &= is_reset | (is_wide & (np.median(before, axis=0) > 4))
         kept = np.flatnonzero((far[rows] >= max(6, 0.35 * self.num_dims)) | enters)
         shares = far[rows] / self.num_dims
         self.found += [(int(numbers[at]), int(frames[at]), float(shares[at]), bool(enters[at])) for at in kept]
+
+    def _alone(self, batch: Batch, rows: Array) -> Array:
+        """int `[n]`: dimensions in which the step to a row is far larger than those before and after it."""
+        found = np.zeros(len(rows), np.int64)
+        for name, dims, usual, *_ in self._parts:
+            last, this, after = (
+                np.abs(batch.steps(name)[dims][:, np.minimum(rows + at, len(batch) - 1)]) for at in (-1, 0, 1)
+            )
+            found += ((this > usual[:, None]) & (this > 2.5 * np.maximum(last, after))).sum(0)
+        return found
 
     def _scores(self, batch: Batch, rows: Array) -> Array:
         """`[D, n]`: how far rows are from first frames, in their standard deviations."""

@@ -69,12 +69,12 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
         try:
             if rule.compares and scan.is_small:
                 raise Inapplicable("fewer than 8 episodes or 100 frames to compare")
-            found = list(rule.check(scan, {**rule.defaults, **changed.get(rule.code, {})}))
-            findings += _gathered(rule, found, scan)
+            settings = {**rule.defaults, **changed.get(rule.code, {})}
+            findings += _gathered(rule, list(rule.check(scan, settings)), scan, settings)
         except Inapplicable as why:
             skipped.append((rule.code, str(why)))
         except Exception as error:  # noqa: BLE001 - whatever a rule did not expect is a finding
-            findings += _gathered(FAILED, [_failure(rule, error)], scan)
+            findings += _gathered(FAILED, [_failure(rule, error)], scan, {})
     findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
     return Diagnosis(tuple(rules), tuple(findings), tuple(skipped), _summary(scan, scan.path, findings))
 
@@ -122,15 +122,15 @@ def _changed(settings: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _gathered(rule: Rule, found: Iterable[Found], scan: Scan) -> list[Finding]:
+def _gathered(rule: Rule, found: Iterable[Found], scan: Scan, settings: Settings) -> list[Finding]:
     """Make one finding of what was reported for each field."""
     by_field: dict[str | None, list[Found]] = {}
     for one in found:
         by_field.setdefault(one.field, []).append(one)
-    return [_finding(rule, field, parts, scan) for field, parts in by_field.items()]
+    return [_finding(rule, field, parts, scan, settings) for field, parts in by_field.items()]
 
 
-def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan) -> Finding:
+def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan, settings: Settings) -> Finding:
     places = sorted({int(place) for part in parts for place in part.trajectories})
     left_out = tuple(dict.fromkeys(name for part in parts for name in part.left_out))
     numbers = [int(name[len(name.rstrip("0123456789")) :]) for name in left_out]
@@ -138,6 +138,8 @@ def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan) 
     severity = max((part.severity or rule.severity for part in parts), key=SEVERITIES.index)
     is_typical = not rule.absolute and not scan.is_small and len(places) > 0.5 * len(scan.examined)
     evidence = {name: value for part in reversed(parts) for name, value in part.evidence.items()}
+    if settings:
+        evidence["threshold"] = next(iter(settings.values())) if len(settings) == 1 else dict(settings)
     if is_typical and severity != "info":
         severity, evidence["typical"] = "info", True
     message = "; ".join(dict.fromkeys(part.message for part in parts if part.message)) or rule.title

@@ -210,6 +210,11 @@ class Facts:
         return self.quantile(0.995) - self.quantile(0.005)
 
     @cached_property
+    def range_98(self) -> Array:
+        """`[D]`: from the 1 % to the 99 % quantile."""
+        return self.quantile(0.99) - self.quantile(0.01)
+
+    @cached_property
     def distinct(self) -> Array:
         """int64 `[D]`: how many values the sample has."""
         found: Array = 1 + (np.diff(self.sorted, axis=1) > 0).sum(1)

@@ -32,7 +32,7 @@ class Found:
         message: A sentence with the numbers.
         trajectories: Places in the recording.
         frames: (trajectory, start, stop), worst first; more than `MAX_FRAMES` are cut off.
-        evidence: The numbers compared, with the threshold.
+        evidence: The numbers compared; the thresholds are added.
         severity, advice: "" takes the rule's.
         left_out: Names of trajectories that opening leaves out, so that they have no place; each ends with a number.
     """
@@ -47,9 +47,24 @@ class Found:
     left_out: Iterable[str] = ()
 
 
+Check = Callable[[Any, Settings], Iterable[Found]]
+#: Code -> the function that looks for it and what the pass gathers for that; `checks` fills it.
+CHECKS: dict[str, tuple[Check, tuple[type[Any], ...]]] = {}
+
+
+def checks(code: str, *collectors: type[Any]) -> Callable[[Check], Check]:
+    """Make a function that of the rule with this code; see `Rule.check`, `Rule.collectors`."""
+
+    def register(check: Check) -> Check:
+        CHECKS[code] = check, collectors
+        return check
+
+    return register
+
+
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table of rules.
+    """A row of `rules.csv`, the table of rules.
 
     Attributes:
         code, name: Such as "VAL01", "not finite".
@@ -73,7 +88,7 @@ class Rule:
     repair: str
     title: str
     advice: str
-    check: Callable[[Any, Settings], Iterable[Found]]
+    check: Check
     defaults: Settings = attribute(default_factory=dict)
     compares: bool = False
     absolute: bool = False

@@ -6,11 +6,12 @@ One rule: a picture is decoded once; all frames are looked at in some pixels, on
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .facts import longest_runs
+from .facts import runs_of
 from .reading import Array, Batch, Collector
 
 EVERY, GRID = 5, 4
@@ -25,7 +26,8 @@ class Camera:
         low, high: `[E]`, of some pixels; of floats as they are.
         dark: int64 `[E]`, frames whose brightest pixel is black.
         bright: int64 `[E]`, looked-at frames of which a large part is white; `looked` how many were looked at.
-        hold, repeats: int64 `[E]`: the longest run of equal frames, and how many equal the one before.
+        hold, repeats: int64 `[E]`: the longest run of equal frames while the action moves, and how many equal the one
+            before.
         sharp: `[E]`, mean variance of the Laplacian.
         grid: `[E, 16, C]`, mean colours.
         variation: `[E, 2, 2]`, mean difference of neighbours (down, right), as declared and read in the other layout.
@@ -41,10 +43,10 @@ class Camera:
         self.dark, self.bright, self.looked, self.hold, self.repeats = np.zeros((5, count), np.int64)
         self.sharp, self.grid = np.zeros(count), np.zeros((count, GRID * GRID, self.channels))
         self.variation = np.zeros((count, 2, 2))
-        self._tails: dict[int, int] = defaultdict(int)
+        self._tails: dict[int, tuple[int, bool]] = defaultdict(lambda: (0, False))
 
-    def add(self, batch: Batch) -> None:
-        """Take the rows of a batch."""
+    def add(self, batch: Batch, moves: Callable[[int, int], bool]) -> None:
+        """Take the rows of a batch; `moves(start, stop)` tells whether the action moves in some of them."""
         rows = batch.values[self.name]
         some = rows.reshape(len(rows), -1)
         some = some[:, :: max(1, some.shape[1] // 512)]
@@ -59,11 +61,14 @@ class Camera:
             at = np.flatnonzero(equal)
             equal[at] = [np.array_equal(rows[low + one], rows[low + one - 1]) for one in at]
             self.repeats[number] += int(equal.sum())
-            run, kept = longest_runs(equal, np.array([0]))[0], self._tails[number]
-            begin = len(equal) - 1 if equal[1:].all() else int(np.argmin(equal[1:]))
-            broken = np.flatnonzero(~equal)
-            self._tails[number] = kept + len(equal) - 1 if equal[1:].all() else len(equal) - 1 - int(broken[-1])
-            self.hold[number] = max(self.hold[number], run, kept + begin if start else 0)
+            before, self._tails[number] = self._tails[number], (0, False)
+            for begin, end in runs_of(equal):
+                middle = low + (begin + end) // 2  # a robot that starts in the last frame does not move
+                run = end - begin, moves(low + begin - 1, middle) and moves(middle, low + end)
+                if begin == 1 and start:  # goes on from the piece before
+                    run = run[0] + before[0], run[1] or before[1]
+                self.hold[number] = max(self.hold[number], run[0] * run[1])
+                self._tails[number] = run if end == len(equal) else (0, False)
             white = 1.0 if self.is_unit(number, rows.dtype) else 255.0
             dark = np.flatnonzero(part[first:].max(1) < 4 / 255 * white) + low + first
             self.dark[number] += sum(float(rows[one].max()) < 4 / 255 * white for one in dark)
@@ -108,7 +113,6 @@ class Cameras(Collector):
     Attributes:
         found: Field -> `Camera`.
         unlike: Pairs of fields -> whether a frame of them differs.
-        moves: bool `[E]`: the action changes in more than half of the frames.
     """
 
     def __init__(self, scan: Any) -> None:
@@ -123,23 +127,20 @@ class Cameras(Collector):
         self.found = {name: Camera(name, scan) for name in names}
         pairs = [(one, other) for at, one in enumerate(names) for other in names[at + 1 :]]
         self.unlike = dict.fromkeys([pair for pair in pairs if shapes[pair[0]] == shapes[pair[1]]], False)
-        self.moved, self.has_rows = np.zeros(scan.num_episodes, np.int64), False
+        self._least = {name: 0.01 * scan.pending[name].range_98 for name in scan.group("action")}
 
     def add(self, batch: Batch) -> None:
-        self.has_rows = True
+        columns = {name: batch.columns(name) for name in self._least if self.found and name in batch.values}
+
+        def moves(start: int, stop: int) -> bool:
+            with np.errstate(invalid="ignore", over="ignore"):
+                ranges = [(np.ptp(one[:, start:stop], axis=1), self._least[name]) for name, one in columns.items()]
+            return any(bool((size > least).any()) for size, least in ranges)
+
         for name, camera in self.found.items():
             if name in batch.values:
-                camera.add(batch)
+                camera.add(batch, moves)
         for pair, is_unlike in self.unlike.items():
             if not is_unlike and all(name in batch.values for name in pair):
                 one, other = (batch.values[name][::EVERY] for name in pair)
                 self.unlike[pair] = not np.array_equal(one, other)
-        actions = [name for name in self.scan.group("action") if name in batch.values]
-        if self.found and actions:
-            moved = np.logical_or.reduce([(batch.steps(name) != 0).any(0) for name in actions])
-            self.moved[batch.numbers] += np.add.reduceat(moved.astype(np.int64), batch.offsets[:-1])
-
-    @property
-    def moves(self) -> Array:
-        found: Array = self.moved > 0.5 * (self.scan.lengths - 1)
-        return found

@@ -13,7 +13,7 @@ from storage.core.fields import Schema
 
 #: Role -> what the last part of a field's name matches.
 _PATTERNS = {
-    "time": r"(.*_)?(timestamps?|time|time_s|time_ns|time_stamp|stamp)$",
+    "time": r"((.*_)?(time|time_s|time_ns|time_stamp|stamp)|(.*_)?timestamps?(_.+)?)$",
     "success": r"(is_)?success$",
     "task_index": r"task_(index|id)$",
     "quaternion": r".*(quat|orient).*",

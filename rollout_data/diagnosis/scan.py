@@ -5,7 +5,7 @@ One rule: rules ask, and only the scan reads; what one episode costs in memory h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -16,9 +16,9 @@ from storage.core.fields import Schema
 from storage.errors import RolloutDataError
 
 from ..recordings.recording import Recording
-from .facts import Facts, Motion, Sample
+from .facts import Facts, Motion, Sample, runs_of
 from .files import Files
-from .finding import Inapplicable
+from .finding import MAX_FRAMES, Inapplicable
 from .reading import Array, Reading
 from .reading import Collector as Collector
 from .roles import roles_of
@@ -212,6 +212,31 @@ class Scan:
         """Read a field of one episode again, `[T, D]`: for the few that look wrong."""
         values = np.asarray(self.recording[number].read(name, start, stop))
         return values.reshape(len(values), -1)
+
+    def runs(self, numbers: Array, name: str, test: Callable[..., Array], *given: Any) -> list[tuple[int, int, int]]:
+        """Find (episode, start, stop) where something is so in a field of the first 20 of some episodes.
+
+        Args:
+            numbers: Of the episodes.
+            name: Of the field.
+            test: `test(rows, *given)` gives bool `[T]`, or `[T - 1]` of the steps between rows; both rows count then.
+            given: Further arguments.
+        """
+        found = []
+        for number in numbers[:MAX_FRAMES].tolist():
+            rows = self.read(number, name)
+            mask = test(rows, *given)
+            found += [(number, start, stop + len(rows) - len(mask)) for start, stop in runs_of(mask)]
+        return found
+
+    def whole(self, numbers: Array) -> list[tuple[int, int, int]]:
+        """Give (episode, start, stop) of some episodes from start to end."""
+        return [(number, 0, int(self.lengths[number])) for number in numbers[:MAX_FRAMES].tolist()]
+
+    def declared(self, *keys: str) -> Any:
+        """Give the first positive number that the metadata have under one of some keys; None without any."""
+        told = (self.metadata.get(key) for key in keys)
+        return next((one for one in told if isinstance(one, (int, float)) and one > 0), None)
 
     def _reading(self, names: Sequence[str]) -> Reading:
         return Reading(self.recording, self.lengths, names, self._note, *self._schemas)

@@ -23,6 +23,8 @@ from .reading import Array
 
 _KEYS = ("mean", "std", "min", "max")
 _MAX_EPISODES, _MAX_BYTES = 2000, 1 << 24
+#: Statistics of a whole LeRobot dataset.
+STATISTICS = "meta/stats.json"
 #: Attributes of Minari's episodes -> what they are.
 _OF_REWARDS = {"rewards_mean": "mean", "rewards_min": "min", "rewards_max": "max"}
 
@@ -55,9 +57,9 @@ def _of_features(scan: Any, about: Any) -> Iterator[Told]:
 def of_whole(scan: Any) -> Iterator[Told]:
     """Yield what is stored of all episodes together."""
     path = scan.recording.path
-    if scan.recording.format == "lerobot" and (path / "meta/stats.json").exists():
+    if scan.recording.format == "lerobot" and (path / STATISTICS).exists():
         try:
-            yield from _of_features(scan, read_object(file_inside(path, "meta/stats.json"), _MAX_BYTES))
+            yield from _of_features(scan, read_object(file_inside(path, STATISTICS), _MAX_BYTES))
         except (RolloutDataError, OSError):
             return
     for key in ("statistics", "stats"):

@@ -1,35 +1,34 @@
-"""The table of rules: one row each, from the files of their groups; help, `--list-rules` and tests are made from it."""
+"""The table of rules: rows of `rules.csv`, each with its function; help, `--list-rules` and tests are made from it."""
 
 from __future__ import annotations
 
-from .finding import Rule
-from .rules.ends import ENDS
-from .rules.images import IMAGES
-from .rules.learning import LEARNING
-from .rules.rotations import ROTATIONS
-from .rules.stored import STORED
-from .rules.structure import STRUCTURE
-from .rules.timing import TIMING
-from .rules.values import VALUES
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+from .finding import CHECKS, Rule
+from .rules import ends, images, learning, rotations, stored, structure, timing, values
+
+#: Importing these names the function of each rule.
+_FILES = (structure, ends, values, rotations, timing, learning, images, stored)
 
 
-def _nothing(scan: object, settings: object) -> tuple[()]:
-    """Find nothing: others' failures are reported under this rule."""
-    return ()
+def _rows() -> Iterator[Rule]:
+    with open(Path(__file__).with_name("rules.csv"), newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            compared, thresholds = row.pop("compared").split(), row.pop("defaults").split()
+            defaults = {name: float(value) for name, _, value in (one.partition("=") for one in thresholds)}
+            check, collectors = CHECKS[row["code"]]
+            yield Rule(
+                **row,
+                check=check,
+                defaults=defaults,
+                compares="compares" in compared,
+                absolute="absolute" in compared,
+                collectors=collectors,
+            )
 
 
-FAILED = Rule(
-    "FIL00",
-    "rule failed",
-    "files",
-    "warning",
-    "M",
-    "-",
-    "a rule failed, and what it would have found is unknown",
-    "report it with the message; --skip leaves the rule out",
-    _nothing,
-    absolute=True,
-)
-_GROUPS = (STRUCTURE, ENDS, (*VALUES, *ROTATIONS), TIMING, LEARNING, IMAGES, (FAILED, *STORED))
 #: All rules, in the order of `DOCTOR.md`.
-RULES: tuple[Rule, ...] = tuple(rule for group in _GROUPS for rule in sorted(group, key=lambda one: one.code))
+RULES: tuple[Rule, ...] = tuple(_rows())
+FAILED = next(rule for rule in RULES if rule.code == "FIL00")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 
 from ...format.header import TERMINATED, TRUNCATED
 from ..boundaries import Bounds, Jumps, Successors, floats, jumps
-from ..finding import Found, Inapplicable, Rule, Settings
+from ..finding import Found, Inapplicable, Settings, checks
 from ..reading import Array
 from ..scan import Scan
 
 _FLAG = re.compile(r"(dones?|terminals?|terminations?|is_last|is_terminal|truncations?)")
 
 
+@checks("END01")
 def never_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END01: an env has several open trajectories, or nothing ends at all."""
+    """An env has several open trajectories, or nothing ends at all."""
     table = scan.table
     is_open = table["ends"] == "open"
     if is_open.all() and scan.num_episodes >= settings["episodes"]:
@@ -26,18 +28,19 @@ def never_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
         severity = "info" if has_envs else ""
         yield Found(None, "no trajectory ends", range(scan.num_episodes), evidence={"open": int(is_open.sum())},
                     severity=severity)  # fmt: skip
-    elif (table["env"] >= 0).all():
-        numbers = np.flatnonzero(is_open)
-        order = numbers[np.lexsort((numbers, table["env"][numbers], table["writer"][numbers]))]
-        same = (table["env"][order][1:] == table["env"][order][:-1]) & (
-            table["writer"][order][1:] == table["writer"][order][:-1]
-        )
-        if same.any():
-            yield Found(None, f"{int(same.sum())} open trajectories are not the last of their env", order[:-1][same])
+    elif scan.recording.format == "rollout-data" and (table["env"] >= 0).all():
+        number = np.array([int(one.rpartition(":")[2]) for one in table["id"].tolist()])
+        order = np.lexsort((number, table["env"], table["writer"]))
+        before, after = table[order[:-1]], table[order[1:]]
+        goes_on = (before["env"] == after["env"]) & (before["writer"] == after["writer"]) & (before["ends"] == "open")
+        if goes_on.any():
+            message = f"{int(goes_on.sum())} open trajectories are not the last of their env"
+            yield Found(None, message, order[:-1][goes_on])
 
 
+@checks("END02")
 def end_inside(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END02: a flag of an end before the last frame."""
+    """A flag of an end before the last frame."""
     yield from scan.files.told("inside")
     for name in scan.numeric:
         last = name.rpartition("/")[2].rpartition(".")[2]
@@ -54,8 +57,9 @@ def end_inside(scan: Scan, settings: Settings) -> Iterator[Found]:
                         "warning" if is_success else "")  # fmt: skip
 
 
+@checks("END03", Jumps)
 def two_in_one(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END03: an episode holds two: much jumps at once, or back into the cloud of first frames."""
+    """An episode holds two: much jumps at once, or back into the cloud of first frames."""
     seen = scan.collected(Jumps)
     if seen.num_dims < 8:
         raise Inapplicable("fewer than 8 continuous dimensions")
@@ -63,24 +67,26 @@ def two_in_one(scan: Scan, settings: Settings) -> Iterator[Found]:
         found = sorted(seen.found, key=lambda one: -one[2])
         frames = [(number, frame, frame + 1) for number, frame, _, _ in found]
         message = f"{len(found)} frames look like the start of another episode"
-        evidence = {"share": found[0][2], "threshold": 0.35}
+        evidence = {"share": found[0][2]}
         yield Found(None, message, [number for number, *_ in found], frames, evidence)
 
 
+@checks("END04")
 def too_short(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END04: much shorter than the others, with nothing in between."""
+    """Much shorter than the others, with nothing in between."""
     lengths, usual = scan.lengths, float(np.median(scan.lengths))
     short = lengths <= settings["share"] * usual
     between = (lengths > settings["share"] * usual) & (lengths < settings["gap"] * usual)
     if usual >= 20 and short.any() and short.mean() <= settings["most"] and not between.any():
         numbers = np.flatnonzero(short)
-        evidence = {"longest": int(lengths[numbers].max()), "median": usual, "threshold": settings["share"]}
+        evidence = {"longest": int(lengths[numbers].max()), "median": usual}
         yield Found(None, f"{len(numbers)} of {len(lengths)} are far shorter than {usual:g} frames", numbers,
                     [(number, 0, lengths[number]) for number in numbers.tolist()], evidence)  # fmt: skip
 
 
+@checks("END05")
 def duplicate(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END05: equal observations and actions throughout."""
+    """Equal observations and actions throughout."""
     names = [*scan.group("observation"), *scan.group("action")]
     facts = [scan.facts[name] for name in names]
     if not facts:
@@ -101,8 +107,9 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Found]:
         yield Found(None, f"{len(twice)} repeat an earlier one", twice, evidence={"of": of})
 
 
+@checks("END06")
 def two_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END06: terminated and truncated at once."""
+    """Terminated and truncated at once."""
     if scan.files.folder is not None:
         parts = scan.files.parts
         names = scan.files.names(parts["flags"] & (TERMINATED | TRUNCATED) == TERMINATED | TRUNCATED)
@@ -117,9 +124,10 @@ def two_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
                     severity="warning" if is_gymnasium else "")  # fmt: skip
 
 
+@checks("END07")
 def one_row_more(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END07: the last row is the state after the episode."""
-    ended = np.flatnonzero(scan.table["ends"] != "open")
+    """The last row is the state after the episode."""
+    ended = np.flatnonzero((scan.table["ends"] != "open") & (scan.lengths > 1))  # of one frame nothing would be left
     if len(ended) < settings["episodes"]:
         raise Inapplicable("too few episodes have ended")
     for name in scan.group("action"):
@@ -137,7 +145,7 @@ def one_row_more(scan: Scan, settings: Settings) -> Iterator[Found]:
         bounds = Bounds(scan)
     except Inapplicable:  # there is nothing to compare with
         return
-    same = (bounds.finals == bounds.last).all(1)
+    same = (bounds.finals == bounds.last).all(1) & (scan.lengths[bounds.numbers] > 1)
     if len(same) >= settings["episodes"] and same.mean() >= settings["share"]:
         message = "the last observation is the one after it as well"
         yield Found("observation", message, bounds.numbers[same], evidence={"share": float(same.mean())})
@@ -150,20 +158,36 @@ def _inner_zeros(columns: Array, offsets: Array) -> tuple[int, int]:
     return int(zeros.sum()), len(zeros)
 
 
-def final_is_reset(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END08: the observation after the last is the first one of another episode."""
+def _resets(scan: Scan, settings: Settings) -> Array:
+    """Episodes whose final observation is the first one of another; none, if that are too few."""
     bounds = Bounds(scan)
     found = [at for at, _ in bounds.resets()]
     far = bounds.jumps(bounds.finals[found], bounds.last[found]) if found else np.zeros(0, bool)
-    if far.sum() >= max(2, settings["share"] * len(bounds.numbers)):
-        evidence = {"count": int(far.sum()), "of": len(bounds.numbers)}
-        yield Found("observation", f"{int(far.sum())} finals are starts of others", bounds.numbers[found][far],
-                    evidence=evidence)  # fmt: skip
+    is_usual = far.sum() >= max(2, settings["resets"] * len(bounds.numbers))
+    numbers: Array = bounds.numbers[found][far] if is_usual else bounds.numbers[:0]
+    return numbers
 
 
+@checks("END08")
+def final_is_reset(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """The observation after the last is the first one of another episode."""
+    numbers = _resets(scan, settings)
+    if len(numbers):
+        yield Found(
+            "observation",
+            f"{len(numbers)} finals are starts of others",
+            numbers,
+        )
+
+
+@checks("END09", Successors)
 def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END09: stored next observations are not the rows that follow."""
+    """Stored next observations are not the rows that follow."""
     yield from scan.files.told("next")
+    if scan.recording.format == "robomimic":  # finals are the last of the next observations
+        with suppress(Inapplicable):
+            if len(numbers := _resets(scan, settings)):
+                yield Found("next_obs", f"{len(numbers)} next observations at ends are starts of others", numbers)
     stored = scan.collected(Successors)
     for name, other in stored.pairs.items():
         wrong, inner = stored.wrong[name], np.maximum(scan.lengths - 1, 0)
@@ -180,8 +204,9 @@ def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Found]:
             yield Found(name, message, facts.numbers[:-1][same & far], evidence={"ends": int((same & far).sum())})
 
 
+@checks("END10")
 def reset_rows(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END10: an episode begins with the final observation of the one before it, and then jumps."""
+    """An episode begins with the final observation of the one before it, and then jumps."""
     bounds = Bounds(scan)
     pairs = [(at, other) for at, other in bounds.resets() if scan.lengths[other] > 1]
     if len(pairs) < max(2, settings["share"] * len(bounds.numbers)):
@@ -200,8 +225,9 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Found]:
         yield Found("observation", message, others[far], [(number, 0, 1) for number in others[far]])
 
 
+@checks("END11")
 def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END11: nearly all have one length, and are said to terminate."""
+    """Nearly all have one length, and are said to terminate."""
     ended = np.isin(scan.table["ends"], ("terminated", "truncated"))
     values, counts = np.unique(scan.lengths[ended], return_counts=True)
     if ended.sum() < settings["episodes"]:
@@ -209,13 +235,14 @@ def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Found]:
     limit, share = int(values[np.argmax(counts)]), float(counts.max() / ended.sum())
     at_limit = ended & (scan.lengths == limit)
     if share >= settings["share"] and limit >= 20 and (scan.table["ends"][at_limit] == "terminated").mean() >= 0.95:
-        evidence = {"length": limit, "share": share, "threshold": settings["share"]}
+        evidence = {"length": limit, "share": share}
         yield Found(None, f"{share:.0%} have {limit} frames and are terminated", np.flatnonzero(at_limit),
                     evidence=evidence)  # fmt: skip
 
 
+@checks("END12")
 def finals_missing(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """END12: some of those that ended have no observation after the last one."""
+    """Some of those that ended have no observation after the last one."""
     if scan.files.folder is not None:
         named = scan.files.named(scan.files.names(scan.files.parts["final_row"] >= 0))["trajectories"]
         has = np.isin(np.arange(scan.num_episodes), named)
@@ -224,34 +251,3 @@ def finals_missing(scan: Scan, settings: Settings) -> Iterator[Found]:
     lacks = np.flatnonzero((scan.table["ends"] != "open") & ~has)
     if len(lacks) and has.any():
         yield Found(None, f"{len(lacks)} have no final observation, {int(has.sum())} have one", lacks)
-
-
-_E, _W = "error", "warning"
-ENDS: tuple[Rule, ...] = (
-    Rule("END01", "never ends", "ends", _E, "T", "-", "trajectories are open where they should have ended",
-         "record done, or terminated and truncated", never_ends, {"episodes": 5}, absolute=True),
-    Rule("END02", "end inside", "ends", _E, "D", "N", "a flag of an end before the last frame",
-         "split there, unless the flag means success", end_inside),
-    Rule("END03", "two in one", "ends", _W, "D", "N", "an episode seems to hold two",
-         "split it where it jumps", two_in_one, collectors=(Jumps,)),
-    Rule("END04", "too short", "ends", _W, "T", "K", "episodes far shorter than all others",
-         "leave them out: a button that bounced", too_short, {"share": 0.1, "gap": 0.35, "most": 0.2}, compares=True),
-    Rule("END05", "duplicate", "ends", _W, "D", "K", "an episode is there twice", "keep one of them", duplicate,
-         {"frames": 10}),
-    Rule("END06", "two ends", "ends", _E, "T", "S", "an episode is terminated and truncated",
-         "keep the termination: nothing is bootstrapped there", two_ends, absolute=True),
-    Rule("END07", "T + 1", "ends", _W, "D", "N", "the last row is the state after the last action",
-         "cut the row, and make its observation the final one", one_row_more, {"share": 0.9, "episodes": 5},
-         absolute=True),
-    Rule("END08", "final is a reset", "ends", _E, "D", "N", "final observations are of the next episode",
-         "drop the final observations", final_is_reset, {"share": 0.05}, compares=True, absolute=True),
-    Rule("END09", "successor wrong", "ends", _E, "D", "N", "stored next observations are not the following rows",
-         "drop them: the rows themselves tell", successor_wrong, {"share": 0.01}, collectors=(Successors,),
-         absolute=True),
-    Rule("END10", "auto-reset rows", "ends", _W, "D", "N", "episodes begin with a row of the one before",
-         "cut the first row", reset_rows, {"share": 0.05}, compares=True, absolute=True),
-    Rule("END11", "limit as termination", "ends", _W, "T", "N", "a time limit is marked as termination",
-         "mark these ends as truncated", limit_as_termination, {"share": 0.95, "episodes": 10}, absolute=True),
-    Rule("END12", "finals missing", "ends", "info", "T", "-", "some ends have no final observation",
-         "values after these ends cannot be bootstrapped exactly", finals_missing, absolute=True),
-)  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..finding import Found, Inapplicable, Rule, Settings
+from ..finding import Found, Inapplicable, Settings, checks
 from ..pictures import Camera, Cameras
 from ..scan import Scan
 
@@ -28,27 +28,39 @@ def _each(measure: _Measure, scan: Scan, settings: Settings) -> Iterator[Found]:
         numbers = np.flatnonzero(which & (camera.looked > 0))
         if len(numbers):
             order = numbers[np.argsort(-np.abs(values[numbers]), kind="stable")]
-            frames = [(number, 0, scan.lengths[number]) for number in order]
-            evidence = {"values": [float(values[number]) for number in order[:20]], **dict(settings)}
-            yield Found(name, f"{message} in {len(numbers)} episodes", numbers, frames, evidence)
+            evidence = {"values": [float(values[number]) for number in order[:20]]}
+            yield Found(name, f"{message} in {len(numbers)} episodes", numbers, scan.whole(order), evidence)
 
 
+def _of_cameras(code: str) -> Callable[[_Measure], _Measure]:
+    """Make a measure of one camera the check of a rule."""
+
+    def register(measure: _Measure) -> _Measure:
+        checks(code, Cameras)(partial(_each, measure))
+        return measure
+
+    return register
+
+
+@_of_cameras("IMG01")
 def _black(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
     return camera.dark >= settings["frames"], camera.dark, "frames are black"
 
 
+@_of_cameras("IMG02")
 def _blown(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
     share = camera.mean(camera.bright)
     return share > settings["share"], share, "frames are white in large parts"
 
 
+@_of_cameras("IMG03")
 def _frozen(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
     share = camera.repeats / np.maximum(1, scan.lengths - 1)
     is_noisy = np.median(share[camera.looked > 0]) < settings["usual"]
-    moves = scan.collected(Cameras).moves
-    return (camera.hold >= settings["frames"] - 1) & moves & is_noisy, camera.hold, "the picture stands still"
+    return (camera.hold >= settings["frames"] - 1) & is_noisy, camera.hold, "the picture stands still"
 
 
+@_of_cameras("IMG04")
 def _swapped(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
     is_lit = (camera.looked > 0) & (camera.dark == 0)
     if camera.channels < 3 or not is_lit.any():
@@ -60,6 +72,7 @@ def _swapped(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, 
     return wrong, told, "red and blue seem exchanged"
 
 
+@_of_cameras("IMG05")
 def _layout(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
     variation = camera.mean(camera.variation)
     told, other = variation[:, 0], variation[:, 1]
@@ -68,6 +81,7 @@ def _layout(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, s
     return wrong, share, "neighbours are more alike with channels at the other end"
 
 
+@_of_cameras("IMG07")
 def _blurred(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
     sharp = camera.mean(camera.sharp)
     usual = np.median(sharp[camera.looked > 0])
@@ -76,15 +90,17 @@ def _blurred(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, 
     return wrong & (sharp < settings["share"] * usual * (0.5 if alone else 1)), usual - sharp, "pictures are blurred"
 
 
+@checks("IMG06", Cameras)
 def value_range(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """IMG06: floats of two ranges, or bytes of 0 and 1 only."""
+    """Floats of two ranges, or bytes of 0 and 1 only."""
     for name, camera in scan.collected(Cameras).found.items():
         there = camera.looked > 0
         if not there.any():
             continue
         if scan.schema[name].dtype == "uint8":
-            if camera.high[there].max() <= 1 and camera.low[there].min() < camera.high[there].max():
-                yield Found(name, "bytes of 0 and 1 only", np.flatnonzero(there))
+            numbers = np.flatnonzero(there & (camera.high == 1) & (camera.low == 0))
+            if len(numbers):
+                yield Found(name, "bytes of 0 and 1 only", numbers)
             continue
         large, small = there & (camera.high > 1.5), there & (camera.high <= 1)
         if large.any() and small.any():
@@ -92,40 +108,18 @@ def value_range(scan: Scan, settings: Settings) -> Iterator[Found]:
             yield Found(name, "some episodes reach 1, some 255", np.flatnonzero(fewer))
 
 
+@checks("IMG08", Cameras)
 def same_camera(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """IMG08: two fields hold the same pictures."""
+    """Two fields hold the same pictures."""
     cameras = scan.collected(Cameras)
     for (one, other), is_unlike in cameras.unlike.items():
         if not is_unlike and cameras.found[one].looked.any() and cameras.found[other].looked.any():
             yield Found(other, f"{other!r} is {one!r}", evidence={"fields": [one, other]})
 
 
+@checks("IMG09", Cameras)
 def undecodable(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """IMG09: a picture or a video cannot be decoded, or lacks frames."""
+    """A picture or a video cannot be decoded, or lacks frames."""
     if scan.failure is None:
         scan.collected(Cameras)
     yield from scan.files.told("undecodable")
-
-
-_W, _G = "warning", (Cameras,)
-IMAGES: tuple[Rule, ...] = (
-    Rule("IMG01", "black", "images", _W, "G", "K", "pictures are black", "look at the camera and its cable",
-         partial(_each, _black), {"frames": 3}, collectors=_G),
-    Rule("IMG02", "blown out", "images", _W, "G", "K", "pictures are white in large parts", "lower the exposure",
-         partial(_each, _blown), {"share": 0.1}, collectors=_G),
-    Rule("IMG03", "frozen", "images", _W, "G", "K", "the picture stands still while the action moves",
-         "leave the trajectory out, or look at the camera's driver", partial(_each, _frozen),
-         {"frames": 10, "usual": 0.02}, collectors=_G),
-    Rule("IMG04", "channels", "images", _W, "G", "N", "red and blue are exchanged in some episodes",
-         "exchange them back", partial(_each, _swapped), {"levels": 8, "ratio": 3}, compares=True, collectors=_G),
-    Rule("IMG05", "layout", "images", _W, "G", "N", "pictures have their channels at the other end",
-         "transpose them", partial(_each, _layout), {"share": 0.7}, absolute=True, collectors=_G),
-    Rule("IMG06", "range", "images", _W, "G", "N", "pictures have another range of values", "scale them alike",
-         value_range, absolute=True, collectors=_G),
-    Rule("IMG07", "blur", "images", _W, "G", "K", "pictures are blurred", "clean or focus the camera",
-         partial(_each, _blurred), {"share": 0.3}, compares=True, collectors=_G),
-    Rule("IMG08", "same camera", "images", _W, "G", "-", "two fields hold the same pictures",
-         "look at how the cameras are named", same_camera, absolute=True, collectors=_G),
-    Rule("IMG09", "undecodable", "images", "error", "G", "K", "pictures cannot be decoded, or are missing",
-         "take the file from a copy, or leave the trajectory out", undecodable, absolute=True, collectors=_G),
-)  # fmt: skip

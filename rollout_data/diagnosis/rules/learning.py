@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
 from ..facts import worst
-from ..finding import Found, Inapplicable, Rule, Settings
+from ..finding import Found, Inapplicable, Settings, checks
 from ..reading import Array, Batch
 from ..scan import Collector, Scan
 
@@ -63,13 +62,13 @@ def _rewards(scan: Scan) -> Rewards:
     return found
 
 
+@checks("LRN01")
 def action_is_state(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN01."""
     yield from _equal(scan, settings, 0, "the observation of the same frame")
 
 
+@checks("LRN02")
 def action_is_next_state(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN02."""
     yield from _equal(scan, settings, 1, "the observation of the next frame")
 
 
@@ -92,12 +91,12 @@ def _equal(scan: Scan, settings: Settings, later: int, what: str) -> Iterator[Fo
                         num_equal += int((np.abs(a[:, rows] - o[:, rows + later]) <= near).all(0).sum())
                     num_all += len(rows)
             if num_all and num_equal > settings["share"] * num_all:
-                evidence = {"share": num_equal / num_all, "threshold": settings["share"], "observation": name}
+                evidence = {"share": num_equal / num_all, "observation": name}
                 yield Found(action, f"{action!r} equals {what} ({name!r})", evidence=evidence)
 
 
+@checks("LRN03")
 def reward_zero(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN03."""
     for name in scan.group("reward"):
         facts = scan.facts[name]
         if facts.num_rows >= settings["frames"] and facts.is_constant.all():
@@ -107,8 +106,9 @@ def reward_zero(scan: Scan, settings: Settings) -> Iterator[Found]:
             yield Found(name, message, evidence=evidence, severity="" if value == 0 else "info")
 
 
+@checks("LRN04", Rewards)
 def reward_late(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN04: rewards arrive with the next episode."""
+    """Rewards arrive with the next episode."""
     rewards = _rewards(scan)
     count, rows = int(rewards.num_nonzero.sum()), int(rewards.num_rows.sum())
     if count >= 4 and count <= (1 - settings["zeros"]) * rows:
@@ -117,7 +117,7 @@ def reward_late(scan: Scan, settings: Settings) -> Iterator[Found]:
             numbers = np.flatnonzero(rewards.at_first)
             frames = [(number, 0, 1) for number in numbers[:20].tolist()]
             message = f"{first:.0%} of the rewards stand in first frames"
-            evidence = {"on_first": first, "on_last": last, "thresholds": [settings["first"], settings["last"]]}
+            evidence = {"on_first": first, "on_last": last}
             yield Found("reward", message, numbers, frames, evidence)
 
 
@@ -132,21 +132,22 @@ def _success(scan: Scan) -> Array:
     return told
 
 
+@checks("LRN05", Rewards, Successes)
 def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN05: success and termination, or success and sparse reward, disagree without a rule."""
+    """Success and termination, or success and sparse reward, disagree without a rule."""
     success, ends = _success(scan), scan.columns["ends"]
-    ended = np.flatnonzero(np.isin(ends, ["terminated", "truncated"]) & (success >= 0))
-    if len(ended) < 8:
-        raise Inapplicable("fewer than 8 episodes that ended and tell of success")
-    against = [("termination", ends[ended] == "terminated")]
     rewards = scan.collected(Rewards)
-    if (
-        rewards.is_known
-        and rewards.num_nonzero.sum() <= 0.2 * rewards.num_rows.sum()
-        and (rewards.total[ended] > 0).any()
-    ):
-        against.insert(0, ("reward", rewards.total[ended] > 0))
-    for what, other in against:
+    is_sparse = rewards.is_known and rewards.num_nonzero.sum() <= 0.2 * rewards.num_rows.sum()
+    ended = np.flatnonzero(np.isin(ends, ["terminated", "truncated", "unknown"]) & (success >= 0))
+    against = []
+    if is_sparse and (rewards.total[ended] > 0).any():
+        against.append(("reward", ended, rewards.total[ended] > 0))
+    told = ended[ends[ended] != "unknown"]
+    against.append(("termination", told, ends[told] == "terminated"))
+    against = [one for one in against if len(one[1]) >= 8]
+    if not against:
+        raise Inapplicable("fewer than 8 episodes that ended and tell of success")
+    for what, ended, other in against:
         told = success[ended] == 1
         cells = [np.mean((told == a) & (other == b)) for a in (True, False) for b in (True, False)]
         differs = told != other
@@ -155,12 +156,12 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Found]:
         if differs.mean() >= settings["share"] and not is_rule:
             numbers = ended[differs] if differs.mean() <= 0.5 or what == "reward" else ended[~differs]
             message = f"success contradicts the {what} in {len(numbers)} trajectories"
-            yield Found(None, message, numbers, (), {"share": differs.mean(), "threshold": settings["share"]}, "", "")
+            yield Found(None, message, numbers, (), {"share": differs.mean()}, "", "")
             return
 
 
+@checks("LRN06", Successes)
 def after_success(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN06."""
     scan.role("success")
     first = scan.collected(Successes).first
     rest = np.where(first >= 0, scan.lengths - 1 - first, 0)
@@ -168,14 +169,14 @@ def after_success(scan: Scan, settings: Settings) -> Iterator[Found]:
     if len(numbers) >= settings["episodes"]:
         numbers = worst(numbers, rest)
         frames = [(number, first[number] + 1, scan.lengths[number]) for number in numbers.tolist()]
-        evidence = {"frames_after": float(np.median(rest[numbers])), "threshold": settings["frames"]}
+        evidence = {"frames_after": float(np.median(rest[numbers]))}
         yield Found(
             scan.roles["success"][0], f"{len(numbers)} trajectories go on after success", numbers, frames, evidence
         )
 
 
+@checks("LRN07", Rewards)
 def return_outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN07."""
     rewards = _rewards(scan)
     total, mean = rewards.total, rewards.total / np.maximum(1, rewards.num_rows)
     known = np.flatnonzero(np.isfinite(total))
@@ -189,7 +190,7 @@ def return_outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
         return
     if away[order[0]] > settings["deviations"] * spread and away[order[0]] > settings["gap"] * away[order[1]]:
         number = int(known[order[0]])
-        evidence = {"return": total[number], "deviations": away[order[0]] / spread, "threshold": settings["deviations"]}
+        evidence = {"return": total[number], "deviations": away[order[0]] / spread}
         frames = [(number, 0, scan.lengths[number])]
         yield Found("reward", f"the return of one trajectory is {total[number]:.4g}", [number], frames, evidence)
 
@@ -209,24 +210,25 @@ def _tasks(scan: Scan) -> list[object]:
     return list(texts)
 
 
+@checks("LRN08")
 def imbalance(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN08."""
     counts = Counter(task for task in _tasks(scan) if task != "")
     num_tasks = max(len(counts), len(_declared_tasks(scan)))
     if not counts or num_tasks < 2:
         raise Inapplicable("no two tasks are declared or found")
     (task, count), total = counts.most_common(1)[0], sum(counts.values())
     if total >= settings["episodes"] and count >= settings["share"] * total:
-        evidence = {"task": task, "share": count / total, "threshold": settings["share"], "tasks": num_tasks}
+        evidence = {"task": task, "share": count / total, "tasks": num_tasks}
         yield Found(
             None, f"{count / total:.0%} of the episodes are of one of {num_tasks} tasks: {task!r}", evidence=evidence
         )
 
 
+@checks("LRN09")
 def unknown_task(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN09."""
     texts, declared = scan.columns["task"].tolist(), _declared_tasks(scan)
-    empty = [number for number, text in enumerate(texts) if not text.strip()]
+    unread = {number for number, _ in scan.unreadable}
+    empty = [number for number, text in enumerate(texts) if not text.strip() and number not in unread]
     if any(texts) and empty:
         yield Found(None, f"{len(empty)} trajectories have no task, others have", empty, (), {"empty": len(empty)})
     known = {str(one) for one in declared}
@@ -239,18 +241,16 @@ def unknown_task(scan: Scan, settings: Settings) -> Iterator[Found]:
         facts = scan.facts[name]
         indices = {int(one) for one in known} if all(one.isdigit() for one in known) else set(range(len(declared)))
         lowest, highest = facts.low[:, 0], facts.high[:, 0]
-        wrong = facts.numbers[~(np.isin(lowest, list(indices)) & np.isin(highest, list(indices)))]
+        was_read = lowest <= highest
+        wrong = facts.numbers[was_read & ~(np.isin(lowest, list(indices)) & np.isin(highest, list(indices)))]
         if len(wrong):
-            frames = [(number, 0, scan.lengths[number]) for number in wrong.tolist()]
-            told: dict[str, Any] = {
-                "indices": sorted({*lowest.tolist(), *highest.tolist()} - indices)[:8],
-                "declared": len(declared),
-            }
-            yield Found(name, f"{len(wrong)} trajectories have an index of no declared task", wrong, frames, told)
+            strange = sorted({*lowest.tolist(), *highest.tolist()} - indices)[:8]
+            message = f"{len(wrong)} trajectories have an index of no declared task"
+            yield Found(name, message, wrong, scan.whole(wrong), {"indices": strange, "declared": len(declared)})
 
 
+@checks("LRN10")
 def frozen_action(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """LRN10."""
     names = scan.group("action")
     if not names:
         raise Inapplicable("no actions")
@@ -259,41 +259,6 @@ def frozen_action(scan: Scan, settings: Settings) -> Iterator[Found]:
     numbers = facts[0].numbers[still & (facts[0].lengths >= settings["frames"])]
     if len(numbers):
         is_usual = len(numbers) >= settings["usual"] * len(facts[0].numbers)
-        frames = [(number, 0, scan.lengths[number]) for number in numbers.tolist()]
-        evidence = {"episodes": len(numbers), "threshold": settings["frames"]}
+        evidence = {"episodes": len(numbers)}
         message = f"{len(numbers)} trajectories have one action from start to end"
-        yield Found(None, message, numbers, frames, evidence, "info" if is_usual else "")
-
-
-# fmt: off
-LEARNING: tuple[Rule, ...] = (
-    Rule("LRN01", "action is state", "learning", "warning", "D", "-", "the action equals the observation of its frame",
-         "record commands instead: a clone would learn to stand still", action_is_state,
-         {"tolerance": 1e-6, "share": 0.99}, absolute=True),
-    Rule("LRN02", "action is next state", "learning", "info", "D", "-", "the action equals the next observation",
-         "fine for position targets; nothing else is learnt from it", action_is_next_state,
-         {"tolerance": 1e-6, "share": 0.99}, absolute=True),
-    Rule("LRN03", "reward zero", "learning", "warning", "D", "-", "the reward never changes",
-         "record rewards, or leave the field out", reward_zero, {"frames": 100}, absolute=True),
-    Rule("LRN04", "reward late", "learning", "warning", "D", "N", "sparse rewards stand in first frames of episodes",
-         "shift the rewards back by a frame", reward_late, {"zeros": 0.8, "first": 0.4, "last": 0.3},
-         absolute=True, collectors=(Rewards,)),
-    Rule("LRN05", "success contradicts", "learning", "warning", "D", "-",
-         "success disagrees with termination or reward",
-         "look at some of the trajectories, and correct the flag that is wrong", success_contradicts,
-         {"share": 0.2}, absolute=True, collectors=(Rewards, Successes)),
-    Rule("LRN06", "after success", "learning", "warning", "D", "N", "episodes go on long after success",
-         "cut them a few frames after success", after_success, {"frames": 10, "share": 0.2, "episodes": 3},
-         collectors=(Successes,)),
-    Rule("LRN07", "return outlier", "learning", "warning", "D", "K", "the return of one episode is far from all others",
-         "look at its rewards; leave it out if they are wrong", return_outlier, {"deviations": 20, "gap": 5},
-         compares=True, collectors=(Rewards,)),
-    Rule("LRN08", "imbalance", "learning", "warning", "D", "-", "nearly all episodes are of one task",
-         "weight tasks when sampling, or record more of the others", imbalance, {"episodes": 10, "share": 0.9},
-         absolute=True),
-    Rule("LRN09", "unknown task", "learning", "error", "D", "-", "a task is empty or not declared",
-         "declare it in the metadata, or note it of the episode", unknown_task, absolute=True),
-    Rule("LRN10", "frozen action", "learning", "warning", "D", "K", "an episode has one action from start to end",
-         "leave the trajectories out", frozen_action, {"frames": 20, "usual": 0.9}),
-)
-# fmt: on
+        yield Found(None, message, numbers, scan.whole(numbers), evidence, "info" if is_usual else "")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ..facts import runs_of, worst
-from ..finding import Found, Rule, Settings
+from ..facts import worst
+from ..finding import Found, Settings, checks
 from ..reading import Array, Batch
 from ..scan import Collector, Scan
 
@@ -49,49 +49,44 @@ class Rotations(Collector):
 
 
 def is_off(rows: Array) -> Array:
-    """bool `[n]`: rows `[n, Q, 4]` with a norm that is not 1."""
-    found: Array = (np.abs(np.sqrt(np.einsum("nqd,nqd->nq", rows, rows)) - 1) > _NORM).any(1)
+    """bool `[n]`: rows `[n, Q * 4]` with a norm that is not 1."""
+    parts = rows.reshape(len(rows), -1, 4)
+    found: Array = (np.abs(np.sqrt(np.einsum("nqd,nqd->nq", parts, parts)) - 1) > _NORM).any(1)
     return found
 
 
 def is_flip(rows: Array) -> Array:
-    """bool `[n - 1]`: neighbouring rows that point the other way."""
-    found: Array = (np.einsum("nqd,nqd->nq", rows[1:], rows[:-1]) < _FLIP).any(1)
+    """bool `[n - 1]`: neighbouring rows `[n, Q * 4]` that point the other way."""
+    parts = rows.reshape(len(rows), -1, 4)
+    found: Array = (np.einsum("nqd,nqd->nq", parts[1:], parts[:-1]) < _FLIP).any(1)
     return found
 
 
+@checks("VAL11", Rotations)
 def norm(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """VAL11."""
     for name in scan.role("quaternion"):
         count = scan.collected(Rotations).num_off[name]
         share = float(count.sum() / max(1, scan.facts[name].num_rows))
         if share > settings["share"]:
             numbers = worst(np.flatnonzero(count), count)
-            frames = [
-                (number, *run)
-                for number in numbers[:20].tolist()
-                for run in runs_of(is_off(scan.read(number, name).reshape(-1, scan.schema[name].num_elements // 4, 4)))
-            ]
             message = f"{share:.1%} of the quaternions {name!r} do not have the norm 1"
-            yield Found(name, message, numbers, frames, {"share": share, "threshold": settings["share"]})
+            yield Found(name, message, numbers, scan.runs(numbers, name, is_off), {"share": share})
 
 
+@checks("VAL12", Rotations)
 def flips(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """VAL12."""
     for name in scan.role("quaternion"):
         count = scan.collected(Rotations).num_flips[name]
         numbers = worst(np.flatnonzero(count), count)
         if len(numbers):
-            frames = []
-            for number in numbers[:20].tolist():
-                rows = scan.read(number, name).reshape(-1, scan.schema[name].num_elements // 4, 4)
-                frames += [(number, row, row + 2) for row in np.flatnonzero(is_flip(rows)).tolist()]
             message = f"{name!r} changes its sign {int(count.sum()):,} times within episodes"
-            yield Found(name, message, numbers, frames, {"flips": int(count.sum()), "dot_below": _FLIP})
+            evidence = {"flips": int(count.sum()), "dot_below": _FLIP}
+            yield Found(name, message, numbers, scan.runs(numbers, name, is_flip), evidence)
 
 
+@checks("VAL13", Rotations)
 def order(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """VAL13: some episodes are wxyz, others xyzw."""
+    """Some episodes are wxyz, others xyzw."""
     for name in scan.role("quaternion"):
         for part, mean in enumerate(np.moveaxis(scan.collected(Rotations).mean[name], 1, 0)):
             largest = np.where(np.abs(mean).max(1) > 0, np.abs(mean).argmax(1), -1)
@@ -103,24 +98,8 @@ def order(scan: Scan, settings: Settings) -> Iterator[Found]:
             with np.errstate(invalid="ignore", over="ignore"):
                 centre, spread = mean[many].mean(0), np.maximum(mean[many].std(0), 0.01)
                 before, after = (np.abs((one.mean(0) - centre) / spread).max() for one in (mean[few], turned))
-            if before > settings["before"] and after < settings["after"]:
-                frames = [(number, 0, scan.lengths[number]) for number in few.tolist()]
+                each = np.median(np.abs(turned - centre) / spread, axis=0).max()
+            if before > settings["before"] > each and after < settings["after"]:
                 evidence = {"deviations_before": before, "deviations_after_rolling": after, "quaternion": part}
                 message = f"{name!r} is wxyz in some trajectories and xyzw in others"
-                yield Found(name, message, few, frames, evidence)
-
-
-# fmt: off
-ROTATIONS: tuple[Rule, ...] = (
-    Rule("VAL11", "quaternion norm", "values", "warning", "D", "N", "quaternions do not have the norm 1",
-         "normalize them", norm, {"share": 0.001}, absolute=True, collectors=(Rotations,)),
-    Rule("VAL12", "quaternion flips", "values", "warning", "D", "N",
-         "quaternions change their sign from frame to frame",
-         "make them continuous: negate a row whose product with the one before is negative", flips,
-         absolute=True, collectors=(Rotations,)),
-    Rule("VAL13", "order mixed", "values", "warning", "D", "N",
-         "quaternions are wxyz in some episodes and xyzw in others",
-         "roll the components of the fewer ones once the order is confirmed", order,
-         {"episodes": 3, "before": 4, "after": 2}, compares=True, absolute=True, collectors=(Rotations,)),
-)
-# fmt: on
+                yield Found(name, message, few, scan.whole(few), evidence)

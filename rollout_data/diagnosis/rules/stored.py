@@ -11,29 +11,46 @@ import numpy as np
 
 from storage.errors import RolloutDataError
 
+from ...foreign.guards import read_object
 from ...format.header import METADATA_NAME, damaged_fragments
 from ...index.metadata import BAD_METADATA, read_document
 from ...writing.journal import is_alive
 from ..files import is_whole_hdf5
-from ..finding import Found, Inapplicable, Rule, Settings
+from ..finding import Found, Inapplicable, Settings, checks
 from ..provenance import ORIGINS, secrets_of
 from ..scan import Scan
-from ..statistics import Told, of_episodes, of_whole, reward_sums
+from ..statistics import STATISTICS, Told, of_episodes, of_whole, reward_sums
 
-_EXPECTED = re.compile(
-    r"rollout_.+\.h5|metadata\.json|repair\.json|README.*|LICENSE.*|report.*\.html|damaged|trajectory_.*"
-)
+_CHUNK = re.compile(r"traj_\d+_(\d+)\.(?:pickle|pkl)")
+#: Files that belong to a folder of a format, besides those of `_ANYWHERE`; of others this is not known.
+_EXPECTED = {
+    "rollout-data": r"rollout_.+\.h5|metadata\.json|damaged|trajectory_.*",
+    "lerobot": r"norm_stats\.json",
+    "trajectory-folders": r"metadata\.json",
+    "aloha": r"episode_\d+\.hdf5",
+    "motion": r".*\.(npz|json)",
+    "minari": r"main_data\.hdf5|(namespace_)?metadata\.json",
+    "rlds": r"(dataset_info|features|metadata|dataset_statistics.*)\.json|.*tfrecord.*",
+}
+_ANYWHERE = r"|repair\.json|README.*|LICEN[CS]E.*|report.*\.html"
 
 
+@checks("FIL00")
+def failed(scan: Scan, settings: Settings) -> Iterator[Found]:
+    """Find nothing: others' failures are reported under this rule."""
+    yield from ()
+
+
+@checks("STA01")
 def sums(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STA01: what is stored of single episodes disagrees with their rows."""
+    """What is stored of single episodes disagrees with their rows."""
     if scan.failure is None:
         for name, numbers, stored, found, scale in reward_sums(scan):
             with np.errstate(invalid="ignore"):
                 wrong = np.flatnonzero(np.abs(stored - found) > settings["share"] * scale)
             if len(wrong):
                 message = f"stored sums of {name!r} differ, as {stored[wrong[0]]:.6g} for {found[wrong[0]]:.6g}"
-                evidence = {"largest": float(np.abs(stored - found)[wrong].max()), "threshold": settings["share"]}
+                evidence = {"largest": float(np.abs(stored - found)[wrong].max())}
                 yield Found(name, message, numbers[wrong], evidence=evidence)
         for place, told in of_episodes(scan):
             yield from _compared(scan, told, place, settings["share"])
@@ -41,8 +58,8 @@ def sums(scan: Scan, settings: Settings) -> Iterator[Found]:
 
 def _compared(scan: Scan, told: Told, place: int, share: float) -> Iterator[Found]:
     facts = scan.facts.get(told.field)
-    if facts is None or not len(row := np.flatnonzero(facts.numbers == place)):
-        return
+    if facts is None or not len(row := np.flatnonzero(facts.numbers == place)) or (facts.low > facts.high)[row].all():
+        return  # its rows cannot be read
     for key, table in (("mean", facts.mean), ("min", facts.low), ("max", facts.high)):
         found = table[row[0]].astype(np.float64)
         if (stored := told.values.get(key)) is not None and stored.shape == found.shape:
@@ -56,8 +73,9 @@ def _compared(scan: Scan, told: Told, place: int, share: float) -> Iterator[Foun
                 return
 
 
+@checks("STA02")
 def statistics(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STA02: what is stored of the whole disagrees with the rows."""
+    """What is stored of the whole disagrees with the rows."""
     for told in of_whole(scan):
         facts = scan.facts.get(told.field)
         if facts is None or any(one.shape != facts.spread.shape for one in told.values.values()):
@@ -81,14 +99,18 @@ def statistics(scan: Scan, settings: Settings) -> Iterator[Found]:
             if dims.any():
                 listed = np.flatnonzero(dims).tolist()
                 message = f"the stored {key} of {told.field!r} is not that of the rows, in dimensions {listed[:9]}"
-                yield Found(told.field, message, evidence={key: listed, **dict(settings)})
+                yield Found(told.field, message, evidence={key: listed})
 
 
+@checks("FIL01")
 def checksums(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """FIL01: rows or notes that their checksums contradict."""
+    """Rows or notes that their checksums contradict."""
     files = scan.files
     if files.folder is None:
-        raise Inapplicable("only blocks of our own have checksums that are compared here")
+        if scan.failure is not None or scan.recording.format != "rlds":
+            raise Inapplicable("only blocks of our own and TFRecord files have checksums that are compared here")
+        scan.facts  # noqa: B018 - records are compared when they are read
+        yield from files.told("checksum")
     for name, header in files.headers.items():
         for _, error in damaged_fragments(header):
             about = files.named([f"{header.writer}:{error.trajectory}"])
@@ -118,20 +140,43 @@ def kind_is_damage(problem: RolloutDataError) -> bool:
     return type(problem).__name__ != "UnsafeFileError"
 
 
+@checks("FIL02")
 def header(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """FIL02: a block whose description is damaged."""
+    """A block whose description is damaged."""
     yield from _bad_blocks(scan, is_header=True)
 
 
+@checks("FIL03")
 def unreadable(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """FIL03: a file that is cut, empty, or of another kind than its name says."""
+    """A file that is cut, empty, or of another kind than its name says."""
     yield from _bad_blocks(scan, is_header=False)
     if scan.files.folder is None or not scan.files.bad:
         yield from scan.files.told("unreadable")
+    if scan.failure is None and scan.recording.format == "trajectory-folders":
+        yield from _cut_chunks(scan)
 
 
+def _cut_chunks(scan: Scan) -> Iterator[Found]:
+    """Report chunks behind the frames that were read; opening takes one that was just written for unfinished."""
+    there: dict[str, int] = {}
+    for name, length in zip(scan.recording.ids, scan.lengths.tolist(), strict=True):
+        folder = name.rpartition(":")[0]
+        there[folder] = there.get(folder, 0) + length
+    told = {problem.episode for problem in scan.problems}
+    for folder in sorted(scan.files.path.rglob("trajectory_*")):
+        stops = (
+            [int(match[1]) for one in os.listdir(folder) if (match := _CHUNK.fullmatch(one))] if folder.is_dir() else []
+        )
+        name = str(folder.relative_to(scan.files.path))
+        if stops and max(stops) > there.get(name, 0) and not {name, folder.name} & told:
+            yield Found(
+                message=f"the chunk of {name!r} that ends at {max(stops)} breaks off", **scan.files.named([name])
+            )
+
+
+@checks("FIL04")
 def leftovers(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """FIL04: what writers that died have left."""
+    """What writers that died have left."""
     folder = scan.files.path
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     alive = [name[9:-8] for name in names if re.fullmatch(r"\.rollout_.+\.journal", name) and is_alive(folder / name)]
@@ -143,22 +188,32 @@ def leftovers(scan: Scan, settings: Settings) -> Iterator[Found]:
         yield Found(message="the writer of this set has not finished it")
 
 
+@checks("FIL05")
 def strangers(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """FIL05: files that are no part of the recording; links that lead out of the folder."""
+    """Files that are no part of the recording; links that lead out of the folder."""
     folder = scan.files.path
     yield from scan.files.told("stray")
     root, is_ours = os.path.realpath(folder), scan.files.folder is not None
+    expected = _EXPECTED.get("rollout-data" if is_ours else scan.recording.format if scan.failure is None else "")
     for entry in sorted(os.scandir(folder), key=lambda one: one.name) if folder.is_dir() else ():
         if entry.is_symlink() and not os.path.realpath(entry.path).startswith(root + os.sep):
             if os.path.basename(os.path.dirname(root)) != "snapshots":  # of the cache of the Hugging Face hub
                 yield Found(message=f"{entry.name!r} leads out of the folder", severity="warning")
-        elif is_ours and entry.name[0] != "." and not _EXPECTED.fullmatch(entry.name):
+        elif expected and entry.name[0] != "." and (is_ours or not entry.is_dir()):
+            if re.fullmatch(expected + _ANYWHERE, entry.name):
+                continue
             yield Found(message=f"{entry.name!r} is no part of the recording")
 
 
+@checks("FIL06")
 def metadata_file(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """FIL06: the description of the whole is missing or cannot be read."""
+    """The description of the whole is missing or cannot be read."""
     yield from scan.files.told("metadata")
+    if scan.failure is None and scan.recording.format == "lerobot" and (scan.files.path / STATISTICS).exists():
+        try:
+            read_object(scan.files.path / STATISTICS)
+        except (RolloutDataError, OSError) as problem:
+            yield Found(message=str(problem))
     is_old = scan.failure is None and scan.recording.format == "trajectory-folders"
     if (scan.files.folder is not None and (scan.files.headers or scan.files.bad)) or is_old:
         try:
@@ -169,8 +224,9 @@ def metadata_file(scan: Scan, settings: Settings) -> Iterator[Found]:
             yield Found(message=f"{METADATA_NAME} cannot be read: {problem}")
 
 
+@checks("FIL07")
 def lossy(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """FIL07: a codec loses more than a small part of what varies."""
+    """A codec loses more than a small part of what varies."""
     errors: dict[str, float] = {}
     for header in scan.files.headers.values():
         for name, coding in header.codings.items():
@@ -180,60 +236,36 @@ def lossy(scan: Scan, settings: Settings) -> Iterator[Found]:
             sd = float(np.nanmedian(np.nanstd(scan.facts[name].sorted, axis=1, dtype=np.float64)))
             if error > settings["share"] * sd:
                 message = f"{name!r} was coded with errors up to {error:.3g}, and varies by {sd:.3g}"
-                yield Found(name, message, evidence={"error": error, "sd": sd, "threshold": settings["share"]})
+                yield Found(name, message, evidence={"error": error, "sd": sd})
 
 
+@checks("FIL08")
 def unsafe(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """FIL08: a file asks for something that reading data must not do; it was not done."""
+    """A file asks for something that reading data must not do; it was not done."""
     yield from scan.files.told("unsafe")
     for name, problem in scan.files.bad.items():
         if not kind_is_damage(problem):
             yield Found(message=f"{name}: {problem}", **scan.files.named(scan.files.named_by(name)))
 
 
+@checks("PRV01")
 def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """PRV01: nothing says where the data came from. A rate of null is an answer."""
-    if scan.failure is not None or scan.recording.format not in ("rollout-data", "trajectory-folders"):
-        raise Inapplicable("this format says little of origins")
-    lacking = [what for what, keys in ORIGINS.items() if not any(key in scan.metadata for key in keys)]
+    """Nothing says where the data came from. A rate of null is an answer."""
+    if scan.failure is not None:
+        raise Inapplicable("the recording cannot be opened")
+    is_ours = scan.files.folder is not None  # elsewhere null says nothing
+    known = {key for key, value in scan.metadata.items() if is_ours or value not in (None, "", {})}
+    lacking = [what for what, keys in ORIGINS.items() if known.isdisjoint(keys)]
     if "env" in lacking or len(lacking) == len(ORIGINS):
         yield Found(message=f"the metadata name no {', '.join(lacking)}", evidence={"missing": lacking})
 
 
+@checks("PRV02")
 def secrets(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """PRV02: tokens, mail addresses or home directories in metadata; what is shown is masked."""
+    """Tokens, mail addresses or home directories in metadata; what is shown is masked."""
     told: list[tuple[int | None, Mapping[str, Any]]] = [(None, scan.metadata)]
     for place in np.unique(np.linspace(0, scan.num_episodes - 1, min(100, scan.num_episodes)).astype(int)).tolist():
         told.append((place, scan.recording.info(place).metadata))
     for place, about in told:
         for key, kind, masked in secrets_of(about):
             yield Found(message=f"{key}: {kind} {masked}", trajectories=[] if place is None else [place])
-
-
-STORED: tuple[Rule, ...] = (
-    Rule("STA01", "sums", "statistics", "warning", "D", "S", "stored sums of episodes are not those of their rows",
-         "compute them again", sums, {"share": 1e-3}, absolute=True),
-    Rule("STA02", "statistics", "statistics", "warning", "D", "S", "stored statistics are not those of the rows",
-         "compute them again: normalization uses them", statistics, {"sd": 0.5, "ratio": 2.0, "share": 0.01},
-         absolute=True),
-    Rule("FIL01", "data checksum", "files", "error", "D", "K", "rows are damaged: their checksum differs",
-         "take the block from a copy, or leave the trajectory out", checksums, absolute=True),
-    Rule("FIL02", "header", "files", "error", "T", "N", "the description of a block is damaged",
-         "take the block from a copy, or leave it out", header, absolute=True),
-    Rule("FIL03", "unreadable", "files", "error", "T", "K", "a file cannot be read",
-         "take it from a copy, or leave out what it held", unreadable, absolute=True),
-    Rule("FIL04", "leftovers", "files", "info", "T", "-", "a writer ended without finishing",
-         "remove what it has left; the next writer does so by itself", leftovers, absolute=True),
-    Rule("FIL05", "foreign", "files", "info", "T", "-", "files that are no part of the recording",
-         "keep them in another folder", strangers, absolute=True),
-    Rule("FIL06", "metadata", "files", "warning", "M", "S", "the description of the whole is missing or damaged",
-         "write it anew from the data", metadata_file, absolute=True),
-    Rule("FIL07", "lossy", "files", "info", "D", "-", "a codec loses a visible part of the values",
-         "record the field with a lossless codec", lossy, {"share": 0.01}, absolute=True),
-    Rule("FIL08", "unsafe", "files", "error", "T", "-", "a file asks for more than data may",
-         "do not load it with other programs; ask where it came from", unsafe, absolute=True),
-    Rule("PRV01", "unknown origin", "provenance", "info", "M", "-", "the origin of the data is not told",
-         "give env, policy, version and frame_rate_hz as metadata when recording", unknown_origin, absolute=True),
-    Rule("PRV02", "secrets", "provenance", "info", "M", "S", "metadata hold something private",
-         "take it out before the set is shared; revoke tokens", secrets, absolute=True),
-)  # fmt: skip

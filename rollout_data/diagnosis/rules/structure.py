@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -17,21 +16,28 @@ from storage.errors import RolloutDataError, UsageError
 from ...format.write import block_name
 from ...index.metadata import BAD_METADATA, read_document
 from ..files import usual
-from ..finding import Found, Inapplicable, Rule, Settings
+from ..finding import Found, Inapplicable, Settings, checks
 from ..scan import Scan
+from ..spaces import boxes
 
 #: Of ends, which an episode that was cut off may lack.
 _FLAGS = {"dones", "terminals", "timeouts"}
 _SPLIT = re.compile(r"(?:(.*)[_-])?(train|training|valid|validation|val|test|eval)")
 
 
+@checks("STR08")
 def counts(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR08: lengths, totals, indices or rows of columns disagree."""
+    """Lengths, totals, indices or rows of columns disagree."""
     yield from scan.files.told("counts", *(["outside"] if scan.files.folder is None else []))
+    if scan.failure is None and scan.recording.format == "trajectory-folders" and not scan.problems:
+        for key, count in (("total_timesteps", int(scan.lengths.sum())), ("total_trajectories", scan.num_episodes)):
+            if isinstance(said := scan.metadata.get(key), int) and said != count:
+                yield Found(message=f"{key} is {said}, and {count} are there")
 
 
+@checks("STR01")
 def gap(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR01: parts of a trajectory leave frames out. What retention removed lies before a writer's first block."""
+    """Parts of a trajectory leave frames out. What retention removed lies before a writer's first block."""
     files = scan.files
     yield from files.told("gap")
     is_first, off = files.steps
@@ -52,24 +58,27 @@ def _by_sequence(scan: Scan) -> list[Any]:
     return sorted(scan.files.headers.values(), key=lambda one: one.sequence)
 
 
+@checks("STR02")
 def overlap(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR02: a part starts before the one before it ends."""
+    """A part starts before the one before it ends."""
     yield from scan.files.told("overlap")
     _, off = scan.files.steps
     if names := scan.files.names((off < 0) & (scan.files.parts["start"] > 0)):
         yield Found(message=f"parts of {', '.join(names[:9])} overlap", **scan.files.named(names))
 
 
+@checks("STR03")
 def outside(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR03: a part, a range or a final row lies outside its table."""
+    """A part, a range or a final row lies outside its table."""
     yield from scan.files.told("outside")
     for name, problem in scan.files.bad.items():
         if problem.kind == "outside":
             yield Found(message=str(problem), **scan.files.named(scan.files.named_by(name)))
 
 
+@checks("STR04")
 def shared(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR04: two parts or ranges name the same row."""
+    """Two parts or ranges name the same row."""
     for found in scan.files.told("shared"):
         before = [number - 1 for number in found.trajectories if number]
         yield Found(message=found.message, trajectories=[*before, *found.trajectories], left_out=found.left_out)
@@ -87,8 +96,9 @@ def shared(scan: Scan, settings: Settings) -> Iterator[Found]:
             yield Found(message=str(problem), **scan.files.named(scan.files.named_by(name)))
 
 
+@checks("STR05")
 def twice(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR05: a block, trajectory or number is there twice, or a name says something else than the content."""
+    """A block, trajectory or number is there twice, or a name says something else than the content."""
     files = scan.files
     yield from files.told("twice")
     seen: dict[tuple[str, int], str] = {}
@@ -102,14 +112,21 @@ def twice(scan: Scan, settings: Settings) -> Iterator[Found]:
     if names := files.names(~is_first & (files.parts["start"] == 0) & (off < 0)):
         yield Found(message=f"trajectories {', '.join(names[:9])} begin twice", **files.named(names))
     if scan.failure is None and files.folder is None:
+        same: dict[str, list[int]] = {}
+        for place, name in enumerate(scan.recording.ids):
+            same.setdefault(re.sub(r"(?<!\d)0+(?=\d)", "", name), []).append(place)
+        for name, places in same.items():
+            if len(places) > 1:
+                yield Found(message=f"{name!r} is there {len(places)} times", trajectories=places)
         for place, name in enumerate(scan.recording.ids) if scan.recording.format == "minari" else ():
             said = scan.recording.info(place).metadata.get("id")
             if isinstance(said, (int, np.integer)) and not name.endswith(str(said)):
                 yield Found(message=f"{name!r} says that it is number {said}", trajectories=[place])
 
 
+@checks("STR06")
 def fields_differ(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR06: blocks or episodes differ in fields, dtypes or shapes; where a field is only missing, it may be meant."""
+    """Blocks or episodes differ in fields, dtypes or shapes; where a field is only missing, it may be meant."""
     files = scan.files
     if files.folder is None and scan.failure is None and scan.num_episodes:
         scan.facts  # noqa: B018 - some readers look at the fields of an episode when it is read
@@ -129,8 +146,9 @@ def fields_differ(scan: Scan, settings: Settings) -> Iterator[Found]:
                 yield Found(message=f"{name!r} has other fields: {difference}", **files.named(names))
 
 
+@checks("STR07")
 def description(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR07: what is said of fields disagrees with the data."""
+    """What is said of fields disagrees with the data."""
     yield from scan.files.told("description")
     if scan.files.folder is not None and scan.files.headers:
         there = usual(header.schema for header in scan.files.headers.values())
@@ -145,28 +163,16 @@ def description(scan: Scan, settings: Settings) -> Iterator[Found]:
                 yield Found(message=f"metadata.json has other fields than the blocks: {difference}")
         return
     for group in ("observation", "action") if scan.failure is None else ():
-        for name, shape in _boxes(group, scan.metadata.get(f"{group}_space")):
-            if name in scan.schema and math.prod(shape) != scan.schema[name].num_elements:
-                yield Found(name, f"{name!r} is said to be {list(shape)}, and is {list(scan.schema[name].shape)}")
+        for name, box in boxes(scan.metadata, group):
+            shape: Any = box.get("shape")
+            is_told = name in scan.schema and isinstance(shape, list) and all(isinstance(one, int) for one in shape)
+            if is_told and math.prod(shape) != scan.schema[name].num_elements:
+                yield Found(name, f"{name!r} is said to be {shape}, and is {list(scan.schema[name].shape)}")
 
 
-def _boxes(name: str, space: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (field, shape) of the boxes of a space as Minari describes it."""
-    try:
-        about = json.loads(space) if isinstance(space, str) else space
-    except ValueError:
-        return
-    if not isinstance(about, Mapping):
-        return
-    shape, below = about.get("shape"), about.get("subspaces")
-    if about.get("type") == "Box" and isinstance(shape, list) and all(isinstance(one, int) for one in shape):
-        yield name, tuple(shape)
-    for key, part in below.items() if isinstance(below, Mapping) else ():
-        yield from _boxes(f"{name}/{key}", part)
-
-
+@checks("STR10")
 def splits(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """STR10: an episode is in two parts that exclude each other, or a part names none."""
+    """An episode is in two parts that exclude each other, or a part names none."""
     yield from scan.files.told("split")
     try:
         parts = {name: set(part.ids) for name, part in scan.recording.split().items()}
@@ -178,30 +184,10 @@ def splits(scan: Scan, settings: Settings) -> Iterator[Found]:
         if mine and theirs and mine[1] == theirs[1] and mine[2][:5] != theirs[2][:5] and both:
             message = f"{len(both)} episodes are in {one!r} and in {other!r}"
             yield Found(message=message, **scan.files.named(both))
-    said = scan.metadata.get("splits")
+    said, total = scan.metadata.get("splits"), scan.num_episodes
+    if scan.problems and isinstance(told := scan.metadata.get("total_episodes"), int):
+        total = max(total, told)  # some are left out
     for name, text in said.items() if isinstance(said, Mapping) else ():
         stop = str(text).partition(":")[2]
-        if stop.isdecimal() and int(stop) > scan.num_episodes:
-            yield Found(message=f"{name!r} is {text}, of {scan.num_episodes} episodes")
-
-
-STRUCTURE: tuple[Rule, ...] = (
-    Rule("STR01", "gap", "structure", "error", "T", "K", "a trajectory lacks frames in its midst",
-         "bring the missing file back, or leave the trajectory out", gap, absolute=True),
-    Rule("STR02", "overlap", "structure", "error", "T", "K", "a part of a trajectory starts before the last one ends",
-         "keep the newer part if the rows are equal; otherwise leave the trajectory out", overlap, absolute=True),
-    Rule("STR03", "outside", "structure", "error", "T", "K", "a part, range or final row lies outside its table",
-         "leave these trajectories out, or write the index anew", outside, absolute=True),
-    Rule("STR04", "shared rows", "structure", "error", "T", "K", "two parts name the same rows",
-         "leave both trajectories out, or write the index anew", shared, absolute=True),
-    Rule("STR05", "duplicate part", "structure", "error", "T", "N", "something is there twice, or under a wrong name",
-         "remove the copy, or give it the name of its content", twice, absolute=True),
-    Rule("STR06", "fields differ", "structure", "error", "D", "N", "not all episodes have the same fields",
-         "convert them to one form, or keep them in separate folders", fields_differ, absolute=True),
-    Rule("STR07", "description disagrees", "structure", "error", "M", "S", "the data are not as they are described",
-         "believe the data, and write the description anew", description, absolute=True),
-    Rule("STR08", "counts disagree", "structure", "warning", "T", "S", "lengths or totals disagree with the data",
-         "count again, and write the index anew", counts, absolute=True),
-    Rule("STR10", "splits overlap", "structure", "warning", "M", "S", "parts of the set overlap, or name no episode",
-         "take the episode out of one of them", splits, absolute=True),
-)  # fmt: skip
+        if stop.isdecimal() and int(stop) > total:
+            yield Found(message=f"{name!r} is {text}, of {total} episodes")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..facts import medians_of, runs_of, worst
-from ..finding import Found, Inapplicable, Rule, Settings
+from ..finding import Found, Inapplicable, Settings, checks
 from ..reading import Array, Batch
 from ..scan import Collector, Scan
 
 #: What one second is in units that a field's name ends with.
 _UNITS = {"_ns": 1e9, "_us": 1e6, "_ms": 1e3, "_s": 1.0}
-_GAP, _LAGS = 1.8, 40
+_GAP, _LAGS, _MAX_CELLS = 1.8, 40, 6_000_000
 
 
 class Clocks(Collector):
@@ -62,20 +62,18 @@ class Actions(Collector):
 
     Attributes:
         first, last: int64 `[E]`: the first and last frame that differs clearly from the one before; -1 without any.
-        rough: `[E]`: root mean square of the second difference in deviations, over dimensions; NaN if unknown.
+        rough: Field -> `[E, D]`: mean square of the second difference in variances; NaN if unknown.
         is_known: There is a continuous dimension.
     """
 
     def __init__(self, scan: Scan) -> None:
         self._dims = {name: np.flatnonzero(scan.pending[name].is_continuous) for name in scan.group("action")}
         self._dims = {name: dims for name, dims in self._dims.items() if len(dims)}
-        self._least = {
-            name: 0.01 * (scan.pending[name].quantile(0.99) - scan.pending[name].quantile(0.01))[dims, None]
-            for name, dims in self._dims.items()
-        }
+        self._least = {name: 0.01 * scan.pending[name].range_98[dims, None] for name, dims in self._dims.items()}
         self.is_known, size = bool(self._dims), scan.num_episodes
         self.first, self.last = np.full(size, -1), np.full(size, -1)
-        self._sums, self._counts = np.zeros(size), np.zeros(size)
+        most = max(1, _MAX_CELLS // max(1, size))  # dimensions whose roughness is kept
+        self.rough = {name: np.full((size, min(most, len(dims))), np.nan, "f4") for name, dims in self._dims.items()}
 
     def add(self, batch: Batch) -> None:
         starts, counts = batch.offsets[:-1], np.diff(batch.offsets)
@@ -93,9 +91,9 @@ class Actions(Collector):
                 bend[:, 1:] = np.square(steps[:, 1:] - steps[:, :-1])
                 bend[:, ~inner] = 0
                 rough = np.add.reduceat(bend, starts, axis=1) / np.maximum(1, counts - 2) / variance
-            is_known = np.isfinite(rough) & (counts >= 10)
-            self._sums[batch.numbers] += np.where(is_known, rough, 0).sum(0) * counts
-            self._counts[batch.numbers] += is_known.sum(0) * counts
+            rough[:, counts < 10] = np.nan
+            kept = self.rough[name]
+            kept[batch.numbers] = np.fmax(kept[batch.numbers], rough[: kept.shape[1]].T)
         rows = np.flatnonzero(moving)
         if len(rows):
             which, first = np.unique(np.searchsorted(batch.offsets, rows, side="right") - 1, return_index=True)
@@ -104,11 +102,6 @@ class Actions(Collector):
             self.first[numbers] = np.where(self.first[numbers] < 0, rows[first] + before, self.first[numbers])
             self.last[numbers] = rows[last] + before
 
-    @property
-    def rough(self) -> Array:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.sqrt(self._sums / self._counts)
-
 
 def _clock(scan: Scan) -> str:
     """Name the field of the main clock: the first that is no observation."""
@@ -116,18 +109,21 @@ def _clock(scan: Scan) -> str:
     return next((name for name in names if not name.startswith("observation/")), names[0])
 
 
+@checks("TIM01", Clocks)
 def not_increasing(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM01: the main clock stands or runs back; others may stand, as slow sensors' do."""
+    """The main clock stands or runs back; others may stand, as slow sensors' do."""
     for name in scan.role("time"):
         low = scan.collected(Clocks).low[name]
         is_wrong = (low <= 0) if name == _clock(scan) else (low < 0)
         if is_wrong.any():
-            numbers, frames = np.flatnonzero(is_wrong), []
-            for number in numbers[:20].tolist():
-                steps = np.diff(scan.read(number, name)[:, 0].astype(np.float64))
-                frames += [(number, row, row + 2) for row in np.flatnonzero(steps <= 0).tolist()]
+            numbers = np.flatnonzero(is_wrong)
             message = f"{name!r} does not increase within {len(numbers)} trajectories"
-            yield Found(name, message, numbers, frames, {"smallest_step": float(np.nanmin(low)), "threshold": 0})
+            frames = scan.runs(numbers, name, lambda rows: _steps(rows) <= 0)
+            yield Found(name, message, numbers, frames, {"smallest_step": float(np.nanmin(low))})
+
+
+def _steps(rows: Array) -> Array:
+    return np.diff(rows[:, 0].astype(np.float64))
 
 
 def _jitter(scan: Scan, name: str) -> float:
@@ -135,16 +131,17 @@ def _jitter(scan: Scan, name: str) -> float:
     return float(np.median(known[np.isfinite(known)])) if np.isfinite(known).any() else 0.0
 
 
+@checks("TIM02", Clocks)
 def jitter(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM02."""
     name = _clock(scan)
     if (found := _jitter(scan, name)) > settings["share"]:
         message = f"the steps of {name!r} vary by {found:.0%}"
-        yield Found(name, message, evidence={"jitter": found, "threshold": settings["share"]})
+        yield Found(name, message, evidence={"jitter": found})
 
 
+@checks("TIM03", Clocks)
 def dropped(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM03: gaps in a clock that is regular otherwise."""
+    """Gaps in a clock that is regular otherwise."""
     name = _clock(scan)
     clocks = scan.collected(Clocks)
     if _jitter(scan, name) > 0.15:
@@ -153,17 +150,14 @@ def dropped(scan: Scan, settings: Settings) -> Iterator[Found]:
         ratio = np.where(clocks.median[name] > 0, clocks.high[name] / clocks.median[name], 0)
     numbers = worst(np.flatnonzero(ratio > settings["ratio"]), ratio)
     if len(numbers):
-        frames = []
-        for number in numbers[:20].tolist():
-            steps = np.diff(scan.read(number, name)[:, 0].astype(np.float64))
-            rows = np.flatnonzero(steps > settings["ratio"] * clocks.median[name][number])
-            frames += [(number, row, row + 2) for row in rows.tolist()]
-        evidence = {"largest_step": float(ratio.max()), "threshold": settings["ratio"]}
+        frames = scan.runs(numbers, name, lambda rows: _steps(rows) > settings["ratio"] * np.median(_steps(rows)))
+        evidence = {"largest_step": float(ratio.max())}
         yield Found(name, f"frames are missing in {len(numbers)} trajectories", numbers, frames, evidence)
 
 
+@checks("TIM04")
 def repeated(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM04: single frames recorded twice; longer stretches are TIM07."""
+    """Single frames recorded twice; longer stretches are TIM07."""
     if not scan.motion.is_known:
         raise Inapplicable("no observation of floats")
     count, total = scan.motion.repeats, int((scan.lengths[scan.examined] - 1).sum())
@@ -171,15 +165,14 @@ def repeated(scan: Scan, settings: Settings) -> Iterator[Found]:
     if share > settings["share"]:
         each = count / np.maximum(1, scan.lengths - 1)
         numbers = worst(np.flatnonzero(each > settings["share"]), each)
-        evidence = {"share": share, "threshold": settings["share"]}
+        evidence = {"share": share}
         yield Found(None, f"{share:.1%} of the frames repeat the one before", numbers, (), evidence)
 
 
+@checks("TIM05", Clocks)
 def rate(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM05: the clock against the declared rate."""
-    declared = next(
-        (v for k in ("fps", "frame_rate_hz") if isinstance(v := scan.metadata.get(k), (int, float)) and v > 0), None
-    )
+    """The clock against the declared rate."""
+    declared = scan.declared("fps", "frame_rate_hz")
     if declared is None:
         raise Inapplicable("no fps or frame_rate_hz is declared")
     name = _clock(scan)
@@ -189,26 +182,26 @@ def rate(scan: Scan, settings: Settings) -> Iterator[Found]:
     step = float(np.nanmedian(scan.collected(Clocks).median[name])) / (unit or 1.0)
     if step > 0 and abs(1 / step / declared - 1) > settings["share"]:
         message = f"{name!r} runs at {1 / step:.4g} Hz, {declared:g} are declared"
-        yield Found(
-            name, message, evidence={"rate_hz": 1 / step, "declared_hz": declared, "threshold": settings["share"]}
-        )
+        yield Found(name, message, evidence={"rate_hz": 1 / step, "declared_hz": declared})
 
 
+@checks("TIM06", Clocks)
 def unit(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM06: the steps of some episodes are thousands of times those of others."""
+    """The steps of some episodes are thousands of times those of others."""
     for name in scan.role("time"):
         median = scan.collected(Clocks).median[name]
         known = np.flatnonzero(median > 0)
         ratio = median[known] / np.median(median[known]) if len(known) else median[known]
         off = (ratio > settings["ratio"]) | (ratio < 1 / settings["ratio"])
         if off.any() and off.mean() < 0.5:
-            evidence = {"factors": sorted(set(np.round(ratio[off], 6).tolist()))[:8], "threshold": settings["ratio"]}
-            frames = [(number, 0, scan.lengths[number]) for number in known[off].tolist()]
-            yield Found(name, f"{name!r} has another unit in {off.sum()} trajectories", known[off], frames, evidence)
+            numbers, factors = known[off], sorted(set(np.round(ratio[off], 6).tolist()))[:8]
+            message = f"{name!r} has another unit in {off.sum()} trajectories"
+            yield Found(name, message, numbers, scan.whole(numbers), {"factors": factors})
 
 
+@checks("TIM07")
 def frozen(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM07: a field stands still where it usually does not."""
+    """A field stands still where it usually does not."""
     skipped = {*scan.roles["time"], *scan.roles["success"], *scan.roles["frame_index"]}
     for name, facts in scan.facts.items():
         group = name.partition("/")[0]
@@ -223,15 +216,14 @@ def frozen(scan: Scan, settings: Settings) -> Iterator[Found]:
                 runs = runs_of((np.diff(scan.read(number, name), axis=0) == 0).all(1))
                 start, stop = max(runs, key=lambda run: run[1] - run[0])
                 frames.append((number, start, stop + 1))
-            evidence = {"frames": int(facts.hold.max()), "threshold": settings["frames"], "usual_share": usual}
+            evidence = {"frames": int(facts.hold.max()), "usual_share": usual}
             yield Found(name, f"{name!r} stands still in {len(numbers)} trajectories", numbers, frames, evidence)
 
 
+@checks("TIM08")
 def lag(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM08: what actions do shows in the observation too late."""
-    fps = next(
-        (v for k in ("fps", "frame_rate_hz") if isinstance(v := scan.metadata.get(k), (int, float)) and v > 0), None
-    )
+    """What actions do shows in the observation too late."""
+    fps = scan.declared("fps", "frame_rate_hz")
     least = min(settings["frames"], max(4, settings["seconds"] * fps)) if fps else settings["frames"]
     for action in scan.group("action"):
         dims = np.flatnonzero(scan.facts[action].is_continuous)
@@ -242,8 +234,10 @@ def lag(scan: Scan, settings: Settings) -> Iterator[Found]:
             fallen = np.flatnonzero(own < 0.3)
             if not len(own) or not len(fallen) or own[fallen[0] :].max() > settings["periodic"]:
                 continue
+            if both.max() <= settings["peak"]:
+                continue
             peak = int(np.flatnonzero(both >= 0.95 * both.max())[0])
-            if both.max() > settings["peak"] and peak >= least and both[peak] > both[:4].max() + settings["above"]:
+            if peak >= least and both[peak] > both[:4].max() + settings["above"]:
                 evidence = {"lag_frames": peak, "correlation": both[peak], "correlation_at_0_to_3": both[:4].max()}
                 yield Found(name, f"{name!r} follows {action!r} after {peak} frames", evidence=evidence)
 
@@ -272,14 +266,14 @@ def _normal(steps: Array) -> Array:
     return found
 
 
+@checks("TIM09", Actions)
 def idle_start(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM09."""
     moves = scan.collected(Actions)
     yield from _idle(scan, settings, np.where(moves.first < 0, 0, moves.first), True)
 
 
+@checks("TIM10", Actions)
 def idle_end(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM10."""
     moves = scan.collected(Actions)
     yield from _idle(scan, settings, np.where(moves.last < 0, 0, scan.lengths - 1 - moves.last), False)
 
@@ -300,29 +294,35 @@ def _idle(scan: Scan, settings: Settings, idle: Array, at_start: bool) -> Iterat
         yield Found(None, f"actions rest at the {where} of {len(numbers)} trajectories", numbers, spans, evidence)
 
 
+@checks("TIM12", Actions)
 def jerk(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM12: the actions of an episode are much rougher than others'."""
-    rough = scan.collected(Actions).rough
-    known = np.flatnonzero(rough > 0)
+    """The actions of an episode are much rougher than others'."""
+    tables = list(scan.collected(Actions).rough.values())
+    rough = np.concatenate(tables, axis=1) if tables else np.zeros((scan.num_episodes, 0))
+    known = np.flatnonzero((np.isfinite(rough) & (rough > 0)).any(1))
     if len(known) < 8:
         raise Inapplicable("fewer than 8 episodes with continuous actions")
-    logs = np.log(rough[known])
-    above = logs - np.median(logs)
+    # Each dimension is compared with itself: a gripper that opens twice is no rougher arm.
+    logs = 0.5 * np.log(np.where(rough[known] > 0, rough[known], np.nan))
+    usual = np.nanmedian(logs[:, np.isfinite(logs).any(0)], axis=0)
+    above = np.nanmedian(logs[:, np.isfinite(logs).any(0)] - usual, axis=1)
     spread = max(settings["floor"], float(np.median(np.abs(above))))
     off = (above > settings["deviations"] * spread) & (above > np.log(settings["ratio"]))
     if off.any():
-        numbers = worst(known[off], rough)
-        frames = [(number, 0, scan.lengths[number]) for number in numbers.tolist()]
-        evidence = {
-            "ratio": float(np.exp(above.max())),
-            "threshold": settings["ratio"],
-            "deviations": above.max() / spread,
-        }
-        yield Found(None, f"actions of {len(numbers)} trajectories jerk more than others'", numbers, frames, evidence)
+        numbers = worst(known[off], above[off], aligned=True)
+        evidence = {"ratio": float(np.exp(above.max())), "deviations": above.max() / spread}
+        yield Found(
+            None,
+            f"actions of {len(numbers)} trajectories jerk more than others'",
+            numbers,
+            scan.whole(numbers),
+            evidence,
+        )
 
 
+@checks("TIM13", Clocks)
 def apart(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """TIM13: two clocks of one recording disagree."""
+    """Two clocks of one recording disagree."""
     names = scan.role("time")
     if len(names) < 2:
         raise Inapplicable("only one field of times")
@@ -341,41 +341,5 @@ def apart(scan: Scan, settings: Settings) -> Iterator[Found]:
         is_same = np.abs(np.median(off)) < 0.5 * np.median(scan.lengths)  # otherwise they start at different zeros
         wrong = (drifting > settings["frames"] + 0.01) | (is_same & (np.abs(off) > settings["frames"] + 0.01))
         if step > 0 and wrong.any():
-            evidence = {
-                "frames_apart": float(np.maximum(np.abs(off) * is_same, drifting).max()),
-                "threshold": settings["frames"],
-            }
+            evidence = {"frames_apart": float(np.maximum(np.abs(off) * is_same, drifting).max())}
             yield Found(name, f"{name!r} and {main!r} are more than a frame apart", chosen[wrong], (), evidence)
-
-
-# fmt: off
-TIMING: tuple[Rule, ...] = (
-    Rule("TIM01", "not increasing", "time", "error", "D", "K", "time stands still or runs back within an episode",
-         "leave out the trajectories, or sort their frames", not_increasing, absolute=True, collectors=(Clocks,)),
-    Rule("TIM02", "jitter", "time", "warning", "D", "-", "the time between frames varies",
-         "resample to a regular rate before learning from differences", jitter, {"share": 0.15},
-         absolute=True, collectors=(Clocks,)),
-    Rule("TIM03", "dropped", "time", "warning", "D", "S", "frames are missing",
-         "split there, or interpolate", dropped, {"ratio": _GAP}, absolute=True, collectors=(Clocks,)),
-    Rule("TIM04", "repeated", "time", "warning", "D", "N", "frames repeat the one before in all fields",
-         "remove the repeated frames: they teach to stand still", repeated, {"share": 0.05}, absolute=True),
-    Rule("TIM05", "rate", "time", "warning", "D", "S", "the clock contradicts the declared rate",
-         "correct fps or frame_rate_hz in the metadata", rate, {"share": 0.05}, absolute=True, collectors=(Clocks,)),
-    Rule("TIM06", "unit", "time", "warning", "D", "N", "some episodes have times in another unit",
-         "convert them to seconds", unit, {"ratio": 20}, compares=True, absolute=True, collectors=(Clocks,)),
-    Rule("TIM07", "frozen", "time", "warning", "D", "K", "a whole field stands still for many frames",
-         "look at the sensor; leave out the trajectories", frozen, {"frames": 10, "share": 0.1, "usual": 0.02}),
-    Rule("TIM08", "lag", "time", "warning", "D", "N", "observations follow actions with a delay",
-         "shift the field by the lag once it is confirmed", lag,
-         {"peak": 0.5, "above": 0.2, "frames": 6, "seconds": 0.2, "periodic": 0.7}, absolute=True),
-    Rule("TIM09", "idle start", "time", "warning", "D", "N", "episodes begin with a long rest",
-         "trim the rest to 5 frames", idle_start, {"share": 0.3, "frames": 15, "episodes": 0.2}, collectors=(Actions,)),
-    Rule("TIM10", "idle end", "time", "warning", "D", "N", "episodes end with a long rest",
-         "trim the rest to 5 frames", idle_end, {"share": 0.3, "frames": 15, "episodes": 0.2}, collectors=(Actions,)),
-    Rule("TIM12", "jerk", "time", "warning", "D", "K", "the actions of some episodes are much rougher than others'",
-         "leave the trajectories out, or look at who drove them", jerk,
-         {"deviations": 8, "floor": 0.02, "ratio": 2.5}, compares=True, collectors=(Actions,)),
-    Rule("TIM13", "streams apart", "time", "warning", "D", "-", "two clocks differ by more than a frame",
-         "align the streams by their times", apart, {"frames": 1}, absolute=True, collectors=(Clocks,)),
-)
-# fmt: on

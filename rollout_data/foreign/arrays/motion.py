@@ -78,7 +78,7 @@ class Reader(ForeignReader):
             except DataFileError as error:
                 if path == self.path:
                     raise
-                self.problems.append(error)
+                self.problems.append(error.of("", path.stem))
         if not episodes:
             raise CorruptFileError("open", repr(str(self.path)), "clips of motion", str(self.problems or "none"))
         return episodes

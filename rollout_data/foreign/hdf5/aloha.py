@@ -38,16 +38,18 @@ class Reader(Hdf5Reader):
 
     @classmethod
     def detect(cls, path: Path) -> bool:
-        files = _files(path)
-        return bool(files) and matches(files[0], _is_episode)
+        return any(matches(file, _is_episode) for file in _files(path)[:3])  # one may be damaged
 
     def scan(self) -> Sequence[EpisodeInfo]:
         episodes: list[EpisodeInfo] = []
         for path in _files(self.path):
+            num_before = len(self.problems)
             try:
                 episodes += [replace(info, name=path.stem) for info in self.collect(path, "", [""])]
             except DataFileError as cause:
                 self.problems.append(cause)
+            for problem in self.problems[num_before:]:
+                problem.of("", path.stem)
         if self.metadata["lossy"]:
             self.metadata["color_order"] = "rgb, turned from bgr" if self.options["bgr"] else "unknown"
         return self.checked_some(episodes, "an episode")

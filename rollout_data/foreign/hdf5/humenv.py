@@ -32,10 +32,10 @@ class Reader(Hdf5Reader):
     @classmethod
     def detect(cls, path: Path) -> bool:
         try:
-            files = list(_files(path).values())[:1]
+            files = list(_files(path).values())[:3]
         except (DataFileError, OSError):
             return False
-        return bool(files) and matches(files[0], lambda file: bool(file.numbered("", _EPISODE)))
+        return any(matches(one, lambda file: bool(file.numbered("", _EPISODE))) for one in files)  # one may be damaged
 
     def scan(self) -> Sequence[EpisodeInfo]:
         episodes: list[EpisodeInfo] = []
@@ -43,7 +43,7 @@ class Reader(Hdf5Reader):
             try:
                 found = self._of_file(path)
             except DataFileError as cause:
-                self.problems.append(cause)
+                self.problems.append(cause.of("", path.stem))
                 continue
             episodes += [replace(one, name=f"{name}/{one.name}") for one in found] if name else found
         return self.checked_some(episodes, "an episode")

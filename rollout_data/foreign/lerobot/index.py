@@ -212,10 +212,11 @@ class Index:
         for run in runs:
             entry = self.entries.get(run.episode)
             if entry is None or run.episode in found:
-                expected = "rows in one place" if entry else "an entry in the index"
-                raise self.bad(f"episode {run.episode}", expected, f"rows from {run.row} on in {run.file!r}")
+                expected, kind = ("rows in one place", "twice") if entry else ("an entry in the index", "counts")
+                raise self.bad(f"episode {run.episode}", expected, f"rows from {run.row} on in {run.file!r}", kind)
             if wrong := _difference(run, entry):
-                kind = "outside" if wrong[0].startswith("consecutive") and run.length < entry.length else "counts"
+                is_short = wrong[0].startswith("consecutive") and run.length < entry.length
+                kind = "twice" if entry.file != run.file else "outside" if is_short else "counts"
                 raise self.bad(f"episode {run.episode}", *wrong, kind)
             found[run.episode] = (run,)
         if missing := sorted(set(self.entries) - set(found)):
@@ -350,9 +351,12 @@ def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
 
     start = take("dataset_from_index")
     length = take("length")
-    if take("dataset_to_index") - start != length:
+    stop = take("dataset_to_index")
+    total: Any = info.content.get("total_frames")
+    if stop - start != length:
         wrong = CorruptFileError("open", where, f"a range of {length} frames from {start} on", "another", _ADVICE)
-        raise wrong.of("counts", str(row.get("episode_index")))
+        is_outside = is_whole(total) and stop > total
+        raise wrong.of("outside" if is_outside else "counts", str(row.get("episode_index")))
     file = file_name(info.data_path, {name: take(f"data/{name}") for name in ("chunk_index", "file_index")}, info.path)
     videos = {}
     for camera in info.cameras:

@@ -128,21 +128,28 @@ class Reader(ForeignReader):
                 feature = column_feature(source, name, row[source], about)
             if feature is None or not all(name.split("/")) or feature.name in found:
                 got = "nothing that can be read" if feature is None else f"a second {feature.name!r}"
-                self._leave_out(source, "numbers, texts, pictures or video", got)
+                kind = "" if source in row or about.get("dtype") == "video" else "description"
+                self._leave_out(source, "numbers, texts, pictures or video", got, kind)
                 continue
             found[feature.name] = self._with_unit(feature, about)
-            self._compare(feature, about.get("shape"))
+            self._compare(feature, about)
         return list(found.values())
 
-    def _compare(self, feature: Feature, declared: Any) -> None:
-        """Note where the data have rows of another size than is said."""
-        is_told = isinstance(declared, list) and all(map(arguments.is_whole, declared))
-        if feature.kind == "number" and is_told and np.prod(declared) != np.prod(feature.shape):
-            where, got = f"{feature.source!r} of {str(self.path)!r}", f"{list(feature.shape)} in the data"
-            self.problem("describe", where, f"rows of {declared}", got, "The data are believed").of("description")
+    def _compare(self, feature: Feature, about: Mapping[str, Any]) -> None:
+        """Note where the data have rows of another size, or numbers of another type, than is said."""
+        dtype = about.get("dtype")
+        shape: Any = about.get("shape")
+        is_told = isinstance(shape, list) and all(map(arguments.is_whole, shape))
+        where, is_number = f"{feature.source!r} of {str(self.path)!r}", feature.kind == "number"
+        told = [(f"rows of {shape}", f"{list(feature.shape)} in the data")]
+        told = told if is_number and is_told and np.prod(shape) != np.prod(feature.shape) else []
+        if is_number and str(dtype).startswith(("float", "int", "uint", "bool")) and dtype != feature.dtype:
+            told.append((f"{dtype} numbers", f"{feature.dtype} in the data"))
+        for expected, got in told:
+            self.problem("describe", where, expected, got, "The data are believed").of("description")
 
-    def _leave_out(self, what: str, expected: str, got: str) -> None:
-        self.problem("read", f"{what!r} of {str(self.path)!r}", expected, got, "It is left out")
+    def _leave_out(self, what: str, expected: str, got: str, kind: str = "") -> None:
+        self.problem("read", f"{what!r} of {str(self.path)!r}", expected, got, "It is left out").of(kind)
 
     def _with_unit(self, feature: Feature, about: Mapping[str, Any]) -> Feature:
         is_depth = feature.depth is not None or (feature.kind == "image" and len(feature.shape) == 2)

@@ -66,7 +66,7 @@ def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
     stated, found = int.from_bytes(data[stop : stop + 4], "little"), masked_crc32c(data[start:stop])
     if stated != found:
         where = f"the record at byte {start} of {str(path)!r}"
-        raise CorruptFileError("read", where, f"checksum {stated:08x}", f"{found:08x}")
+        raise CorruptFileError("read", where, f"checksum {stated:08x}", f"{found:08x}").of("checksum")
 
 
 def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:

@@ -1,0 +1,258 @@
+"""Defects in files of other systems, and sound recordings that resemble a defect: a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from rollout_data import RolloutWriter, doctor
+from tests.doctor.folders import write
+from tests.doctor.test_rules import sound
+from tests.doctor.worlds import World, arm, walker
+from tests.doctor.wrong_files import edited_json, edited_parquet, flipped
+
+pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+DATA = Path(__file__).parents[1] / "data"
+INFO, EPISODES = "meta/info.json", "meta/episodes/chunk-000/file-000.parquet"
+CHUNK = "data/chunk-000/episode_00000"
+Edit = Callable[[Path], Any]
+
+
+def written(path: Path, form: str) -> Path:
+    if form == "aloha":
+        for number, one in enumerate(arm(np.random.default_rng(0), 9).episodes):
+            (path / "set").mkdir(parents=True, exist_ok=True)
+            with h5py.File(path / f"set/episode_{number}.hdf5", "w") as file:
+                file.attrs["sim"], file["action"] = True, one.fields["action"]
+                file["observations/qpos"] = one.fields["observation/joint_pos"]
+        return path / "set"
+    if form == "motion":
+        (path / "set").mkdir(parents=True)
+        for number in range(4):
+            arrays = {name: np.zeros((9, 3), np.float32) for name in ("joint_pos", "joint_vel")}
+            arrays |= {f"body_{name}_w": np.ones((9, 2, 3), np.float32) for name in ("pos", "lin_vel", "ang_vel")}
+            quaternions = np.full((9, 2, 4), 0.5, np.float32)
+            np.savez(path / f"set/clip_{number}.npz", fps=[50], body_quat_w=quaternions, **arrays)
+        return path / "set"
+    return write(path, walker(np.random.default_rng(0)), form)
+
+
+def cut(name: str) -> Edit:
+    return lambda path: (path / name).write_bytes((path / name).read_bytes()[:-200])
+
+
+def copied(source: str, target: str) -> Edit:
+    return lambda path: (path / target).write_bytes((path / source).read_bytes())
+
+
+def without_env(path: Path) -> None:
+    with h5py.File(path, "r+") as file:
+        del file["data"].attrs["env_args"]
+
+
+def outside(columns: dict[str, list[Any]]) -> None:
+    columns["dataset_to_index"][23] += 50
+
+
+ROWS: dict[str, tuple[str, str, Edit, set[int]]] = {
+    "a range behind the last row": ("STR03", "lerobot", lambda path: edited_parquet(path / EPISODES, outside), {23}),
+    "a number twice": ("STR05", "aloha", copied("episode_3.hdf5", "episode_03.hdf5"), {3, 4}),
+    "a file under another number": (
+        "STR05", "lerobot_v21", copied(CHUNK + "4.parquet", CHUNK + "3.parquet"),
+        {3},
+    ),
+    "another dtype": (
+        "STR07", "lerobot",
+        lambda path: edited_json(path / INFO, lambda info: info["features"]["action"].update(dtype="int64")),
+        set(),
+    ),
+    "a feature without data": (
+        "STR07", "lerobot_v21",
+        lambda path: edited_json(
+            path / INFO, lambda info: info["features"].update(effort={"dtype": "float32", "shape": [3]})
+        ),
+        set(),
+    ),
+    "frames of a total": (
+        "STR08", "folders", lambda path: edited_json(path / "metadata.json", lambda one: one.update(total_timesteps=7)),
+        set(),
+    ),
+    "a chunk cut now": ("FIL03", "folders", lambda path: cut(next((path / "trajectory_5").iterdir()).name)(
+        path / "trajectory_5"), {5}),
+    "a cut file": ("FIL03", "aloha", cut("episode_4.hdf5"), {4}),
+    "a cut first file": ("FIL03", "aloha", cut("episode_0.hdf5"), {0}),
+    "a cut clip": ("FIL03", "motion", cut("clip_2.npz"), {2}),
+    "a stray file of LeRobot": ("FIL05", "lerobot", lambda path: (path / "notes.txt").write_text("x"), set()),
+    "a stray file": ("FIL05", "folders", lambda path: (path / "notes.txt").write_text("x"), set()),
+    "cut statistics": ("FIL06", "lerobot", cut("meta/stats.json"), set()),
+    "no environment": ("PRV01", "robomimic", without_env, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_defect_of_other_files_is_found_and_named(name: str, tmp_path: Path) -> None:
+    code, form, edit, named = ROWS[name]
+    path = written(tmp_path, form)
+    assert [one for one in doctor(path, only=[code]).findings if one.severity != "info"] == []
+    edit(path)
+    diagnosis = doctor(path, only=[code, "STR10", "FIL00"])
+    assert {one.code for one in diagnosis.findings} == {code}
+    assert named <= {number for one in diagnosis.findings for number in one.trajectories}
+
+
+def test_a_record_with_a_wrong_checksum_is_a_wrong_checksum(tmp_path: Path) -> None:
+    (source,) = {path.parent for path in DATA.rglob("*.tfrecord*") if "no_reward" not in str(path)}
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (record,) = tmp_path.glob("*.tfrecord*")
+    flipped(record, record.stat().st_size - 40)
+    assert {one.code for one in doctor(tmp_path, skip=["PRV01"]).findings} == {"FIL01"}
+
+
+def test_success_is_compared_with_rewards_where_files_tell_no_end(tmp_path: Path) -> None:
+    world = walker(np.random.default_rng(0))
+    for number, one in enumerate(world.episodes):
+        one.fields["reward"][:] = 0
+        one.fields["reward"][-1] = number % 2
+        one.said = {"success": (number % 2 == 0) == (number < 12)}
+    found = doctor(write(tmp_path, world, "lerobot"), only=["LRN05"]).findings
+    assert [set(one.trajectories) for one in found] == [set(range(12))]
+
+
+Rows = dict[str, np.ndarray]
+
+
+def record(path: Path, episodes: list[Rows], has_finals: bool = False) -> Path:
+    """Record episodes of flat fields; `quat` and pictures are observations."""
+    with RolloutWriter(path, 1, durable=False) as writer:
+        for one in episodes:
+            is_last = np.arange(len(one["action"]))[:, None] == len(one["action"]) - 1
+            rows = {name: values[:, None] for name, values in one.items() if not name.startswith("observation/")}
+            observation = {name[12:]: values[:, None] for name, values in one.items() if name[:12] == "observation/"}
+            final = {name: values[-1] for name, values in observation.items()} if has_finals else None
+            writer.add_rollout(observation=observation, truncated=is_last, final_observation=final, **rows)
+    return path
+
+
+def simple(rng: np.random.Generator, num: int = 16) -> list[Rows]:
+    return [
+        {"action": one["action"], **{f"observation/{name}": rows for name, rows in one["observation"].items()}}
+        for one in (sound(rng) * 2)[:num]
+    ]
+
+
+def halves_of_a_turn(rng: np.random.Generator, episodes: list[Rows]) -> None:
+    for number, one in enumerate(episodes):
+        angle = (0.6 if number % 3 else 2.6) + rng.uniform(-0.4, 0.4) + 0.01 * np.arange(len(one["action"]))
+        quaternion = np.stack([np.cos(angle / 2), 0 * angle, 0 * angle, np.sin(angle / 2)], 1)
+        one["observation/quat"] = quaternion.astype(np.float32)
+
+
+def single_frames(rng: np.random.Generator, episodes: list[Rows]) -> None:
+    for one in episodes:
+        del one["observation/quat"]
+        one.update({name: values[:1] + np.float32(rng.normal()) for name, values in one.items()})
+
+
+def ever_larger(rng: np.random.Generator, episodes: list[Rows]) -> None:
+    for number, one in enumerate(episodes):
+        one["observation/joints"] = one["observation/joints"] * np.float32(1.35**number)
+
+
+def rests_before_a_still_camera(rng: np.random.Generator, episodes: list[Rows]) -> None:
+    for number, one in enumerate(episodes):
+        one["action"] = (
+            np.concatenate([np.repeat(one["action"][:1], 11, 0), one["action"]])[:120]
+            if number == 3
+            else (one["action"])
+        )
+        level = np.floor(40 * (1.5 + one["action"][:, :1, None, None])).astype(np.uint8)
+        one["observation/camera"] = level + rng.integers(0, 9, (1, 16, 16, 3)).astype(np.uint8)
+        one["observation/camera"] += (np.arange(120) % 2 * (np.arange(120) > 12 * (number == 3)))[
+            :, None, None, None
+        ].astype(np.uint8)
+
+
+def opens_often(rng: np.random.Generator, episodes: list[Rows]) -> None:
+    for number, one in enumerate(episodes):
+        grip = (np.arange(120) // (4 if number == 5 else 60) % 2) + rng.normal(0, 1e-3, 120)
+        one["action"] = np.concatenate([one["action"], grip[:, None].astype(np.float32)], 1)
+
+
+def swims(rng: np.random.Generator, episodes: list[Rows]) -> None:
+    for one in episodes:
+        phases = 2 * np.pi * 0.08 * np.arange(120)[:, None] + np.zeros(10)
+        one["observation/joints"] = (np.sin(phases) + rng.normal(0, 1e-3, (120, 10))).astype(np.float32)
+
+
+SOUND = [halves_of_a_turn, single_frames, ever_larger, rests_before_a_still_camera, opens_often, swims]
+
+
+@pytest.mark.parametrize("change", SOUND, ids=lambda change: change.__name__)
+def test_what_resembles_a_defect_is_none(change: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    episodes = simple(rng)
+    change(rng, episodes)
+    path = record(tmp_path / "a", episodes, has_finals=change is single_frames)
+    found = doctor(path, skip=["VAL12", "END05", "VAL16"]).findings
+    assert [one for one in found if one.severity != "info"] == []
+
+
+def lonely(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
+    episodes[3]["observation/joints"][50, 1] = 150
+    return {3}
+
+
+def in_centimetres(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
+    for number, one in enumerate(episodes):
+        one["observation/joints"] = one["observation/joints"] * np.float32(rng.uniform(0.7, 1.4))
+        one["observation/joints"] *= np.float32(0.01 if number in (2, 9) else 1)
+    return {2, 9}
+
+
+def a_second_clock(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
+    for number, one in enumerate(episodes):
+        one["timestamp"] = np.arange(120) / 50
+        one["timestamp_camera"] = one["timestamp"] * (1.1 if number == 4 else 1)
+    return {4}
+
+
+def a_noisy_gripper(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
+    for number, one in enumerate(episodes):
+        grip = np.arange(120) // rng.integers(5, 60) % 2
+        one["action"] = np.concatenate([one["action"], grip[:, None].astype(np.float32)], 1)
+        one["action"] += rng.normal(0, 0.1 * (number == 6), one["action"].shape).astype(np.float32)
+    return {6}
+
+
+def bits_for_bytes(rng: np.random.Generator, episodes: list[Rows]) -> set[int]:
+    for number, one in enumerate(episodes):
+        camera = rng.integers(0, 250, (120, 16, 16, 3)).astype(np.uint8)
+        one["observation/camera"] = (camera > 99).astype(np.uint8) if number == 5 else camera
+    return {5}
+
+
+FOUND = {"VAL05": lonely, "VAL10": in_centimetres, "TIM13": a_second_clock, "TIM12": a_noisy_gripper,
+         "IMG06": bits_for_bytes}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", FOUND)
+def test_a_defect_among_larger_ones_of_other_kinds_is_found(code: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    episodes = simple(rng)
+    named = FOUND[code](rng, episodes)
+    found = doctor(record(tmp_path / "a", episodes), only=[code, "FIL00"]).findings
+    assert [(one.code, set(one.trajectories)) for one in found] == [(code, named)]
+
+
+def test_all_trajectories_that_are_left_open_are_named(tmp_path: Path) -> None:
+    world: World = walker(np.random.default_rng(0), 12)
+    for number in (3, 5, 8, 11):
+        world[number].end, world[number].final = "open", None
+    found = doctor(write(tmp_path, world), only=["END01"]).findings
+    assert [one.trajectories for one in found] == [(3, 5, 8)]
