@@ -66,17 +66,26 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
     findings: list[Finding] = []
     skipped: list[tuple[str, str]] = []
     for rule in rules:
+        settings = {**rule.defaults, **changed.get(rule.code, {})}
         try:
-            if rule.compares and scan.is_small:
-                raise Inapplicable("fewer than 8 episodes or 100 frames to compare")
-            settings = {**rule.defaults, **changed.get(rule.code, {})}
-            findings += _gathered(rule, list(rule.check(scan, settings)), scan, settings)
-        except Inapplicable as why:
-            skipped.append((rule.code, str(why)))
+            found, why = _checked(rule, scan, settings)
+            found += scan.files.told(*rule.problems) if rule.problems else ()  # checks may read, and meet more
+            findings += _gathered(rule, found, scan, settings)
+            skipped += [(rule.code, why)] if why and not found else []
         except Exception as error:  # noqa: BLE001 - whatever a rule did not expect is a finding
             findings += _gathered(FAILED, [_failure(rule, error)], scan, {})
     findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
     return Diagnosis(tuple(rules), tuple(findings), tuple(skipped), _summary(scan, scan.path, findings))
+
+
+def _checked(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Found], str]:
+    """Give what a rule finds, and why it cannot be applied, or ""."""
+    if rule.compares and scan.is_small:
+        return [], "fewer than 8 episodes or 100 frames to compare"
+    try:
+        return list(rule.check(scan, settings)), ""
+    except Inapplicable as why:
+        return [], str(why)
 
 
 def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:

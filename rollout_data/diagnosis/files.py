@@ -188,13 +188,20 @@ class Files:
         return [*failure, *problems] if not self.bad else problems
 
     def told(self, *kinds: str) -> Iterator[Found]:
-        """Report the problems of some kinds that were met so far."""
+        """Report blocks without a header, and the problems of some kinds that were met so far."""
+        for name, problem in self.bad.items():
+            if self._kind_of_block(name) in kinds:
+                yield Found(message=f"{name}: {problem}", evidence={"block": name}, **self.named(self.named_by(name)))
         met = [(problem, [problem.episode] if problem.episode else []) for problem in self.problems]
         ids = self._scan.recording.ids if self._scan.unreadable else []
         met += [(one, [ids[place]]) for place, one in self._scan.unreadable if isinstance(one, RolloutDataError)]
         for problem, names in met:
             if kind_of(problem) in kinds:
                 yield Found(message=str(problem), **self.named(names))
+
+    def _kind_of_block(self, name: str) -> str:
+        kind = kind_of(self.bad[name])
+        return "header" if kind == "unreadable" and is_whole_hdf5(self.path / name) else kind
 
 
 def kind_of(problem: RolloutDataError) -> str:

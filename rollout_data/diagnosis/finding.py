@@ -78,6 +78,7 @@ class Rule:
         compares: It compares episodes: skipped below 8 episodes or 100 frames.
         absolute: What more than half of the episodes show is a defect all the same.
         collectors: Each a `Collector`, what the pass has to gather for it besides `Facts`.
+        problems: Kinds of `RolloutDataError` that it reports where opening or reading met them.
     """
 
     code: str
@@ -93,6 +94,7 @@ class Rule:
     compares: bool = False
     absolute: bool = False
     collectors: tuple[type[Any], ...] = ()
+    problems: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Describe the rule without its functions."""

@@ -41,6 +41,7 @@ class Columns(dict[str, Array]):
 
 
 Kind = TypeVar("Kind", bound=Collector)
+Made = TypeVar("Made")
 
 
 class Scan:
@@ -68,6 +69,7 @@ class Scan:
         self.path, self._recording, self.failure, self._progress = path, recording, failure, progress
         self.with_pictures, self._kinds = with_pictures, tuple(dict.fromkeys(collectors))
         self.unreadable: list[tuple[int, Exception]] = []
+        self._made: dict[type[Any], Any] = {}
         count = self.num_episodes if sample is None else min(sample, self.num_episodes)
         self.examined = np.unique(np.linspace(0, self.num_episodes - 1, count).astype(np.int64))
 
@@ -179,6 +181,18 @@ class Scan:
         """What the pass found of all fields together: repeated rows, idle actions."""
         self._pass  # noqa: B018
         return self._motion
+
+    def once(self, kind: type[Made]) -> Made:
+        """Give `kind(scan)`, which is made once for all rules that ask; or raise again that it does not apply."""
+        if kind not in self._made:
+            try:
+                self._made[kind] = kind(self)  # type: ignore[call-arg]
+            except Inapplicable as why:
+                self._made[kind] = why
+        if isinstance(found := self._made[kind], Inapplicable):
+            raise found
+        assert isinstance(found, kind)
+        return found
 
     def collected(self, kind: type[Kind]) -> Kind:
         """Give what a collector gathered."""

@@ -13,12 +13,17 @@ from .rules import ends, images, learning, rotations, stored, structure, timing,
 _FILES = (structure, ends, values, rotations, timing, learning, images, stored)
 
 
+def _nothing(scan: object, settings: object) -> tuple[()]:
+    """Look for nothing: the rule reports problems only, or others' failures."""
+    return ()
+
+
 def _rows() -> Iterator[Rule]:
     with open(Path(__file__).with_name("rules.csv"), newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            compared, thresholds = row.pop("compared").split(), row.pop("defaults").split()
+            compared, problems, thresholds = (row.pop(key).split() for key in ("compared", "problems", "defaults"))
             defaults = {name: float(value) for name, _, value in (one.partition("=") for one in thresholds)}
-            check, collectors = CHECKS[row["code"]]
+            check, collectors = CHECKS.get(row["code"], (_nothing, ()))
             yield Rule(
                 **row,
                 check=check,
@@ -26,6 +31,7 @@ def _rows() -> Iterator[Rule]:
                 compares="compares" in compared,
                 absolute="absolute" in compared,
                 collectors=collectors,
+                problems=tuple(problems),
             )
 
 

@@ -41,7 +41,6 @@ def never_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("END02")
 def end_inside(scan: Scan, settings: Settings) -> Iterator[Found]:
     """A flag of an end before the last frame."""
-    yield from scan.files.told("inside")
     for name in scan.numeric:
         last = name.rpartition("/")[2].rpartition(".")[2]
         if not _FLAG.fullmatch(last) or scan.schema[name].num_elements != 1:
@@ -142,7 +141,7 @@ def one_row_more(scan: Scan, settings: Settings) -> Iterator[Found]:
                 yield Found(name, f"the last {name!r} is 0", facts.numbers[rows][zero],
                             evidence={"share": float(zero.mean()), "elsewhere": elsewhere})  # fmt: skip
     try:
-        bounds = Bounds(scan)
+        bounds = scan.once(Bounds)
     except Inapplicable:  # there is nothing to compare with
         return
     same = (bounds.finals == bounds.last).all(1) & (scan.lengths[bounds.numbers] > 1)
@@ -160,7 +159,7 @@ def _inner_zeros(columns: Array, offsets: Array) -> tuple[int, int]:
 
 def _resets(scan: Scan, settings: Settings) -> Array:
     """Episodes whose final observation is the first one of another; none, if that are too few."""
-    bounds = Bounds(scan)
+    bounds = scan.once(Bounds)
     found = [at for at, _ in bounds.resets()]
     far = bounds.jumps(bounds.finals[found], bounds.last[found]) if found else np.zeros(0, bool)
     is_usual = far.sum() >= max(2, settings["resets"] * len(bounds.numbers))
@@ -183,7 +182,6 @@ def final_is_reset(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("END09", Successors)
 def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Stored next observations are not the rows that follow."""
-    yield from scan.files.told("next")
     if scan.recording.format == "robomimic":  # finals are the last of the next observations
         with suppress(Inapplicable):
             if len(numbers := _resets(scan, settings)):
@@ -207,7 +205,7 @@ def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("END10")
 def reset_rows(scan: Scan, settings: Settings) -> Iterator[Found]:
     """An episode begins with the final observation of the one before it, and then jumps."""
-    bounds = Bounds(scan)
+    bounds = scan.once(Bounds)
     pairs = [(at, other) for at, other in bounds.resets() if scan.lengths[other] > 1]
     if len(pairs) < max(2, settings["share"] * len(bounds.numbers)):
         return
@@ -217,12 +215,14 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Found]:
     rows = scan.recording.read_many(others, [*names, *scan.group("reward")], others * 0, count)
     which = np.concatenate([scan.facts[name].is_continuous for name in names])
     seen = np.concatenate([np.asarray(rows[name]).reshape(2 * len(others), -1) for name in names], axis=1)[:, which]
-    far = bounds.jumps(seen[0::2], seen[1::2]) & near
+    is_row = np.ones(len(others), bool)
     for name in scan.group("reward"):
-        far &= (rows[name].reshape(2 * len(others), -1)[0::2] == 0).all(1)
-    if far.sum() >= max(2, settings["share"] * len(bounds.numbers)):
-        message = f"{int(far.sum())} begin with a row of the reset before them"
-        yield Found("observation", message, others[far], [(number, 0, 1) for number in others[far]])
+        is_row &= (rows[name].reshape(2 * len(others), -1)[0::2] == 0).all(1)
+    far = bounds.jumps(seen[0::2], seen[1::2]) & near & is_row
+    if far.sum() >= max(2, settings["share"] * len(bounds.numbers)):  # then those that start nearby are such rows, too
+        numbers = others[is_row]
+        message = f"{len(numbers)} begin with a row of the reset before them"
+        yield Found("observation", message, numbers, [(number, 0, 1) for number in numbers])
 
 
 @checks("END11")

@@ -98,7 +98,7 @@ def order(scan: Scan, settings: Settings) -> Iterator[Found]:
             with np.errstate(invalid="ignore", over="ignore"):
                 centre, spread = mean[many].mean(0), np.maximum(mean[many].std(0), 0.01)
                 before, after = (np.abs((one.mean(0) - centre) / spread).max() for one in (mean[few], turned))
-                each = np.median(np.abs(turned - centre) / spread, axis=0).max()
+                each = np.median(np.abs(turned - centre) / spread, axis=0).mean()
             if before > settings["before"] > each and after < settings["after"]:
                 evidence = {"deviations_before": before, "deviations_after_rolling": after, "quaternion": part}
                 message = f"{name!r} is wxyz in some trajectories and xyzw in others"

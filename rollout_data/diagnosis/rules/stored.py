@@ -15,7 +15,6 @@ from ...foreign.guards import read_object
 from ...format.header import METADATA_NAME, damaged_fragments
 from ...index.metadata import BAD_METADATA, read_document
 from ...writing.journal import is_alive
-from ..files import is_whole_hdf5
 from ..finding import Found, Inapplicable, Settings, checks
 from ..provenance import ORIGINS, secrets_of
 from ..scan import Scan
@@ -33,12 +32,6 @@ _EXPECTED = {
     "rlds": r"(dataset_info|features|metadata|dataset_statistics.*)\.json|.*tfrecord.*",
 }
 _ANYWHERE = r"|repair\.json|README.*|LICEN[CS]E.*|report.*\.html"
-
-
-@checks("FIL00")
-def failed(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """Find nothing: others' failures are reported under this rule."""
-    yield from ()
 
 
 @checks("STA01")
@@ -110,7 +103,6 @@ def checksums(scan: Scan, settings: Settings) -> Iterator[Found]:
         if scan.failure is not None or scan.recording.format != "rlds":
             raise Inapplicable("only blocks of our own and TFRecord files have checksums that are compared here")
         scan.facts  # noqa: B018 - records are compared when they are read
-        yield from files.told("checksum")
     for name, header in files.headers.items():
         for _, error in damaged_fragments(header):
             about = files.named([f"{header.writer}:{error.trajectory}"])
@@ -127,37 +119,11 @@ def checksums(scan: Scan, settings: Settings) -> Iterator[Found]:
                 )
 
 
-def _bad_blocks(scan: Scan, is_header: bool) -> Iterator[Found]:
-    for name, problem in scan.files.bad.items():
-        has_header = problem.kind == "header" or (not problem.kind and is_whole_hdf5(scan.files.path / name))
-        if problem.kind in ("", "header") and kind_is_damage(problem) and has_header == is_header:
-            about = scan.files.named(scan.files.named_by(name))
-            yield Found(message=f"{name}: {problem}", evidence={"block": name}, **about)
-
-
-def kind_is_damage(problem: RolloutDataError) -> bool:
-    """Tell damage from what is refused as unsafe."""
-    return type(problem).__name__ != "UnsafeFileError"
-
-
-@checks("FIL02")
-def header(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """A block whose description is damaged."""
-    yield from _bad_blocks(scan, is_header=True)
-
-
 @checks("FIL03")
-def unreadable(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """A file that is cut, empty, or of another kind than its name says."""
-    yield from _bad_blocks(scan, is_header=False)
-    if scan.files.folder is None or not scan.files.bad:
-        yield from scan.files.told("unreadable")
-    if scan.failure is None and scan.recording.format == "trajectory-folders":
-        yield from _cut_chunks(scan)
-
-
-def _cut_chunks(scan: Scan) -> Iterator[Found]:
+def cut_chunks(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Report chunks behind the frames that were read; opening takes one that was just written for unfinished."""
+    if scan.failure is not None or scan.recording.format != "trajectory-folders":
+        return
     there: dict[str, int] = {}
     for name, length in zip(scan.recording.ids, scan.lengths.tolist(), strict=True):
         folder = name.rpartition(":")[0]
@@ -192,7 +158,6 @@ def leftovers(scan: Scan, settings: Settings) -> Iterator[Found]:
 def strangers(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Files that are no part of the recording; links that lead out of the folder."""
     folder = scan.files.path
-    yield from scan.files.told("stray")
     root, is_ours = os.path.realpath(folder), scan.files.folder is not None
     expected = _EXPECTED.get("rollout-data" if is_ours else scan.recording.format if scan.failure is None else "")
     for entry in sorted(os.scandir(folder), key=lambda one: one.name) if folder.is_dir() else ():
@@ -208,7 +173,6 @@ def strangers(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("FIL06")
 def metadata_file(scan: Scan, settings: Settings) -> Iterator[Found]:
     """The description of the whole is missing or cannot be read."""
-    yield from scan.files.told("metadata")
     if scan.failure is None and scan.recording.format == "lerobot" and (scan.files.path / STATISTICS).exists():
         try:
             read_object(scan.files.path / STATISTICS)
@@ -237,15 +201,6 @@ def lossy(scan: Scan, settings: Settings) -> Iterator[Found]:
             if error > settings["share"] * sd:
                 message = f"{name!r} was coded with errors up to {error:.3g}, and varies by {sd:.3g}"
                 yield Found(name, message, evidence={"error": error, "sd": sd})
-
-
-@checks("FIL08")
-def unsafe(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """A file asks for something that reading data must not do; it was not done."""
-    yield from scan.files.told("unsafe")
-    for name, problem in scan.files.bad.items():
-        if not kind_is_damage(problem):
-            yield Found(message=f"{name}: {problem}", **scan.files.named(scan.files.named_by(name)))
 
 
 @checks("PRV01")

@@ -28,7 +28,8 @@ _SPLIT = re.compile(r"(?:(.*)[_-])?(train|training|valid|validation|val|test|eva
 @checks("STR08")
 def counts(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Lengths, totals, indices or rows of columns disagree."""
-    yield from scan.files.told("counts", *(["outside"] if scan.files.folder is None else []))
+    if scan.files.folder is None:  # the ranges of an index are counts, too
+        yield from scan.files.told("outside")
     if scan.failure is None and scan.recording.format == "trajectory-folders" and not scan.problems:
         for key, count in (("total_timesteps", int(scan.lengths.sum())), ("total_trajectories", scan.num_episodes)):
             if isinstance(said := scan.metadata.get(key), int) and said != count:
@@ -39,7 +40,6 @@ def counts(scan: Scan, settings: Settings) -> Iterator[Found]:
 def gap(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Parts of a trajectory leave frames out. What retention removed lies before a writer's first block."""
     files = scan.files
-    yield from files.told("gap")
     is_first, off = files.steps
     for writer, first, stop in files.holes():
         names, blocks = files.lost(writer, first, stop), f"{first}" if stop == first + 1 else f"{first} to {stop - 1}"
@@ -61,19 +61,9 @@ def _by_sequence(scan: Scan) -> list[Any]:
 @checks("STR02")
 def overlap(scan: Scan, settings: Settings) -> Iterator[Found]:
     """A part starts before the one before it ends."""
-    yield from scan.files.told("overlap")
     _, off = scan.files.steps
     if names := scan.files.names((off < 0) & (scan.files.parts["start"] > 0)):
         yield Found(message=f"parts of {', '.join(names[:9])} overlap", **scan.files.named(names))
-
-
-@checks("STR03")
-def outside(scan: Scan, settings: Settings) -> Iterator[Found]:
-    """A part, a range or a final row lies outside its table."""
-    yield from scan.files.told("outside")
-    for name, problem in scan.files.bad.items():
-        if problem.kind == "outside":
-            yield Found(message=str(problem), **scan.files.named(scan.files.named_by(name)))
 
 
 @checks("STR04")
@@ -91,16 +81,12 @@ def shared(scan: Scan, settings: Settings) -> Iterator[Found]:
         both = np.flatnonzero(shares & (block[1:] == number))
         names = scan.files.names(order[np.union1d(both, both + 1)])
         yield Found(message=f"{', '.join(names[:9])} share rows of {blocks[number]!r}", **scan.files.named(names))
-    for name, problem in scan.files.bad.items():
-        if problem.kind == "shared":
-            yield Found(message=str(problem), **scan.files.named(scan.files.named_by(name)))
 
 
 @checks("STR05")
 def twice(scan: Scan, settings: Settings) -> Iterator[Found]:
     """A block, trajectory or number is there twice, or a name says something else than the content."""
     files = scan.files
-    yield from files.told("twice")
     seen: dict[tuple[str, int], str] = {}
     for name, header in sorted(files.headers.items()):
         other = seen.setdefault((header.writer, header.sequence), name)
@@ -137,7 +123,6 @@ def fields_differ(scan: Scan, settings: Settings) -> Iterator[Found]:
             same, lacks = all(schema[name] == common[name] for name in schema if name in common), {*common} - {*schema}
             severity = "info" if same and lacks <= _FLAGS else "warning" if same else ""
             yield Found(None, f"fields of others: {common.difference(schema)}", places, severity=severity)
-    yield from files.told("fields")
     if files.headers:
         common = usual(header.schema for header in files.headers.values())
         for name, header in files.headers.items():
@@ -149,7 +134,6 @@ def fields_differ(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("STR07")
 def description(scan: Scan, settings: Settings) -> Iterator[Found]:
     """What is said of fields disagrees with the data."""
-    yield from scan.files.told("description")
     if scan.files.folder is not None and scan.files.headers:
         there = usual(header.schema for header in scan.files.headers.values())
         try:
@@ -173,7 +157,6 @@ def description(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("STR10")
 def splits(scan: Scan, settings: Settings) -> Iterator[Found]:
     """An episode is in two parts that exclude each other, or a part names none."""
-    yield from scan.files.told("split")
     try:
         parts = {name: set(part.ids) for name, part in scan.recording.split().items()}
     except UsageError as nothing:
