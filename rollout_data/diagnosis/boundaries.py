@@ -101,6 +101,7 @@ class Jumps(Collector):
         self._parts: list[tuple[str, Array, Array, Array, Array, Array]] = []
         left = _MAX_DIMS
         numbers = scan.examined[np.unique(np.linspace(0, len(scan.examined) - 1, _MAX_FIRST).astype(np.int64))]
+        which, schemas = scan.recording.schemas()
         for name in floats(scan) if len(scan.examined) else ():
             steps, values = np.sort(scan.sample.steps(name), axis=1), scan.sample.values(name)
             if not steps.shape[1]:
@@ -110,8 +111,8 @@ class Jumps(Collector):
             distinct = (ordered[:, 1:] > ordered[:, :-1]).sum(1)
             dims = np.flatnonzero((steps[:, at[0]] > 0) & (distinct >= MIN_DISTINCT))[:left]
             left -= len(dims)
-            infos = zip(numbers.tolist(), (scan.recording.info(one).schema for one in numbers.tolist()), strict=True)
-            have = np.array([one for one, schema in infos if schema.get(name) == scan.schema[name]], np.int64)
+            has = np.array([schema.get(name) == scan.schema[name] for schema in schemas], bool)
+            have = numbers[has[which[numbers]]]
             try:
                 first = scan.recording.read_many(have, [name], have * 0, have * 0 + 1)[name]
             except (RolloutDataError, OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ..facts import medians_of, runs_of, worst
 from ..finding import Found, Inapplicable, Settings, checks
@@ -252,9 +253,10 @@ def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Arra
             if stop - first < 2 * _LAGS or count >= 64:
                 continue
             a, o = (_normal(batch.steps(one)[dims, first + 1 : stop]) for one in (action, name))
-            length = a.shape[1] - _LAGS
-            own += [float(np.mean(a[:, :length] * a[:, k : k + length])) for k in range(_LAGS + 1)]
-            both += [float(np.mean(a[:, :length] * o[:, k : k + length])) for k in range(_LAGS + 1)]
+            first_rows = a[:, : a.shape[1] - _LAGS]
+            for total, other in ((own, a), (both, o)):
+                later = sliding_window_view(other, first_rows.shape[1], axis=1)
+                total += np.einsum("dkt,dt->k", later, first_rows) / first_rows.size
             count += 1
     return (own / count, both / count) if count >= 3 else (own[:0], both[:0])
 

@@ -258,11 +258,8 @@ def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Found]:
         facts, width = scan.facts[name], high - low
         with np.errstate(invalid="ignore"):
             slack = settings["share"] * np.where(np.isfinite(width), width, np.maximum(1, np.abs(facts.spread)))
-            above, below = (
-                np.where(np.isfinite(high), facts.high - high, 0),
-                np.where(np.isfinite(low), low - facts.low, 0),
-            )
-            over = np.fmax(above, below)
+            above = np.where(np.isfinite(high), facts.high - high, 0)
+            over = np.fmax(above, np.where(np.isfinite(low), low - facts.low, 0))
         outside = over > slack
         numbers = facts.numbers[outside.any(1)]
         if len(numbers):
@@ -293,12 +290,9 @@ def wraps(scan: Scan, settings: Settings) -> Iterator[Found]:
             is_angle = facts.is_continuous & facts.is_active & (span < 3 * turn) & (turn > 10 * usual)
             hits = (np.abs(facts.step / turn - 1) < settings["share"]) & is_angle
             if dims := _dims(hits.any(0)):
-                numbers, (least, most) = (
-                    facts.numbers[hits.any(1)],
-                    (turn * (1 + one * settings["share"]) for one in (-1, 1)),
-                )
+                numbers, off = facts.numbers[hits.any(1)], turn * settings["share"]
                 evidence = {"dimensions": dims, "turn": turn, "usual_step": usual[dims].max()}
-                frames = scan.runs(numbers, name, _jumps, dims, least, most)
+                frames = scan.runs(numbers, name, _jumps, dims, turn - off, turn + off)
                 severity = "info" if name in scan.roles["heading"] else ""
                 yield Found(name, f"{name!r}{dims} wraps around by {turn:.4g}", numbers, frames, evidence, severity)
 
