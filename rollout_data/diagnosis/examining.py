@@ -154,19 +154,15 @@ def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan, 
     message = "; ".join(dict.fromkeys(part.message for part in parts if part.message)) or rule.title
     advice = next((part.advice for part in parts if part.advice), rule.advice)
     return Finding(
-        rule.code,
-        rule.name,
-        rule.group,
-        severity,
-        rule.title,
-        message,
-        advice,
-        rule.repair,
-        field,
-        (*places, *numbers),
-        tuple(frames[:MAX_FRAMES]),
-        evidence,
-        left_out,
+        **{name: getattr(rule, name) for name in ("code", "name", "group", "title", "repair")},
+        severity=severity,
+        message=message,
+        advice=advice,
+        field=field,
+        trajectories=(*places, *numbers),
+        frames=tuple(frames[:MAX_FRAMES]),
+        evidence=evidence,
+        left_out=left_out,
     )
 
 

@@ -5,7 +5,6 @@ One rule: a batch is looked at in whole arrays, `[D, n]`; no loop over frames or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -231,27 +230,6 @@ class Facts:
         """bool `[D]`: changes in more than half of the frames."""
         found: Array = self.changes.sum(0) > 0.5 * np.maximum(1, (self.lengths - 1).sum())
         return found
-
-
-class Motion:
-    """What the fields of observations and actions do together.
-
-    Attributes:
-        repeats: int64 `[E]`: rows that equal the one before in all of them.
-        is_known: There is at least one float field among the observations.
-    """
-
-    def __init__(self, floats: Sequence[str], actions: Sequence[str], num_episodes: int) -> None:
-        self._names = [*floats, *actions]
-        self.is_known, self.repeats = bool(floats), np.zeros(num_episodes, np.int64)
-
-    def add(self, batch: Batch) -> None:
-        """Take the rows of a batch."""
-        there = [name for name in self._names if name in batch.values]
-        if self.is_known and there:
-            moved = np.logical_or.reduce([(batch.steps(name) != 0).any(0) for name in there])
-            rows = np.diff(batch.offsets) - 1 - np.add.reduceat(moved.astype(np.int64), batch.offsets[:-1])
-            self.repeats[batch.numbers] += rows
 
 
 def longest_runs(holds: Array, starts: Array) -> Array:

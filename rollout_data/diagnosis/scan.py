@@ -16,7 +16,7 @@ from storage.core.fields import Schema
 from storage.errors import RolloutDataError
 
 from ..recordings.recording import Recording
-from .facts import Facts, Motion, Sample, runs_of
+from .facts import Facts, Sample, runs_of
 from .files import Files
 from .finding import MAX_FRAMES, Inapplicable
 from .reading import Array, Reading
@@ -88,11 +88,6 @@ class Scan:
     def files(self) -> Files:
         """What the files tell besides rows."""
         return Files(self)
-
-    @cached_property
-    def table(self) -> Array:
-        """The table of episodes without returns, which are NaN; of very many, `columns` takes less memory."""
-        return self.recording.descriptions
 
     @cached_property
     def columns(self) -> Columns:
@@ -176,12 +171,6 @@ class Scan:
         about = self._reading(self.numeric)
         return {name: Facts(about, name, self.examined, self.sample) for name in self.numeric}
 
-    @cached_property
-    def motion(self) -> Motion:
-        """What the pass found of all fields together: repeated rows, idle actions."""
-        self._pass  # noqa: B018
-        return self._motion
-
     def once(self, kind: type[Made]) -> Made:
         """Give `kind(scan)`, which is made once for all rules that ask; or raise again that it does not apply."""
         if kind not in self._made:
@@ -206,8 +195,6 @@ class Scan:
         if not len(self.examined):
             raise Inapplicable("there are no episodes")
         names = [*self.numeric, *(self.pictures if self.with_pictures else ())]
-        floats = [name for name in self.group("observation") if self.pending[name].is_continuous.any()]
-        self._motion = Motion(floats, self.group("action"), self.num_episodes)
         self._collectors: dict[type[Collector], Collector] = {kind: kind(self) for kind in self._kinds}
         total = int(self.lengths[self.examined].sum())
         with tqdm(desc="doctor", total=total, unit=" frames", unit_scale=True, disable=not self._progress) as bar:
@@ -215,7 +202,6 @@ class Scan:
             for batch in self.sample.batches if is_kept else self._reading(names).batches(self.examined):
                 for facts in self.pending.values():
                     facts.add(batch)
-                self._motion.add(batch)
                 for collector in self._collectors.values():
                     collector.add(batch)
                 bar.update(len(batch) - batch.overlap)

@@ -110,7 +110,7 @@ class Survey:
     def __init__(self, scan: Scan) -> None:
         self.scan, self.recording, self.course = scan, scan.recording, scan.collected(Course)
         self.pictures = [name for name, field in scan.schema.items() if is_picture(field.shape)]
-        self.table, self.num_frames = scan.table.copy(), int(scan.lengths.sum())
+        self.table, self.num_frames = scan.recording.descriptions, int(scan.lengths.sum())
         if "reward" in scan.facts and scan.schema["reward"].num_elements == 1:
             facts = scan.facts["reward"]
             self.table["return"][facts.numbers] = facts.mean[:, 0].astype(np.float64) * facts.lengths

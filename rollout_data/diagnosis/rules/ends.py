@@ -20,7 +20,7 @@ _FLAG = re.compile(r"(dones?|terminals?|terminations?|is_last|is_terminal|trunca
 @checks("END01")
 def never_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
     """An env has several open trajectories, or nothing ends at all."""
-    table = scan.table
+    table = scan.columns
     is_open = table["ends"] == "open"
     if is_open.all() and scan.num_episodes >= settings["episodes"]:
         envs = set(zip(table["writer"].tolist(), table["env"].tolist(), strict=True))
@@ -31,8 +31,8 @@ def never_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
     elif scan.recording.format == "rollout-data" and (table["env"] >= 0).all():
         number = np.array([int(one.rpartition(":")[2]) for one in table["id"].tolist()])
         order = np.lexsort((number, table["env"], table["writer"]))
-        before, after = table[order[:-1]], table[order[1:]]
-        goes_on = (before["env"] == after["env"]) & (before["writer"] == after["writer"]) & (before["ends"] == "open")
+        same = [table[name][order[:-1]] == table[name][order[1:]] for name in ("env", "writer")]
+        goes_on = same[0] & same[1] & is_open[order[:-1]]
         if goes_on.any():
             message = f"{int(goes_on.sum())} open trajectories are not the last of their env"
             yield Found(None, message, order[:-1][goes_on])
@@ -126,7 +126,7 @@ def two_ends(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("END07")
 def one_row_more(scan: Scan, settings: Settings) -> Iterator[Found]:
     """The last row is the state after the episode."""
-    ended = np.flatnonzero((scan.table["ends"] != "open") & (scan.lengths > 1))  # of one frame nothing would be left
+    ended = np.flatnonzero((scan.columns["ends"] != "open") & (scan.lengths > 1))  # of one frame nothing would be left
     if len(ended) < settings["episodes"]:
         raise Inapplicable("too few episodes have ended")
     for name in scan.group("action"):
@@ -228,13 +228,13 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("END11")
 def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Nearly all have one length, and are said to terminate."""
-    ended = np.isin(scan.table["ends"], ("terminated", "truncated"))
+    ended = np.isin(scan.columns["ends"], ("terminated", "truncated"))
     values, counts = np.unique(scan.lengths[ended], return_counts=True)
     if ended.sum() < settings["episodes"]:
         raise Inapplicable("too few episodes have ended")
     limit, share = int(values[np.argmax(counts)]), float(counts.max() / ended.sum())
     at_limit = ended & (scan.lengths == limit)
-    if share >= settings["share"] and limit >= 20 and (scan.table["ends"][at_limit] == "terminated").mean() >= 0.95:
+    if share >= settings["share"] and limit >= 20 and (scan.columns["ends"][at_limit] == "terminated").mean() >= 0.95:
         evidence = {"length": limit, "share": share}
         yield Found(None, f"{share:.0%} have {limit} frames and are terminated", np.flatnonzero(at_limit),
                     evidence=evidence)  # fmt: skip
@@ -248,6 +248,6 @@ def finals_missing(scan: Scan, settings: Settings) -> Iterator[Found]:
         has = np.isin(np.arange(scan.num_episodes), named)
     else:
         has = np.array([len(scan.recording.info(place).final) > 0 for place in range(scan.num_episodes)], bool)
-    lacks = np.flatnonzero((scan.table["ends"] != "open") & ~has)
+    lacks = np.flatnonzero((scan.columns["ends"] != "open") & ~has)
     if len(lacks) and has.any():
         yield Found(None, f"{len(lacks)} have no final observation, {int(has.sum())} have one", lacks)

@@ -156,18 +156,31 @@ def dropped(scan: Scan, settings: Settings) -> Iterator[Found]:
         yield Found(name, f"frames are missing in {len(numbers)} trajectories", numbers, frames, evidence)
 
 
-@checks("TIM04")
+class Repeats(Collector):
+    """int64 `[E]`: rows that equal the one before in all float observations and actions."""
+
+    def __init__(self, scan: Scan) -> None:
+        floats = [name for name in scan.group("observation") if scan.pending[name].is_continuous.any()]
+        self.names, self.count = [*floats, *scan.group("action")] if floats else [], np.zeros(scan.num_episodes, int)
+
+    def add(self, batch: Batch) -> None:
+        moved = [(batch.steps(name) != 0).any(0) for name in self.names if name in batch.values]
+        if moved:
+            num_moved = np.add.reduceat(np.logical_or.reduce(moved).astype(np.int64), batch.offsets[:-1])
+            self.count[batch.numbers] += np.diff(batch.offsets) - 1 - num_moved
+
+
+@checks("TIM04", Repeats)
 def repeated(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Single frames recorded twice; longer stretches are TIM07."""
-    if not scan.motion.is_known:
+    if not scan.collected(Repeats).names:
         raise Inapplicable("no observation of floats")
-    count, total = scan.motion.repeats, int((scan.lengths[scan.examined] - 1).sum())
-    share = count.sum() / max(1, total)
+    count = scan.collected(Repeats).count
+    share = count.sum() / max(1, int((scan.lengths[scan.examined] - 1).sum()))
     if share > settings["share"]:
         each = count / np.maximum(1, scan.lengths - 1)
         numbers = worst(np.flatnonzero(each > settings["share"]), each)
-        evidence = {"share": share}
-        yield Found(None, f"{share:.1%} of the frames repeat the one before", numbers, (), evidence)
+        yield Found(None, f"{share:.1%} of the frames repeat the one before", numbers, evidence={"share": share})
 
 
 @checks("TIM05", Clocks)
