@@ -72,7 +72,9 @@ class Reader(ForeignReader):
                     told = f"{entry['num_samples']} samples, as the index tells"
                     if not is_rebuilt:
                         raise CorruptFileError("open", repr(str(path)), told, got, advice)
-                    self.problem("agree with the index on", repr(str(path)), told, got, "The file is believed")
+                    self.problem("agree with the index on", repr(str(path)), told, got, "The file is believed").of(
+                        "counts"
+                    )
                 episodes += found
         if not episodes and self.problems:
             raise self.problems[0]
@@ -102,7 +104,9 @@ class Reader(ForeignReader):
                 files.setdefault(int(one[1]), []).append(path.name)
         if lacking := [number for number in entries if number not in files]:
             got = f"no file of {', '.join(map(str, lacking))}"
-            self.problem("find what is in the index of", where, "every file", _short(got), "They are left out")
+            self.problem("find what is in the index of", where, "every file", _short(got), "They are left out").of(
+                "unreadable"
+            )
         if spare := [name for number in files if number not in entries for name in files[number]]:
             advice = "They are read" if is_rebuilt else "They are left out; on_bad_index='rebuild' reads them"
             self.problem("find in the index of", where, "every file", _short(f"not {', '.join(spare)}"), advice)

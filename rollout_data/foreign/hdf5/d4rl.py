@@ -60,7 +60,9 @@ class Reader(FlatReader):
             names["terminals"] = "terminals"
         num_rows = found["terminals"].shape[0]
         for path in [one for one in names if one not in _STEPS and found[one].shape[0] != num_rows]:
-            self.problem("read", f"{path!r} of {file.where}", f"{num_rows} rows", f"{found[path].shape[0]}")
+            self.problem("read", f"{path!r} of {file.where}", f"{num_rows} rows", f"{found[path].shape[0]}").of(
+                "counts"
+            )
             del names[path]
         self.take(found, names, group)
 

@@ -91,7 +91,7 @@ class FlatReader(ForeignReader):
         columns = {}
         for path, name in names.items():
             if (got := found[path].shape[0]) != num_rows:
-                raise CorruptFileError("read", where, f"{num_rows} rows of {path!r}", str(got))
+                raise CorruptFileError("read", where, f"{num_rows} rows of {path!r}", str(got)).of("counts")
             shape = () if name == "reward" and found[path].shape[1:] == (1,) else found[path].shape[1:]
             columns[name] = Column(path, shape, found[path].kind)
         if self.parts and self.columns != columns:

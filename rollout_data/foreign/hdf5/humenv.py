@@ -52,7 +52,7 @@ class Reader(Hdf5Reader):
         with self.files.use(path) as file:
             names, stated = file.numbered("", _EPISODE), file.attribute(file.open(""), "num_episodes")
             if stated is not None and stated != len(names):
-                self.problem("believe", f"'num_episodes' of {file.where}", str(len(names)), str(stated))
+                self.problem("believe", f"'num_episodes' of {file.where}", str(len(names)), str(stated)).of("counts")
             return self.collect(path, "", names)
 
 

@@ -76,5 +76,5 @@ class Reader(Hdf5Reader):
         said = told.pop("success", None)
         success = self.flag(file, node, "success", length) if said not in (0, 1) else bool(said)
         if (steps := told.get("elapsed_steps", length)) != length:
-            self.problem("believe", f"'elapsed_steps' of {file.place(node)}", str(length), str(steps))
+            self.problem("believe", f"'elapsed_steps' of {file.place(node)}", str(length), str(steps)).of("counts")
         return {"metadata": told, "success": success, **super().about(file, node, length)}

@@ -80,7 +80,10 @@ class Reader(ForeignReader):
                 log = Log(path)
                 if not log.is_whole:
                     advice = "What is whole is read"
-                    self.problem("find the end of", repr(str(path)), "a whole file", "one that breaks off", advice)
+                    cut = self.problem(
+                        "find the end of", repr(str(path)), "a whole file", "one that breaks off", advice
+                    )
+                    cut.of("unreadable", path.stem)
                 episodes.append(self._episode(log))
             except (DataFileError, UsageError) as error:
                 refused.append(error)

@@ -128,8 +128,16 @@ class Reader(ForeignReader):
                 try:
                     info = self._episode(data, start, stop, f"{split}_{number}")
                 except (ValueError, LookupError, DataFileError) as error:
-                    where = f"record {found - 1} of {str(path)!r}"
-                    self.problem("read the episode", where, "steps as declared", str(error)[:200], "It is left out")
+                    name, where = f"{split}_{number}", f"record {found - 1} of {str(path)!r}"
+                    try:
+                        check_record(data, start, stop, path)
+                    except CorruptFileError as damage:
+                        self.problems.append(damage.of("checksum", name))
+                    else:
+                        wrong = self.problem(
+                            "read the episode", where, "steps as declared", str(error)[:200], "It is left out"
+                        )
+                        wrong.of("unreadable", name)
                     continue
                 names.append(info.name)
                 episodes.append(replace(info, source=(path, start, stop), metadata={**info.metadata, "split": split}))
