@@ -210,7 +210,7 @@ def test_the_command_line_lists_describes_and_converts_any_format(tmp_path, caps
 
 def test_the_command_line_passes_options_of_the_format_that_is_read(tmp_path, capsys):
     made = LeRobotSet(tmp_path / "set", [2, 3])
-    made.entries[0]["dataset_to_index"] = [3]
+    made.entries[0]["dataset_to_index"] += 1
     path = str(made.write())
     assert main(["convert", path, str(tmp_path / "own")]) == 1
     assert 'on_bad_index="rebuild"' in capsys.readouterr().err
