@@ -95,7 +95,9 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Found]:
     twice, of = list[int](), list[int]()
     for row, number in enumerate(facts[0].numbers.tolist()):
         if facts[0].lengths[row] >= least:
-            key = b"".join(np.stack([one.first[row], one.last[row], one.mean[row]]).tobytes() for one in facts)
+            key = b"".join(
+                np.stack([one.first[row], one.last[row], one.low[row], one.high[row]]).tobytes() for one in facts
+            )
             other = seen.setdefault(key + int(facts[0].lengths[row]).to_bytes(8, "little"), number)
             if other != number and len(twice) < 10_000:
                 same = (np.array_equal(scan.read(number, one), scan.read(other, one), equal_nan=True) for one in names)

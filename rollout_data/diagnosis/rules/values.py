@@ -224,7 +224,7 @@ def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Found]:
             if sign > 0:  # one dimension that is far off all others tells a unit, too
                 far &= shared | (gap > np.log(settings["ratio"]))
             else:  # an episode at rest is small as well, but not by the ratio of units
-                width = max(0.25, 4.4 * float(np.median(np.abs(logs))))
+                width = min(0.7, max(0.25, 4.4 * float(np.median(np.abs(logs)))))
                 far &= shared & (np.abs(-logs[:, None] - units).min(1) < width)
             off |= far
         if 0 < off.sum() <= len(known) / 2:
