@@ -17,7 +17,8 @@ from ..index.index import Int64s, TrajectoryIndex
 from .cursor import Bools, Position, StreamState
 from .passes import Dealer, Name, PassOptions, Section, sections_at
 
-_VERSION = 4
+#: 3 did not hold the lengths of what is played; it continues while that is there.
+_VERSION, _WITHOUT_LENGTHS = 4, 3
 #: Of a trajectory, so that those of all envs together are counted in int64.
 _MOST_FRAMES = 1 << 38
 _KEYS = {
@@ -64,12 +65,12 @@ class Misfit(Exception):
 
 def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice) -> None:
     """Raise `Misfit` unless a state is of these settings, and gives a rank that reads `share` `num_envs` envs."""
-    if saved.get("version") != _VERSION:
+    if saved.get("version") not in (_VERSION, _WITHOUT_LENGTHS):
         raise Misfit(f"a state of version {_VERSION}", repr(saved.get("version")))
     if ("live" in saved) != (options.refresh_s is not None):
         got = "a state with refresh_s" if "live" in saved else "one without"
         raise Misfit(f"refresh_s={options.refresh_s} as in this dataset", got)
-    if saved.keys() - {"live"} != _KEYS:
+    if saved.keys() - {"live"} != _KEYS - ({"length"} if saved["version"] == _WITHOUT_LENGTHS else set()):
         raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
     if share.stop - share.start != num_envs:
         all_envs = saved["settings"]["num_envs"]
@@ -89,7 +90,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     live = saved.get("live", {"turn": saved["pass"], "left": 0, "upto": None, "fresh": None})
     turn, left = operator.index(live["turn"]), operator.index(live["left"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
-    store = dealer.resumed(turn, saved["upto"], _played(saved, keys))
+    store = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
     frame = np.array(saved["frame"], np.int64)
     is_first, is_exhausted = (np.array(saved[name], bool) for name in ("is_first", "is_exhausted"))
     trajectory = store.index.find(keys)

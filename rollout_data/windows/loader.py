@@ -30,7 +30,7 @@ from .dataset import WindowDataset
 from .index import Even, arrivals, checked_windows, rank_batches
 from .shared import WindowBatches, collate_windows
 
-#: Of a state of a loader.
+#: Of a state of a loader; in 2 the order was a permutation of numbers, rather than of names.
 _VERSION = 3
 
 
@@ -299,6 +299,7 @@ class WindowLoader(Shown):
         self.epoch = epoch  #: The epoch that the next batch belongs to.
         self._position, self._windows = 0, self.dataset
         self._until: Any = None  # the last key of an epoch that was begun elsewhere
+        self._is_of_version_2 = False
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
 
     def _as_rank_0_has(self, windows: Any, opened_as: Any = None) -> Any:
@@ -322,7 +323,12 @@ class WindowLoader(Shown):
         windows = self._windows
         if not self.shuffle:
             return np.arange(len(windows)), None
-        return windows.shuffled([self.seed, epoch], self._until if epoch == self.epoch else None)
+        if not self._is_of_version_2 or epoch != self.epoch:
+            return windows.shuffled([self.seed, epoch], self._until if epoch == self.epoch else None)
+        generator = np.random.default_rng([self.seed, epoch])
+        if isinstance(windows, WindowMixture):
+            return windows.draw(len(windows), generator), None
+        return generator.permutation(len(windows)), None
 
     def _bounds(self, start: int, stop: int) -> Int64s:
         return rank_batches(start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last)
@@ -358,14 +364,14 @@ class WindowLoader(Shown):
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""
         place: dict[str, Any] = {"epoch": self.epoch, "position": self._position, "windows": self._windows.opened_as}
-        if self._position:
+        if self._position and not self._is_of_version_2:
             self._ordered = self._ordered or self._order(self.epoch)
             order, keys = self._ordered
             last = self._position - 1
             place["after"] = self._windows.name(int(order[last])) if keys is None else keys[last].item()
             place["until"] = None if keys is None else keys[-1].item()
         settings = {"num_windows": len(self._windows), "shuffle": self.shuffle, "seed": self.seed}
-        return {"version": _VERSION, **place, **settings}
+        return {"version": 2 if self._is_of_version_2 else _VERSION, **place, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, in any number of ranks and with any batch size: the same windows follow.
@@ -375,20 +381,26 @@ class WindowLoader(Shown):
 
         Raises:
             UsageError: The state belongs to other windows or to another order.
-            DataFileError: Trajectories of the epoch are gone, in a folder of the older layout. `set_epoch` begins
-                another epoch.
+            DataFileError: Trajectories of the epoch are gone, and the state is of version 2, or the folder of the older
+                layout. `set_epoch` begins another epoch.
         """
-        if state.get("version") != _VERSION:
-            raise UsageError("resume the loader", "", f"a state of version {_VERSION}", repr(state.get("version")))
+        version = state.get("version")
+        if version not in (2, _VERSION):
+            raise UsageError("resume the loader", "", f"a state of version 2 or {_VERSION}", repr(version))
         position = whole("open the dataset", "position", state.get("position"), 0)
-        windows = self._as_rank_0_has(self.dataset, state["windows"]) if position else self.dataset
-        lacks_some = position > 0 and windows.opened_as != state["windows"]
+        windows = self.dataset
+        if version == _VERSION and position:
+            windows = self._as_rank_0_has(windows, state["windows"])
+        elif position:
+            windows = windows.at(state["windows"])
+        lacks_some = version == _VERSION and position > 0 and windows.opened_as != state["windows"]
         expected = {"num_windows": len(windows)} if position and not lacks_some else {}
         for name, value in {**expected, "shuffle": self.shuffle, "seed": self.seed}.items():
             if state.get(name) != value:
                 raise UsageError("resume the loader", "", f"{name} = {value}", repr(state.get(name)))
         self.set_epoch(whole("open the dataset", "epoch", state["epoch"], 0))
         self._windows, self._position, self._until = windows, position, state.get("until")
+        self._is_of_version_2 = version != _VERSION
         self._ordered = order, keys = self._order(self.epoch)
         if lacks_some:
             after = state["after"]

@@ -192,7 +192,8 @@ def test_an_episode_that_cannot_be_read_is_left_out_and_the_rest_is_finished(tmp
     source, target = rollout_data.open(tmp_path / "ours"), tmp_path / "made" / "set.hdf5"
     kept = [one for number, one in enumerate(source) if number != victim]
     done = rollout_data.convert(source, target, to=name, progress=False)
-    assert done.num_episodes == len(kept) and ["chunk" in str(one) for one in done.problems] == [True]
+    assert done.num_episodes == len(kept)
+    assert [f"of trajectory {victim}" in str(one) and "images/left" in str(one) for one in done.problems] == [True]
     assert not list(target.parent.glob(".*")), "nothing is left beside it"
     if name not in EXPORTS:
         back = rollout_data.open(target)
