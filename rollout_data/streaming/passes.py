@@ -38,7 +38,7 @@ class Undecided(Exception):
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
-_LANES = 0  # the seed of what divides trajectories into lanes: by their names alone, hence the same for ever
+_LANES = 0  # the seed of what divides trajectories into lanes, by their names alone, so that it never changes
 _MOST_FRAMES, _MOST_BATCHES = 1 << 62, 1 << 20
 _NONE = np.zeros(0, np.int64)
 #: Passes of different epochs must never share a number.

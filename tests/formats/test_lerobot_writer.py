@@ -88,11 +88,12 @@ def test_pictures_become_video_when_asked(tmp_path: Path, version: str, video: s
         return pa.array([{"bytes": encode_picture(one), "path": ""} for one in picture(episode, length, 64, 96)])
 
     columns = {"observation.images.left": (feature("image", [64, 96, 3]), smooth)}
-    source = rollout_data.open(LeRobotSet(tmp_path / "source", [3, 1, 4], columns=columns).write())
+    lengths = [3, 1, 60]  # the last is read in two parts
+    source = rollout_data.open(LeRobotSet(tmp_path / "source", lengths, columns=columns).write())
     back, changes = written(source, tmp_path / "set", version=version, video=video)
     assert list(changes) == ["pictures are stored as video, with loss"]
     assert back.metadata["lossy"] == ["observation/images.left"]
-    check(back, [3, 1, 4])
+    check(back, lengths)
     for mine, theirs in zip(source, back, strict=True):
         off = mine.observation["images.left"].astype(float) - theirs.observation["images.left"]
         assert np.abs(off.mean((1, 2))).max() < 3

@@ -184,12 +184,10 @@ def write_video(path: Path, parts: Iterable[Array], fps: float, video: str) -> N
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream(encoder, rate=rate, options={**settings, "g": str(_KEY_FRAME_EVERY)})
         stream.pix_fmt = "yuv420p"
-        number = 0
-        for part in parts:
-            stream.height, stream.width = part.shape[1:3]
-            for row in part:
-                frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(row), format="rgb24")
-                frame.pts, frame.time_base = number, 1 / rate
-                number += 1
-                container.mux(stream.encode(frame))
+        for number, row in enumerate(row for part in parts for row in part):
+            if number == 0:  # once the encoder has begun, PyAV takes no size
+                stream.height, stream.width = row.shape[:2]
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(row), format="rgb24")
+            frame.pts, frame.time_base = number, 1 / rate
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())
