@@ -29,6 +29,7 @@ class Writer(robomimic.Writer):
     format = "isaaclab"
     HOLDS = frozenset(("env", "env_args", "env_name", "format_version", "quaternion_order", "total"))
     OPTIONS: ClassVar[Mapping[str, Any]] = {"env_name": ""}
+    but_dones = ""  # there are none
 
     def about_root(self) -> dict[str, Any]:
         return {"format_version": int(self.metadata.get("quaternion_order") == "xyzw")}

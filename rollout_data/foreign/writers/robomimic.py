@@ -37,6 +37,8 @@ class Writer(Hdf5Writer):
 
     format = "robomimic"
     HOLDS = frozenset(("control_mode", "env", "env_args", "env_name", "total"))
+    #: Says in the report what is written of the ends of episodes.
+    but_dones = ", but for `dones`, which readers do not take for it"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"next_obs": False, "obs_key": "state", "env_name": "", "env_kwargs": None}
 
     def begin(self) -> set[str]:
@@ -133,7 +135,6 @@ class Writer(Hdf5Writer):
         has_terms = any(field.num_elements > 1 for field in fields.below("reward").values())
         self.changed("rewards of several terms are left out", episode, has_terms)
         tells_end = episode.terminated is not None or episode.truncated is not None
-        left_out = "how an episode ended is left out, but for `dones`, which readers do not take for it"
-        self.changed(left_out, episode, tells_end)
+        self.changed(f"how an episode ended is left out{self.but_dones}", episode, tells_end)
         lost_final = episode.final and not self._writes_next
         self.changed("the observation after the last step is left out", episode, lost_final)
