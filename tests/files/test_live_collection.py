@@ -126,10 +126,11 @@ def test_a_pass_is_looked_into_when_the_time_has_come(tmp_path):
     batches = iter(dataset)
     next(batches)
     record(tmp_path, [4], first_number=9000)
-    start_s = time.monotonic()
+    start_s, num_late = time.monotonic(), 0
     while not (next(batches).observation[..., 0] == 9000).any():
+        num_late += time.monotonic() - start_s > 0.2
         time.sleep(0.001)
-    assert time.monotonic() - start_s < 0.3  # and a batch
+    assert num_late <= 1  # the batch that was under way
     assert dataset.state_dict()["pass"] == 0
 
 
