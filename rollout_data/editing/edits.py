@@ -21,6 +21,7 @@ from storage.core.durable import sync_path
 from storage.core.fields import Schema
 from storage.errors import DataFileError, UsageError, nearest
 
+from ..foreign.writer import ABSENT
 from ..format.header import DROPPED, FRAGMENT_DTYPE, layouts_of, read_header
 from ..format.notes import EPISODES, MAX_NOTE_BYTES
 from ..format.rows import ArrayRows, BlockContent
@@ -32,7 +33,6 @@ from ..index.folder import BlockFolder
 from ..index.index import TrajectoryIndex
 from ..index.metadata import ENDS
 from ..index.notes import parsed
-from ..recordings.own import ABSENT
 from ..remote.access import RemotePath, origins_of
 from ..writing.notes import episode_json
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from storage.core.fields import Schema
+from storage.core.fields import Field, Schema
+from storage.errors import UsageError
+
+from .pictures import axes_of
 
 Array = np.ndarray[Any, Any]
 
@@ -46,6 +51,9 @@ DERIVED = frozenset((
     "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "success_traj_only", "frame_rate_hz",
     "total_timesteps", "total_trajectories",
 ))  # fmt: skip
+#: Metadata of an episode in a target: names of its fields that were False or NaN because the source lacks them.
+ABSENT = "absent_fields"
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: Metadata that tell nothing.
 _NOTHING: tuple[Any, ...] = ("unknown", "", None, [], {})
 
@@ -113,6 +121,106 @@ class ForeignWriter(ABC):
         """Note in the report, once, that something of an episode was changed or left out, if that holds."""
         if holds and episode.id not in (noted := self.report.setdefault(what, []))[-1:]:
             noted.append(episode.id)
+
+
+@dataclass(frozen=True)
+class SharedFields:
+    """Fields of a target in which every episode has the same fields; made by `shared_fields`.
+
+    Attributes:
+        schema: Numeric fields of the target.
+        texts: Text fields of the target.
+        left_out: Field of some episode that the target does not have -> the reason.
+    """
+
+    schema: Schema
+    texts: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+    def filled(self, episode: EpisodeToWrite) -> list[str]:
+        """Return the fields that an episode lacks; `read` returns False or NaN for them."""
+        return [name for name in self.schema if name not in episode.schema]
+
+    def absent(self, episode: EpisodeToWrite) -> list[str]:
+        """Return the fields to note under `ABSENT`: filled ones, and those that an earlier conversion filled."""
+        noted = episode.metadata.get(ABSENT)
+        earlier = {name for name in noted if name in self.schema} if isinstance(noted, list) else set()
+        return [name for name in self.schema if name not in episode.schema or name in earlier]
+
+    def read(self, episode: EpisodeToWrite, name: str, start: int = 0, stop: int | None = None) -> Array:
+        """Read steps of a numeric field: `[stop - start, *shape]`; False or NaN if the episode lacks the field."""
+        end = episode.length if stop is None else stop
+        if name in episode.schema:
+            return np.asarray(episode.read(name, start, end))
+        field = self.schema[name]
+        shape = (end - start, *field.shape)
+        if field.dtype == "bool":
+            return np.zeros(shape, bool)
+        return np.full(shape, np.nan, "<f4" if field.dtype == "bfloat16" else field.numpy_dtype)
+
+    def changes(self, episode: EpisodeToWrite) -> Iterator[str]:
+        """Yield a line of the report for each field of an episode that is filled or left out."""
+        for name in self.filled(episode):
+            value = "False" if self.schema[name].dtype == "bool" else "NaN"
+            yield f"field {name!r} is {value} in episodes that lack it"
+        for name, reason in self.left_out.items():
+            if name in episode.schema or name in episode.texts:
+                yield f"field {name!r} is left out: {reason}"
+
+
+def shared_fields(episodes: Sequence[EpisodeToWrite], depth: Collection[str] = ()) -> SharedFields:
+    """Choose the fields of a target in which every episode has the same fields.
+
+    Flags and floats that some episodes lack are filled with False and NaN. Rewards, actions, integers, texts and
+    pictures that some lack are left out, as are fields that differ in shape or dtype.
+
+    Args:
+        episodes: Episodes of the target.
+        depth: Fields of depth pictures.
+
+    Raises:
+        UsageError: A field has the name of a group of fields.
+    """
+    owners: dict[str, dict[tuple[str, tuple[int, ...]], str]] = defaultdict(dict)
+    fields: dict[str, Field] = {}
+    counts: dict[str, int] = defaultdict(int)
+    texts: dict[str, int] = defaultdict(int)
+    for episode in episodes:
+        for name, field in episode.schema.items():
+            fields.setdefault(name, field)
+            owners[name].setdefault((field.dtype, field.shape), episode.id)
+            counts[name] += 1
+        for name in episode.texts:
+            texts[name] += 1
+    left_out: dict[str, str] = {}
+    for name in (*fields, *texts):
+        for group in map(str, PurePosixPath(name).parents):
+            if group in fields or group in texts:
+                where, expected = f"the field {name!r}", f"no field {group!r} in any episode"
+                raise UsageError("write", where, expected, "both", "Rename one of them")
+    for name, field in fields.items():
+        if name in texts:
+            left_out[name] = "it is a text in some episodes and a number in others"
+        elif len(owners[name]) > 1:
+            forms = [f"{dtype}{list(shape)} in episode {one!r}" for (dtype, shape), one in owners[name].items()]
+            left_out[name] = f"it is {' and '.join(forms[:2])}"
+        elif counts[name] < len(episodes) and not _can_be_filled(field, depth):
+            left_out[name] = "not all episodes have it"
+    for name, count in texts.items():
+        if name not in fields and count < len(episodes):
+            left_out[name] = "not all episodes have it"
+    kept = Schema(field for name, field in fields.items() if name not in left_out)
+    return SharedFields(kept, tuple(name for name in texts if name not in left_out), left_out)
+
+
+def _can_be_filled(field: Field, depth: Collection[str]) -> bool:
+    """Return whether False or NaN may stand for a missing field."""
+    if field.name.partition("/")[0] in ("action", "reward"):
+        return False
+    if field.dtype == "bool":
+        return len(field.shape) <= 1
+    is_picture = field.name in depth or (len(field.shape) == 3 and axes_of(field.shape))
+    return field.dtype in _FLOATS and not is_picture
 
 
 def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:

@@ -14,6 +14,7 @@ from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
 from ..foreign.reader import NO_FIELDS, EpisodeInfo, ForeignReader
+from ..foreign.writer import ABSENT
 from ..format.header import DATA, FINAL
 from ..frames.kind import Kind
 from ..frames.source import Source
@@ -24,8 +25,8 @@ from ..index.notes import Notes
 from ..remote.access import Origin
 from .table import column_of
 
-#: What is noted of a converted episode besides its metadata: its id in the source, and names of fields that it lacks.
-SOURCE_ID, ABSENT = "id", "absent_fields"
+#: Id of a converted episode in its source; noted besides its metadata and `ABSENT`.
+SOURCE_ID = "id"
 _ENDS = np.array(["open", "terminated", "truncated", "unknown"])
 
 

@@ -18,7 +18,7 @@ import torch
 from storage.core.fields import DTYPES, Schema, unflatten
 from storage.errors import RolloutDataWarning, UsageError
 
-from ..foreign.writer import EpisodeToWrite, ForeignWriter, plain
+from ..foreign.writer import ABSENT, EpisodeToWrite, ForeignWriter, plain
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout
@@ -30,7 +30,7 @@ from ..index.notes import Notes
 from ..remote.access import Origin
 from ..writing.given import is_taken
 from ..writing.writer import RolloutWriter
-from .own import ABSENT, SOURCE_ID
+from .own import SOURCE_ID
 
 OWN = "rollout-data"
 #: Rows that are read at once; blocks are published when this much was added.
