@@ -61,7 +61,10 @@ def decode_image(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Turn uint8 counts into `dtype`: counts / 255, or the counts themselves for uint8."""
     if dtype == torch.uint8:
         return stored
-    return stored.to(dtype).div_(float(IMAGE_LEVELS))
+    values = stored.to(dtype)
+    # CUDA multiplies by the reciprocal of a Python number, which differs in the last bit; a 0-d tensor divides.
+    levels = torch.full((), float(IMAGE_LEVELS), dtype=dtype, device=stored.device)
+    return values.div_(levels)
 
 
 def image_error(values: torch.Tensor) -> float:
