@@ -1,4 +1,4 @@
-"""What all tests share: profiles for the property tests, and GPU tests that skip themselves."""
+"""Shared by all tests: profiles for the property tests, and a pretended GPU for the tests that need one."""
 
 import os
 import tempfile
@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.pretend_cuda import PretendCuda
 
 # Processes that tests start keep what they compile; to compile the library anew takes each half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -27,7 +29,7 @@ settings.load_profile("default")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_fuzz = config.getoption("--hypothesis-profile") == "fuzz"
     for item in items:
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        if item.get_closest_marker("real_gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         asked = getattr(getattr(item, "obj", None), ASKED, None)
         if is_fuzz and asked is not None:
@@ -41,3 +43,13 @@ def short_folder() -> Iterator[Path]:
     """A folder for `TMPDIR`: sockets below it have names of at most 107 bytes, for which `tmp_path` leaves no room."""
     with tempfile.TemporaryDirectory(prefix="rd_") as name:
         yield Path(name)
+
+
+@pytest.fixture(autouse=True)
+def cuda_device(request: pytest.FixtureRequest) -> Iterator[PretendCuda | None]:
+    """The pretended device in tests marked `gpu`, where there is no real one."""
+    if request.node.get_closest_marker("gpu") is None or torch.cuda.is_available():
+        yield None
+        return
+    with PretendCuda() as device:
+        yield device

@@ -179,7 +179,8 @@ def test_memory_of_a_copy_is_used_again_once_it_is_gone() -> None:
     assert torch.equal(kept, state["b"])
 
 
-@pytest.mark.gpu
+# It copies raw memory of tensors, which the pretended device does not have.
+@pytest.mark.real_gpu
 def test_tensors_on_a_gpu_come_to_the_cpu_as_they_were() -> None:
     base = torch.arange(1 << 22, device="cuda")
     state = {"a": base[10:1000], "b": base[500:].view(torch.float64), "c": base[::3], "cpu": torch.ones(3)}
