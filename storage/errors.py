@@ -82,6 +82,10 @@ class MissingFieldError(SchemaError, KeyError):
     """A record lacks a declared field, or has one that was not declared."""
 
 
+class MissingFolderError(UsageError, FileNotFoundError):
+    """A data folder does not exist."""
+
+
 class OutOfRangeError(UsageError, IndexError):
     """There is nothing of the number that was asked for."""
 

@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "remote": "format index saving",
         "frames": "foreign format index remote trajectory_folders",
         "writing": "codecs format index onpolicy transition",
-        "streaming": "format frames index live remote transition",
+        "streaming": "codecs format frames index live remote trajectory_folders transition",
         "windows": "format frames index live remote",
         "trajectories": "checkpoints format frames index live",
         "editing": "diagnosis foreign format frames index recordings remote writing",

@@ -14,7 +14,7 @@ import numpy as np
 
 from storage.core import arguments
 from storage.core.fields import Schema
-from storage.errors import DataFileError, UsageError
+from storage.errors import DataFileError, MissingFolderError, UsageError
 
 from ..format.header import layouts_of
 from ..index.folder import block_entries, read_metadata
@@ -36,7 +36,10 @@ Losses = list[tuple[Int64s, DataFileError]]
 
 
 class Source(Origins):
-    """One or several data folders, or files of other systems; how empty folders are read is decided later."""
+    """One or several data folders, or files of other systems; how empty folders are read is decided later.
+
+    With `is_awaited` the folders may be missing until they were opened once: until then there is no trajectory.
+    """
 
     def __init__(
         self,
@@ -44,11 +47,21 @@ class Source(Origins):
         verify_on_open: bool = False,
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
         remote: RemoteOptions | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> None:
         super().__init__(data_dir, verify_on_open, chunk_cache_bytes, remote)
         self._kind: Kind | None = None
         self._has_compared = False
-        self._decide(_kind_of_all(self.origins))
+        self.is_awaited = is_awaited
+        #: The folder that was missing at the last look; None if all were there, or none is awaited.
+        self.missing: MissingFolderError | None = None
+        try:
+            self._decide(_kind_of_all(self.origins))
+        except MissingFolderError as missing:
+            if not is_awaited:
+                raise
+            self.missing = missing
 
     def _decide(self, kind: type[Kind] | None) -> None:
         if self._kind is None and kind is not None:
@@ -71,6 +84,15 @@ class Source(Origins):
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
+        self.missing = None
+        try:
+            self._look(in_use)
+        except MissingFolderError as missing:
+            if not self.is_awaited or self._has_compared:
+                raise
+            self.missing = missing
+
+    def _look(self, in_use: BlocksInUse) -> None:
         self._decide(_kind_of_all(self.origins) if self._kind is None else None)
         if self._kind is not None:
             self._kind.refresh(in_use)

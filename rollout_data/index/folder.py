@@ -26,7 +26,7 @@ import numpy as np
 from storage.core import arguments
 from storage.core.fields import Schema
 from storage.core.threads import each
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
+from storage.errors import CorruptFileError, DataFileError, MissingFolderError, RolloutDataError, UsageError
 
 from ..format.header import (
     DATA,
@@ -75,9 +75,10 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
             return list(entries)
-    except (FileNotFoundError, NotADirectoryError) as cause:
-        got = "a file" if isinstance(cause, NotADirectoryError) else "nothing there"
-        raise UsageError("open the data folder", where, "a folder", got) from cause
+    except FileNotFoundError as cause:
+        raise MissingFolderError("open the data folder", where, "a folder", "nothing there") from cause
+    except NotADirectoryError as cause:
+        raise UsageError("open the data folder", where, "a folder", "a file") from cause
     except OSError as cause:
         advice = "See to it that it may be read, and entered"
         raise DataFileError("open the data folder", where, "a folder that can be listed", str(cause), advice) from cause

@@ -18,7 +18,7 @@ import numpy as np
 
 from storage.core.arguments import is_url, real, whole
 from storage.core.arguments import path as path_of
-from storage.errors import CorruptFileError, DataFileError, UsageError
+from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError
 
 from .fetching import Fetcher, Request
 
@@ -206,7 +206,7 @@ class RemoteFiles:
         try:
             found = self.fetcher.wait(self.fetcher.submit(ls, "list the files", f"of {url!r}"))
         except (FileNotFoundError, NotADirectoryError) as cause:
-            raise UsageError("open the data folder", repr(url), "a folder", "nothing there") from cause
+            raise MissingFolderError("open the data folder", repr(url), "a folder", "nothing there") from cause
         except OSError as cause:
             expected, advice = "a folder that can be listed", "See to the connection and the rights to read"
             raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause

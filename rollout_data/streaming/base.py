@@ -125,15 +125,19 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
             return buffer if filled is None else filled
         return self.fill_rollout(buffer, steps)
 
-    def get_transition_batch(self) -> tuple[Batch, dict[str, torch.Tensor]]:
-        """Give `(transition, infos)` of one step; infos are those flags of it that it has.
+    def get_transition_batch(self) -> tuple[Any, Any, Any, torch.Tensor, dict[str, Any]]:
+        """Return the next step as `(observation, action, reward, done, info)`; `get_batch()` returns it as one object.
 
-        These are `time_outs`, where timeouts are known, and `end_unknown`, where some ends are not.
+        Fields that were not recorded are None. `info` holds `transition`, the whole batch of that step; `time_outs`,
+        where timeouts are known; and `end_unknown`, where some ends are unknown.
         """
         transition = self.get_batch()
-        look = transition.get if isinstance(transition, Mapping) else partial(getattr, transition)
-        found = {"time_outs": look("timeout", None), "end_unknown": look("end_unknown", None)}
-        return transition, {name: flag for name, flag in found.items() if flag is not None}
+        field = transition.get if isinstance(transition, Mapping) else partial(getattr, transition)
+        flags = {"time_outs": field("timeout", None), "end_unknown": field("end_unknown", None)}
+        info: dict[str, Any] = {name: flag for name, flag in flags.items() if flag is not None}
+        info["transition"] = transition
+        done: Any = field("done", None)
+        return field("observation", None), field("action", None), field("reward", None), done, info
 
     def __iter__(self) -> Iterator[Batch]:
         """Reset all envs to the first pass and give this object, whose cursors all iterators share.

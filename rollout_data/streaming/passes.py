@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,6 +63,11 @@ class PassOptions:
     def is_endless(self) -> bool:
         return self.dataset_loops < 1
 
+    @property
+    def are_data_coming(self) -> bool:
+        """Whether trajectories may still be recorded, so that it is worth waiting for the first ones."""
+        return bool(self.keep_latest_n_trajs) or self.refresh_s is not None
+
     def has_pass(self, number: int) -> bool:
         """True if there is a pass of this number."""
         return self.is_endless or number < self.dataset_loops
@@ -101,7 +106,7 @@ def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] 
     `bounds` are the first and the last one of a pass that has begun: those between them that are still there.
     """
     is_eligible = index.is_present()
-    if options.keep_latest_n_trajs or options.refresh_s is not None:
+    if options.are_data_coming:
         is_eligible &= index.is_complete()
     found = np.flatnonzero(is_eligible)
     if options.lane is not None:
@@ -188,13 +193,18 @@ def _seed(options: PassOptions, number: int, purpose: int) -> int:
     return int(np.random.SeedSequence([options.seed, number, purpose]).generate_state(1, np.uint64)[0])
 
 
-def wait_for_trajectories(count_now: Callable[[], int], wanted: int, options: PassOptions, where: str) -> None:
-    """Poll until `wanted` complete trajectories exist.
+def wait_for_trajectories(source: Source, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple) -> None:
+    """Look at the folders until a pass may use `wanted` trajectories; with 0 look once.
 
     Raises:
         WaitTimeoutError: They did not come within `wait_timeout_s`.
     """
-    found = count_now()
+
+    def count() -> int:
+        source.refresh(in_use)
+        return len(choose(source.snapshot().index, options)) if wanted else 0
+
+    found = count()
     if found >= wanted:
         return
     deadline = time.monotonic() + options.wait_timeout_s
@@ -202,16 +212,21 @@ def wait_for_trajectories(count_now: Callable[[], int], wanted: int, options: Pa
         while found < wanted:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise WaitTimeoutError(
-                    "read the newest trajectories",
-                    f"of {where}",
-                    f"{wanted} complete ones within {options.wait_timeout_s:g} s",
-                    str(found),
-                    "Record more, wait longer (wait_timeout_s) or keep fewer (keep_latest_n_trajs)",
-                )
+                raise _not_in_time(source, wanted, found, options)
             time.sleep(min(options.poll_interval_s, left))
-            found = count_now()
+            found = count()
             bar.update(min(found, wanted) - bar.n)
+
+
+def _not_in_time(source: Source, wanted: int, found: int, options: PassOptions) -> WaitTimeoutError:
+    where = ", ".join(map(str, source.paths))
+    expected = f"{wanted} complete ones within {options.wait_timeout_s:g} s"
+    got = str(found) if source.missing is None else f"no folder {source.missing.where}"
+    keeping = " or keep fewer (keep_latest_n_trajs)" if options.keep_latest_n_trajs else ""
+    advice = f"Record more, wait longer (wait_timeout_s){keeping}"
+    error = WaitTimeoutError("read the newest trajectories", f"of {where!r}", expected, got, advice)
+    error.__cause__ = source.missing
+    return error
 
 
 @dataclass(eq=False)
@@ -374,11 +389,7 @@ class Dealer:
             others of this machine find the index.
         """
 
-        def count() -> int:
-            self.source.refresh(in_use)
-            return len(choose(self.source.snapshot().index, self.options)) if wanted else 0
-
-        wait_for_trajectories(count, wanted, self.options, self._where)
+        wait_for_trajectories(self.source, wanted, self.options, in_use)
         self._looked_s = now_s = time.monotonic()
         fitting = self._num_batches * (self.options.refresh_s or 0.0) / 2 / max(now_s - self._agreed_s, 1e-9)
         self._num_batches = max(1, int(min(fitting, 2 * self._num_batches, _MOST_BATCHES)))

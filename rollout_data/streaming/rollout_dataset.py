@@ -6,7 +6,8 @@ One rule: arguments are checked here; the order of batches is in `stream.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -19,16 +20,17 @@ from storage.errors import UsageError
 from ..format.header import DATA
 from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.normalization import FieldStatistics, compute_statistics
-from ..frames.source import Source
 from ..frames.store import FrameStore
 from ..index.agreement import ALONE, ShardChoice, checked_shard, checked_share
 from ..index.index import Int64s
 from ..index.notes import Notes
 from ..remote.access import DataDirs, RemoteOptions, origins_of
+from ..trajectory_folders.trajectory_listing import chunk_frames
 from ..transition import Transition
-from .batches import BatchOptions, BatchReader, write_into
+from .batches import OBSERVATION, BatchOptions, BatchReader, write_into
+from .components import assembled
 from .delivery import PrefetchedBatches
-from .passes import PassOptions, frame_range
+from .passes import PassOptions, frame_range, wait_for_trajectories
 from .stream import Even, RolloutStream
 
 Cache = Literal["none", "ram", "device"]
@@ -69,7 +71,8 @@ class RolloutDataset(RolloutStream):
             `num_dropped_frames`. False goes on until all envs are exhausted; the exhausted repeat
             their last transition with `valid=False`.
         verify_on_open: Check every checksum when a block is first seen.
-        wait_timeout_s: How long to wait for `keep_latest_n_trajs`.
+        wait_timeout_s: How long to wait for `keep_latest_n_trajs` trajectories, or with `refresh_s` for the first one;
+            the folder may be missing until then.
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.
         frame_rate_hz: For `get_batch_by_time`; None takes it from the metadata.
         interpolation: "nearest" or "linear", for `get_batch_by_time`.
@@ -191,7 +194,7 @@ class RolloutDataset(RolloutStream):
         self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
     ) -> dict[str, FieldStatistics]:
         """Summarize each recorded field over all frames that there are now; see `WindowDataset.statistics`."""
-        source = Source(self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote)
+        source = self.new_source()
         source.refresh()
         store, folder = source.snapshot(), source.paths[0] if source.holds_blocks and not source.is_remote else None
         parts, names = [(store, np.arange(len(store.index)))], list(store.layouts[DATA].schema)
@@ -235,6 +238,73 @@ class RolloutDataset(RolloutStream):
         `state_dict()` of the iterator tells what was delivered, not what was read ahead.
         """
         return PrefetchedBatches(self, num_batches, device)
+
+    # Names from the published description
+
+    def read_dataset_directory(self) -> bool:
+        """Wait until the folders hold enough trajectories, up to `wait_timeout_s`; return True.
+
+        Enough are `keep_latest_n_trajs` complete trajectories, or as many as the environments need to start. No cursor
+        moves; a stream that is under way finds new trajectories by itself.
+
+        Raises:
+            WaitTimeoutError: There were not enough in time.
+            UsageError: There is no folder, and neither `keep_latest_n_trajs` nor `refresh_s` announces data.
+        """
+        loops = self._passes.dataset_loops
+        num_envs = self.num_envs * self._rank().total
+        needed = 1 if self._passes.is_endless else -(-num_envs // loops)
+        wait_for_trajectories(self.new_source(), self._passes.keep_latest_n_trajs or needed, self._passes)
+        return True
+
+    def get_frame_range(self, filename: str | os.PathLike[str]) -> tuple[int, int]:
+        """Return the half-open range of frames that a file or a trajectory holds.
+
+        Args:
+            filename: A chunk file of the older layout, with or without its folder: the numbers in the name
+                `traj_START_END.pickle` are returned, and no file is read. Or the name of a trajectory, "writer:number"
+                (`ids` of `rollout_data.open(data_dir)`): `(0, length)`.
+
+        Raises:
+            UsageError: It is neither.
+        """
+        name = os.fsdecode(filename) if isinstance(filename, (str, os.PathLike)) else repr(filename)
+        if (frames := chunk_frames(name)) is not None:
+            return frames
+        index = self._store().index
+        writer, _, number = name.rpartition(":")
+        # Writers of several folders have the number of their folder before their names.
+        writers = [known for known in index.writers if writer in (known, known[known.find(":") + 1 :])]
+        keys = [(known, int(number)) for known in writers] if number.isdecimal() else []
+        places = index.find(keys)
+        places = places[places >= 0]
+        if len(places) != 1:
+            expected = "filename as 'traj_START_END.pickle', or the name of one trajectory"
+            first = index.keys(places[:2] if len(places) else slice(0, 1))
+            if first:
+                expected += ", such as " + " or ".join(repr(f"{known}:{number}") for known, number in first)
+            raise UsageError(f"call {type(self).__name__}.get_frame_range", "", expected, repr(name))
+        return 0, int(index.lengths[places[0]])
+
+    def assemble_obs_components(self, traj_data: Mapping[str, Any]) -> torch.Tensor:
+        """Join the components of a trajectory's observation as the batches of this dataset have them joined.
+
+        Args:
+            traj_data: Arrays or tensors `[T, ...]` by name: `obs_<component>` as chunk files of the older layout have
+                them, `observation/<component>`, a mapping of components below `observation`, or the component alone.
+                Counts of a coded component (uint8 of `normalized_image`) are decoded. Other keys are ignored. Where
+                the dataset has no components: `observations`, `observation` or `obs`.
+
+        Returns:
+            `[T, D]` in `obs_segments` order, on the device of the dataset; new memory.
+
+        Raises:
+            MissingFieldError: A component is missing.
+            SchemaError, FieldTypeError: A component has another shape or dtype.
+        """
+        schema = self._store().layouts[DATA].schema
+        fields = [field for name, field in schema.items() if name.partition("/")[0] == OBSERVATION]
+        return assembled(f"call {type(self).__name__}.assemble_obs_components", fields, traj_data).to(self.device)
 
     # Lookup by time
 

@@ -106,8 +106,13 @@ class RolloutStream(RolloutFileBase[Transition]):
     def source(self) -> Source:
         """The opened folders."""
         if self._source is None:
-            self._source = Source(self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote)
+            self._source = self.new_source()
         return self._source
+
+    def new_source(self) -> Source:
+        """Open the folders again; they may be missing as long as data are announced."""
+        is_awaited = self._passes.are_data_coming
+        return Source(self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote, is_awaited=is_awaited)
 
     @property
     def problems(self) -> list[RolloutDataError]:

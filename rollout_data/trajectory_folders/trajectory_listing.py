@@ -51,6 +51,12 @@ class TrajectoryFolder:
     files: tuple[ChunkFile, ...]
 
 
+def chunk_frames(path: str) -> tuple[int, int] | None:
+    """Return the frames `(start, stop)` that the name of a chunk file states; None if it is no such name."""
+    match = _CHUNK_NAME.fullmatch(os.path.basename(path))
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
 def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
     """Tell whether any folder in it, at any depth, is called `trajectory_*` and holds a chunk, or nothing yet.
 

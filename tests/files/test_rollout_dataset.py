@@ -82,9 +82,12 @@ def test_batches_without_steps_have_no_time_axis(tmp_path):
     dataset = open_cpu(tmp_path, 2)
     batch = dataset.get_batch()
     assert batch.observation.shape == (2, 3) and batch.done.shape == (2,) and batch.reward.shape == (2,)
-    transition, infos = dataset.get_transition_batch()
-    assert transition.observation[:, 1].tolist() == [1, 1]
-    assert torch.equal(infos["time_outs"], transition.timeout)
+    observation, action, reward, done, info = dataset.get_transition_batch()
+    assert observation[:, 1].tolist() == [1, 1]
+    transition = info["transition"]
+    assert transition.observation is observation and transition.action is action
+    assert transition.reward is reward and transition.done is done
+    assert sorted(info) == ["time_outs", "transition"] and info["time_outs"] is transition.timeout
 
 
 def test_only_the_env_whose_trajectory_ends_changes_trajectory(tmp_path):

@@ -173,4 +173,6 @@ def test_batches_as_dicts_hold_tensors_alone(tmp_path):
     assert all(torch.equal(value, getattr(one, name)) for name, value in batch.items())
     collated = torch.utils.data.default_collate([batch, dataset.get_batch(2)])
     assert collated["observation"].shape == (2, 2, 4, 3)
-    assert dataset.get_transition_batch()[1]["time_outs"].shape == (4,)
+    observation, _, _, done, info = dataset.get_transition_batch()
+    assert info["time_outs"].shape == done.shape == (4,)
+    assert info["transition"]["observation"] is observation

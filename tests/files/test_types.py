@@ -21,8 +21,11 @@ for batch in dataset:
     right: Transition = batch
 for batch in loader(dataset):
     batch.rewards  # wrong
-transition, infos = dataset.get_transition_batch()
-transition.dones  # wrong
+observation, action, reward, done, info = dataset.get_transition_batch()
+transition, infos = dataset.get_transition_batch()  # wrong
+first, last = dataset.get_frame_range("traj_0_200.pickle")
+first.start  # wrong
+dataset.read_dataset_directory().wait  # wrong
 dataset.get_batch(3).next_obs  # wrong
 storage = RolloutStorage(4, 6, obs_shape=(3,), critic_obs_shape=None, actions_shape=(2,))
 for rows in storage.mini_batch_generator(2, 1):

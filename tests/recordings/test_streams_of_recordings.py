@@ -203,5 +203,6 @@ def test_an_unknown_end_is_done_but_no_timeout_and_batches_tell_it(tmp_path):
     assert batch.end_unknown[:, 0].tolist() == [False, False, True, True]
     own = stream(recorded(tmp_path / "own")).get_batch(12)
     assert own.end_unknown is None and own.timeout.sum() == 3
-    transition, infos = stream(demos(tmp_path)).get_transition_batch()
-    assert not infos["time_outs"].any() and transition.end_unknown is not None and not infos["end_unknown"].any()
+    info = stream(demos(tmp_path)).get_transition_batch()[-1]
+    assert not info["time_outs"].any() and not info["end_unknown"].any()
+    assert info["transition"].end_unknown is info["end_unknown"]
