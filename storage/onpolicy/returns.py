@@ -162,8 +162,10 @@ def write_returns(
     x: Signals, last_values: torch.Tensor, gamma: Scalar, lam: Scalar, normalize: str | None, truncation: str
 ) -> None:
     """Write returns and advantages of steps in the order of time; everything is checked already."""
-    rewards, source = x.rewards, {"value": x.values, "final": x.bootstrap_values}.get(truncation)
-    if source is not None and bool(x.cut.any()):
+    rewards = x.rewards
+    source = {"value": x.values, "final": x.bootstrap_values}.get(truncation)
+    # Only the CPU looks for time-outs first: on a device looking costs a wait, and adding costs three launches.
+    if source is not None and not (rewards.is_cpu and not bool(x.cut.any())):
         # where, not multiplication: masked rows may hold anything, NaN too.
         rewards = torch.where(x.cut, rewards + source * _as(gamma, rewards), rewards)
     _write_sums(x.advantages, _Terms(rewards, x.dones, x.values, last_values), gamma, lam, x.returns)
@@ -240,18 +242,18 @@ def _write_sums(
                 if ahead.ndim == x.ndim:
                     lib.multiply(ahead[start:stop], gamma, out=piece)
                 else:
-                    lib.multiply(weight[:-1], v[start + 1 : stop], out=piece[:-1])
-                    lib.multiply(weight[-1], ahead if stop == len(x) else v[stop], out=piece[-1])
+                    _decay(lib, weight[:-1], v[start + 1 : stop], piece[:-1])
+                    _decay(lib, weight[-1], ahead if stop == len(x) else v[stop], piece[-1])
                 piece += r[start:stop]
                 piece -= v[start:stop]
             weight *= lam
             if stop < len(x):
-                lib.add(piece[-1], weight[-1] * x[stop], out=piece[-1])
+                piece[-1] += _decay(lib, weight[-1], x[stop])
             _scan(lib, piece, weight)
             if total is not None:  # here, while both are still in the cache
                 lib.add(piece, v[start:stop], out=total[start:stop])
-    # Any decay lets through what is not finite, also 0, so that it reaches the first step.
-    if not bool(lib.isfinite(x[:1]).all()):
+    # numpy's products let a number that is not finite through a decay of 0: it has then reached the first step.
+    if lib is np and not bool(lib.isfinite(x[:1]).all()):
         _write_step_by_step(out, terms, _as(discount, out), _as(trace, out))
         if returns is not None:
             torch.add(out, terms.values, out=returns)
@@ -287,7 +289,7 @@ def _scan(lib: Any, x: Any, decay: Any) -> None:
         product, spare = lib.empty_like(x), lib.empty_like(x)
     while reach < longest:  # x[t] becomes the sum of twice as many steps
         n = num_steps - reach
-        lib.multiply(decay[:n], x[reach:], out=product[:n])
+        _decay(lib, decay[:n], x[reach:], product[:n])
         lib.add(x[:n], product[:n], out=x[:n])
         n -= reach  # products of steps after these are never asked for
         lib.multiply(decay[:n], decay[reach : reach + n], out=spare[:n])
@@ -295,11 +297,20 @@ def _scan(lib: Any, x: Any, decay: Any) -> None:
     later, change = x[num_steps - reach :], lib.empty_like(x[:reach])
     for start in range(num_steps - 2 * reach, -1, -reach):
         row = x[start : start + reach]
-        lib.multiply(decay[start : start + reach], later, out=change)
+        _decay(lib, decay[start : start + reach], later, change)
         lib.add(row, change, out=row)
         later = row
     if rest := num_steps % reach:
-        x[:rest] += decay[:rest] * x[reach : reach + rest]
+        x[:rest] += _decay(lib, decay[:rest], x[reach : reach + rest])
+
+
+def _decay(lib: Any, decay: Any, later: Any, out: Any = None) -> Any:
+    """Multiply; with torch, a decay of 0 gives 0 even for NaN.
+
+    numpy's products are checked afterwards, as a mask would cost a quarter more. On a device checking would wait.
+    """
+    product = lib.multiply(decay, later, out=out)
+    return product if lib is np else product.masked_fill_(decay == 0, 0)
 
 
 def _write_alive(dones: Any, factor: Any, out: Any) -> None:
@@ -332,7 +343,9 @@ def _place_factor(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
 
 
 def _as(factor: Scalar, like: torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(factor, dtype=like.dtype, device=like.device)
+    if isinstance(factor, torch.Tensor):
+        return factor.to(like.device, like.dtype)
+    return torch.full((), factor, dtype=like.dtype, device=like.device)  # a copy from the host would wait
 
 
 # -- checks --------------------------------------------------------------------------------------

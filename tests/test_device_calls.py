@@ -1,0 +1,151 @@
+"""Calls on a device that do not make the host wait, and their results against those of the CPU.
+
+The table `CALLS` names public calls that need no wait. Each runs with `set_sync_debug_mode("error")`, on a real
+device or on the pretended one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from storage import DictBuffer, RolloutStorage
+
+pytestmark = pytest.mark.gpu
+
+NUM_ENVS, NUM_STEPS = 5, 7
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Raise within the block wherever the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def transitions(device: str, not_finite: bool = False) -> list[RolloutStorage.Transition]:
+    """Draw the steps of a rollout; with `not_finite`, values and rewards after some dones are NaN or infinite."""
+    generator = torch.Generator().manual_seed(0)
+    steps = []
+    is_first = torch.zeros(NUM_ENVS, 1, dtype=torch.bool)
+    for _ in range(NUM_STEPS):
+
+        def normal(size: int) -> torch.Tensor:
+            return torch.randn(NUM_ENVS, size, generator=generator)
+
+        dones = torch.rand(NUM_ENVS, 1, generator=generator) < 0.3
+        values = normal(1)
+        rewards = normal(1)
+        if not_finite:
+            values = torch.where(is_first, torch.nan, values)
+            rewards = torch.where(is_first, torch.inf, rewards)
+        columns = {
+            "observations": normal(3),
+            "actions": normal(2),
+            "rewards": rewards,
+            "dones": dones,
+            "values": values,
+            "actions_log_prob": normal(1),
+            "action_mean": normal(2),
+            "action_sigma": normal(2),
+            "time_outs": dones & (torch.rand(NUM_ENVS, 1, generator=generator) < 0.5),
+            "bootstrap_values": normal(1),
+        }
+        step = RolloutStorage.Transition()
+        for name, column in columns.items():
+            setattr(step, name, column.to(device))
+        steps.append(step)
+        is_first = dones
+    return steps
+
+
+def full_storage(device: str, **options: Any) -> RolloutStorage:
+    storage = RolloutStorage(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device=device)
+    for step in transitions(device, **options):
+        storage.add_transitions(step)
+    return storage
+
+
+def adding() -> Callable[[], Any]:
+    storage = RolloutStorage(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device="cuda")
+    steps = transitions("cuda")
+
+    def call() -> None:
+        storage.clear()
+        for step in steps:
+            storage.add_transitions(step)
+
+    return call
+
+
+def returns(truncation: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        storage = full_storage("cuda")
+        last_values = torch.ones(NUM_ENVS, 1, device="cuda")
+        return lambda: storage.compute_returns(last_values, 0.9, 0.8, truncation=truncation)
+
+    return prepare
+
+
+def batches() -> Callable[[], Any]:
+    storage = RolloutStorage(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device="cuda", generator=torch.Generator("cuda"))
+    for step in transitions("cuda"):
+        storage.add_transitions(step)
+    storage.compute_returns(torch.ones(NUM_ENVS, 1, device="cuda"), 0.9, 0.8)
+    return lambda: list(storage.mini_batch_generator(2, 2))
+
+
+def records() -> dict[str, torch.Tensor]:
+    return {"observation": torch.ones(6, 3, device="cuda"), "reward": torch.zeros(6, 1, device="cuda")}
+
+
+def extending() -> Callable[[], Any]:
+    buffer = DictBuffer(capacity=32, device="cuda")
+    buffer.extend(records())
+    rows = records()
+    return lambda: buffer.extend(rows)
+
+
+def sampling() -> Callable[[], Any]:
+    buffer = DictBuffer(capacity=32, device="cuda")
+    buffer.extend(records())
+    return lambda: buffer.sample(4)
+
+
+#: Call -> function that prepares it and returns it.
+CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "RolloutStorage.add_transitions": adding,
+    "RolloutStorage.compute_returns(truncation='cut')": returns("cut"),
+    "RolloutStorage.compute_returns(truncation='value')": returns("value"),
+    "RolloutStorage.mini_batch_generator(generator on the device)": batches,
+    "DictBuffer.extend": extending,
+    "DictBuffer.sample": sampling,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_host_does_not_wait(name: str) -> None:
+    call = CALLS[name]()
+    call()  # the first call may allocate
+    with no_waits():
+        call()
+
+
+@pytest.mark.parametrize("not_finite", [False, True])
+@pytest.mark.parametrize("truncation", ["cut", "value", "final"])
+def test_returns_on_a_device_equal_those_of_the_cpu(truncation: str, not_finite: bool) -> None:
+    last_values = torch.linspace(-1, 1, NUM_ENVS).view(-1, 1)
+    results = []
+    for device in ("cpu", "cuda"):
+        storage = full_storage(device, not_finite=not_finite)
+        storage.compute_returns(last_values.to(device), 0.9, 0.8, truncation=truncation, normalize=None)
+        results.append(storage.returns.cpu())
+    assert torch.isfinite(results[0]).any()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6, equal_nan=True)
