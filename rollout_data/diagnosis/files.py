@@ -182,9 +182,10 @@ class Files:
 
     @cached_property
     def problems(self) -> Sequence[RolloutDataError]:
-        """What opening met, and what blocks without a header are."""
+        """What opening met, advice included, and what blocks without a header are."""
         failure = [] if self._scan.failure is None else [self._scan.failure]
-        problems = [one for one in self._scan.problems if self.folder is None or one.kind not in ("", "header")]
+        noted = [*self._scan.problems, *self._scan.advice]
+        problems = [one for one in noted if self.folder is None or one.kind not in ("", "header")]
         return [*failure, *problems] if not self.bad else problems
 
     def told(self, *kinds: str) -> Iterator[Found]:

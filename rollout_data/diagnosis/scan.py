@@ -111,8 +111,13 @@ class Scan:
 
     @property
     def problems(self) -> Sequence[RolloutDataError]:
-        """What opening left out, repaired or inferred."""
+        """Data that opening did not read, repaired or left out."""
         return () if self._recording is None else self._recording.problems
+
+    @property
+    def advice(self) -> Sequence[RolloutDataError]:
+        """Remarks of opening on data that are read as they are stored."""
+        return () if self._recording is None else self._recording.advice
 
     @cached_property
     def num_episodes(self) -> int:

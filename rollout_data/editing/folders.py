@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from storage.core import arguments
 from storage.core.durable import replace_folder
-from storage.errors import DataFileError, SchemaError, UsageError
+from storage.errors import RolloutDataError, SchemaError, UsageError
 
 from ..foreign.reader import NO_FIELDS
 from ..format.header import METADATA_NAME, damaged_fragments, read_header
@@ -53,6 +53,8 @@ class NewFolder:
         num_trajectories, num_frames: What it holds.
         num_linked, num_copied: Blocks that are hard links, and blocks that were written anew.
         renamed: (place of the source, its writer) -> the writer's name in the new folder, where another had it.
+        problems: Data of the sources that were not read, were repaired or were left out.
+        advice: Remarks on data that were taken as they are stored; see `Recording.advice`.
     """
 
     path: Path
@@ -61,6 +63,8 @@ class NewFolder:
     num_linked: int = 0
     num_copied: int = 0
     renamed: dict[tuple[int, str], str] = field(default_factory=dict)
+    problems: list[RolloutDataError] = field(default_factory=list)
+    advice: list[RolloutDataError] = field(default_factory=list)
 
 
 @contextmanager
@@ -85,7 +89,8 @@ def merge(sources: Sequence[DataDir], out: str | os.PathLike[str], *, progress: 
 
     Blocks become hard links; they are copied to other file systems, and where two writers have one name. A block that
     two sources share, as the parts of `split` do, is there once, and so is each trajectory; it is dropped only if no
-    source has it. Recordings of other formats are converted.
+    source has it. Recordings of other formats, and folders with a damaged block, are converted: data that cannot be
+    read are left out and named in `NewFolder.problems`, as by `convert`.
 
     Args:
         sources: Paths of any format, or recordings.
@@ -95,7 +100,7 @@ def merge(sources: Sequence[DataDir], out: str | os.PathLike[str], *, progress: 
     Raises:
         UsageError: There is no source, or `out` is not empty, or lies in one.
         SchemaError: The fields differ.
-        DataFileError: A source is damaged.
+        DataFileError: A source cannot be opened.
     """
     listed = [sources] if isinstance(sources, (str, os.PathLike, Recording)) else list(sources)
     if not listed:
@@ -117,7 +122,7 @@ def split(
     """Divide a recording into folders `out/<name>` of block files: disjoint, and complete together.
 
     Blocks become hard links, whole also where a part has some of their trajectories only; the others are dropped there.
-    Of another format, the parts are converted.
+    Of another format, or of a folder with a damaged block, the parts are converted, as by `merge`.
 
     Args:
         path: A path of any format, or a recording.
@@ -129,7 +134,7 @@ def split(
     Raises:
         UsageError: The shares do not add up to 1, a name cannot be that of a folder, or `out` is not empty, or lies in
             the source.
-        DataFileError: The source is damaged.
+        DataFileError: The source cannot be opened.
     """
     recording, done = open_recording(path), dict[str, NewFolder]()
     chosen = recording.split(parts, seed)
@@ -152,27 +157,25 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
     """
     kept, said, found = set[Key](), dict[Key, dict[str, Any]](), list[BlockFolder]()
     for place, recording in enumerate(recordings):
-        folder = _as_blocks(recording, made / _CONVERTED / str(place), progress)
+        ids, folder = recording.origin.ids, _intact_folder(recording)
+        names = {} if folder is None else _free_names(_blocks_with(folder, ids), made)
+        is_linked = folder is not None and not _are_copies_damaged(folder, names)
+        if folder is None or not is_linked:
+            ids, folder = None, _converted(recording, made / _CONVERTED / str(place), done, progress)
+            names = _free_names(_blocks_with(folder, ids), made)
+        else:
+            done.problems += recording.problems
+            done.advice += recording.advice
         found.append(folder)
-        if difference := (found[0].schema or NO_FIELDS).difference(folder.schema or NO_FIELDS):
-            where, expected = f"{str(recording.path)!r}", f"the fields of {str(recordings[0].path)!r}"
-            raise SchemaError("merge", where, expected, difference, "Merge what has equal fields")
-        is_whole = not is_own(recording) or recording.origin.ids is None
-        every, chosen = folder.index.keys(), () if is_whole else {*recording.ids}
-        wanted = {key for key in every if is_whole or f"{key[0]}:{key[1]}" in chosen}
-        blocks = [
-            one
-            for one in folder.blocks.values()
-            if not one.is_edit and (is_whole or not wanted.isdisjoint(held_in(one)))
-        ]
-        names = _free_names(blocks, made)
+        _check_fields(recordings, found)
+        wanted, blocks = _wanted(folder, ids), _blocks_with(folder, ids)
         done.renamed |= {(place, old): new for old, new in names.items() if old != new}
         listed = tqdm(blocks, desc="link", unit=" blocks", disable=not progress)
         num_linked = sum([_take(block, names[block.writer], made) for block in listed])
-        done.num_linked += num_linked if is_own(recording) else 0
+        done.num_linked += num_linked if is_linked else 0
         kept |= {(names[writer], number) for writer, number in wanted}
         for (writer, number), told in read_edits(folder).said.items():
-            if writer in names and (is_whole or (writer, number) in wanted):
+            if writer in names and (ids is None or (writer, number) in wanted):
                 said[names[writer], number] = said.get((names[writer], number), {}) | told
     metadata = _common([load_metadata(one.data_dir) for one in found])
     shutil.rmtree(made / _CONVERTED, ignore_errors=True)
@@ -210,25 +213,52 @@ def is_own(recording: Recording) -> bool:
     return kind_of(recording.origin) is Blocks and not isinstance(recording.path, RemotePath)
 
 
-def _as_blocks(recording: Recording, scratch: Path, progress: bool) -> BlockFolder:
-    """Give the folder of block files of a recording, all of them readable; others are converted to `scratch`.
-
-    Raises:
-        DataFileError: A block is damaged, or an episode cannot be converted.
-    """
+def _intact_folder(recording: Recording) -> BlockFolder | None:
+    """Return the folder of a recording whose blocks can all be linked; None of other formats and of damaged blocks."""
     if not is_own(recording):
-        scratch.parent.mkdir(exist_ok=True)
-        if problems := convert(recording, scratch, progress=progress).problems:
-            raise problems[0]
-    folder = BlockFolder.at(recording.path if is_own(recording) else scratch)
-    for name, problem in folder.problems.items():
-        if name != METADATA_NAME:
-            where, advice = (
-                f"of {str(folder.data_dir)!r}",
-                f"Run 'rollout-data repair {folder.data_dir} --to NEW' first",
-            )
-            raise DataFileError("link the blocks", where, "intact ones", repr(name), advice) from problem
-    return folder
+        return None
+    folder = BlockFolder.at(recording.path)
+    return None if {*folder.problems} - {METADATA_NAME} else folder
+
+
+def _converted(recording: Recording, scratch: Path, done: NewFolder, progress: bool) -> BlockFolder:
+    """Convert a recording to the folder `scratch`; its problems and advice are appended to those of `done`."""
+    scratch.mkdir(parents=True)
+    conversion = convert(recording, scratch, progress=progress)
+    done.problems += conversion.problems
+    done.advice += conversion.advice
+    return BlockFolder.at(scratch)
+
+
+def _check_fields(recordings: Sequence[Recording], folders: Sequence[BlockFolder]) -> None:
+    """Raise `SchemaError` if the last folder has other fields than the first one that has any."""
+    last, schema = len(folders) - 1, folders[-1].schema
+    first = next((number for number, folder in enumerate(folders) if folder.schema is not None), last)
+    if schema is not None and (difference := (folders[first].schema or NO_FIELDS).difference(schema)):
+        where, expected = f"{str(recordings[last].path)!r}", f"the fields of {str(recordings[first].path)!r}"
+        raise SchemaError("merge", where, expected, difference, "Merge what has equal fields")
+
+
+def _wanted(folder: BlockFolder, ids: Sequence[str] | None) -> set[Key]:
+    """Return the trajectories of these names; None is all."""
+    every = folder.index.keys()
+    chosen = None if ids is None else {*ids}
+    return {key for key in every if chosen is None or f"{key[0]}:{key[1]}" in chosen}
+
+
+def _blocks_with(folder: BlockFolder, ids: Sequence[str] | None) -> list[Block]:
+    """Return the blocks in which trajectories of these names have a part; None is all blocks."""
+    blocks = [block for block in folder.blocks.values() if not block.is_edit]
+    if ids is None:
+        return blocks
+    wanted = _wanted(folder, ids)
+    return [block for block in blocks if not wanted.isdisjoint(held_in(block))]
+
+
+def _are_copies_damaged(folder: BlockFolder, names: Mapping[str, str]) -> bool:
+    """Return whether a block is damaged that would be written for a writer of another name, with a right checksum."""
+    copied = [block for block in folder.blocks.values() if names.get(block.writer, block.writer) != block.writer]
+    return any(True for block in copied for _ in damaged_fragments(read_header(block.path)))
 
 
 def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
@@ -264,8 +294,6 @@ def _take(block: Block, writer: str, target: Path) -> bool:
     if writer == block.writer:
         return link_or_copy(block.path, path)
     header = read_header(block.path)
-    for _, damage in damaged_fragments(header):
-        raise damage  # written anew it would have a right checksum
     parts = [(header, *part) for part in zip(header.fragments, header.reward_sums, strict=True)]
     codecs = {name: coding.codec for name, coding in header.codings.items()}
     notes = {kind: [(key, text.encode()) for key, text in header.read_notes(kind)] for kind in (EPISODES, TEXTS)}

@@ -67,7 +67,8 @@ class ForeignReader(ABC):
         metadata: Of the whole: what the file says, and "lossy", the names of fields that were stored with loss, and
             "control_mode", how actions control the robot, "unknown" where the file does not tell.
         episodes: In the order of their numbers (never of their names as text).
-        problems: What was left out, repaired or inferred, each an error with advice that was not raised.
+        problems: Data that were not read, were repaired or were left out, each as an error that was not raised.
+        advice: Remarks on data that are read as they are stored, such as actions that were copied; the same form.
         splits: Name -> names of episodes, where the file names parts of itself ("train", "valid"); they may overlap.
     """
 
@@ -79,6 +80,7 @@ class ForeignReader(ABC):
         self.path, self.options = path, {**self.OPTIONS, **options}
         self.metadata: dict[str, Any] = {"lossy": [], "control_mode": "unknown"}
         self.problems: list[RolloutDataError] = []
+        self.advice: list[RolloutDataError] = []
         self.splits: dict[str, Sequence[str]] = {}
         if "on_bad_index" in self.OPTIONS:
             arguments.choice("open", "on_bad_index", self.options["on_bad_index"], ("refuse", "rebuild"))
@@ -91,7 +93,7 @@ class ForeignReader(ABC):
 
     @abstractmethod
     def scan(self) -> Sequence[EpisodeInfo]:
-        """Read the descriptions: fill `metadata`, `problems` and `splits`, give the episodes.
+        """Read the descriptions: fill `metadata`, `problems`, `advice` and `splits`, give the episodes.
 
         Raises:
             DataFileError: Nothing can be read.
@@ -161,7 +163,13 @@ class ForeignReader(ABC):
         self.problems.append(error)
 
     def problem(self, action: str, where: str, expected: str, got: str, advice: str = "") -> DataFileError:
-        """Note something that was left out, repaired or inferred; gives it."""
+        """Note data that were not read, were repaired or were left out; returns the problem."""
         noted = DataFileError(action, where, expected, got, advice)
         self.problems.append(noted)
+        return noted
+
+    def advise(self, action: str, where: str, expected: str, got: str, advice: str = "") -> DataFileError:
+        """Note a remark on data that are read as they are stored; returns it."""
+        noted = DataFileError(action, where, expected, got, advice)
+        self.advice.append(noted)
         return noted

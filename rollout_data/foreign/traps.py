@@ -51,7 +51,7 @@ def look_for_copies(reader: ForeignReader) -> None:
         info = reader.episodes[number]
         where = f"the actions of {info.name!r} of {str(reader.path)!r}"
         for found in copied_actions(info.schema, info.length, lambda name, count: reader.read(number, name, 0, count)):
-            reader.problem("take as commands", where, *found)
+            reader.advise("take as commands", where, *found)
 
 
 def look_for_resets(reader: ForeignReader) -> None:
@@ -65,7 +65,7 @@ def look_for_resets(reader: ForeignReader) -> None:
     if count:
         where, got = f"the ends of {str(reader.path)!r}", f"the first one of the next episode, {count} times"
         advice = "A step that only reset the simulator follows (autoreset), or the last observations are missing"
-        reader.problem("believe", where, "observations of their own", got, advice)
+        reader.advise("believe", where, "observations of their own", got, advice)
 
 
 def _small(schema: Schema, group: str) -> list[tuple[str, Field]]:

@@ -47,7 +47,7 @@ class Chunks(Kind):
         self._report_left_out()
         if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
             where, advice = repr(str(labelled[0])), "They label the states that another policy reached (DAgger)"
-            source.report(DataFileError("take the actions", f"of {where}", "those executed", "a teacher's", advice))
+            source.advise(DataFileError("take the actions", f"of {where}", "those executed", "a teacher's", advice))
         for scan in self._scans:
             self._report_copies(scan)
 
@@ -104,7 +104,7 @@ class Chunks(Kind):
         with suppress(DataFileError, OSError):  # reading it raises it again
             for problem in copied_actions(layout.schema, int(one["length"]), read):
                 where = f"the actions of {str(scan.chunk_paths[chunk])!r}"
-                self._source.report(DataFileError("take as commands", where, *problem))
+                self._source.advise(DataFileError("take as commands", where, *problem))
 
     def _report_left_out(self) -> None:
         for scan in self._scans:

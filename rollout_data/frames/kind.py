@@ -45,7 +45,9 @@ class Origins:
         origins: Where they are, and which of their trajectories are read.
         paths: The folders, absolute.
         schema: The fields that all of them must have; None as long as there is no trajectory.
-        problems: What was left out or repaired, in the order in which it was found; the last `MAX_PROBLEMS`.
+        problems: Data that were not read, were repaired or were left out, in the order in which they were found; the
+            last `MAX_PROBLEMS`.
+        advice: Remarks on data that are read as they are stored; the last `MAX_PROBLEMS`.
         num_problems: How many there were.
         num_vanished_blocks: Blocks, or chunks, that were lost since they were found: removed or spoilt.
         num_lost_trajectories: Trajectories that could not be read to their end.
@@ -64,6 +66,7 @@ class Origins:
         self.verify_on_open, self.chunk_cache_bytes = verify_on_open, chunk_cache_bytes
         self.schema: Schema | None = None
         self.problems: list[RolloutDataError] = []
+        self.advice: list[RolloutDataError] = []
         self.num_problems = self.num_vanished_blocks = self.num_lost_trajectories = 0
         self._reported: dict[int, None] = {}
         self.lost: set[Key] = set()  # counted already
@@ -71,15 +74,28 @@ class Origins:
 
     def report(self, problem: RolloutDataError) -> None:
         """Warn of a problem, once."""
-        key = hash(str(problem))
-        if key not in self._reported:
-            self._reported[key] = None
-            if len(self._reported) > _MAX_REPORTED:
-                del self._reported[next(iter(self._reported))]
+        if self._is_new(problem):
             self.num_problems += 1
             self.problems.append(problem)
             del self.problems[:-MAX_PROBLEMS]
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
+
+    def advise(self, remark: RolloutDataError) -> None:
+        """Warn of data that are read as they are stored and are probably not meant so, once."""
+        if self._is_new(remark):
+            self.advice.append(remark)
+            del self.advice[:-MAX_PROBLEMS]
+            warnings.warn(str(remark), RolloutDataWarning, stacklevel=2)
+
+    def _is_new(self, problem: RolloutDataError) -> bool:
+        """Return whether a problem or remark is reported for the first time, and note it."""
+        key = hash(str(problem))
+        if key in self._reported:
+            return False
+        self._reported[key] = None
+        if len(self._reported) > _MAX_REPORTED:
+            del self._reported[next(iter(self._reported))]
+        return True
 
     def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
         """Count blocks that are gone, once until they are `present` again."""

@@ -52,6 +52,8 @@ class Readers(Kind):
         for reader in self._readers:
             for problem in reader.problems:
                 source.report(problem)
+            for remark in reader.advice:
+                source.advise(remark)
 
     @staticmethod
     def is_there(path: Path) -> bool:

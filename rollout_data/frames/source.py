@@ -97,7 +97,7 @@ class Source(Origins):
         if self._kind is not None:
             self._kind.refresh(in_use)
             if not self._has_compared and (mixed := mixed_modes(self.modes)):
-                self.report(mixed)
+                self.advise(mixed)
             self._has_compared = True
 
     def release(self, in_use: BlocksInUse = tuple) -> None:

@@ -31,13 +31,15 @@ class Conversion:
         num_episodes: Episodes in the result.
         num_present: How many of them an earlier conversion had written.
         changes: What was changed or left out -> the ids of the episodes.
-        problems: What could not be read.
+        problems: Data that were not read, were repaired or were left out.
+        advice: Remarks on data that were written as they are stored; see `Recording.advice`.
     """
 
     num_episodes: int
     num_present: int
     changes: Mapping[str, Sequence[str]]
     problems: Sequence[RolloutDataError]
+    advice: Sequence[RolloutDataError] = ()
 
 
 def convert(
@@ -91,7 +93,8 @@ def convert(
             break
         recording = recording.select(one for one in recording.ids if one not in writer.left_out)
     unread = {one for what, ids in writer.report.items() if what.startswith("the episode is left out") for one in ids}
-    return Conversion(len(recording) - len(unread | writer.left_out), num_present, writer.report, problems)
+    num_episodes = len(recording) - len(unread | writer.left_out)
+    return Conversion(num_episodes, num_present, writer.report, problems, list(recording.advice))
 
 
 def _damaged(recording: Recording) -> dict[str, DataFileError]:

@@ -52,7 +52,9 @@ class FolderReader(ForeignReader):
         self.store: FrameStore = source.snapshot()
         self._texts: dict[int, str] | None = None
         self._last: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
-        self.metadata, self.problems = source.metadata, source.problems
+        self.metadata = source.metadata
+        self.problems = source.problems
+        self.advice = source.advice
         return _Infos(self.store, self.problems)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:

@@ -81,8 +81,13 @@ class Recording(Sequence[Episode]):
 
     @property
     def problems(self) -> list[RolloutDataError]:
-        """What was left out, repaired or inferred, as exceptions that were not raised."""
+        """Data that were not read, were repaired or were left out, as exceptions that were not raised."""
         return self._reader.problems
+
+    @property
+    def advice(self) -> list[RolloutDataError]:
+        """Remarks on data that are read as they are stored, such as copied actions; exceptions that were not raised."""
+        return self._reader.advice
 
     @cached_property
     def schema(self) -> Schema:

@@ -98,6 +98,7 @@ class RolloutDataset(RolloutStream):
 
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
+        advice: Remarks on data that are read as they are stored, such as copied actions.
         num_lost_trajectories: Trajectories that could not be read to their end; the rest has `valid=False`.
         num_dropped_frames: Frames that `drop_last` left undelivered.
 

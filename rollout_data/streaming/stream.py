@@ -120,6 +120,11 @@ class RolloutStream(RolloutFileBase[Transition]):
         return self.source.problems
 
     @property
+    def advice(self) -> list[RolloutDataError]:
+        """Remarks on data that are read as they are stored, such as copied actions; see `Recording.advice`."""
+        return self.source.advice
+
+    @property
     def num_lost_trajectories(self) -> int:
         """Trajectories that could not be read to their end."""
         return self.source.num_lost_trajectories

@@ -57,7 +57,10 @@ def convert(options: argparse.Namespace) -> Answer:
     some = {what: ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "") for what, ids in done.changes.items()}
     lines = [f"{what}: {len(ids):,} episodes ({some[what]})" for what, ids in done.changes.items()]
     lines += [*map(str, done.problems), f"{done.num_episodes:,} episodes, {done.num_present:,} of them were there"]
-    about = {**vars(done), "problems": [str(problem) for problem in done.problems]}
+    lines += [f"advice: {remark}" for remark in done.advice]
+    about = {**vars(done)}
+    about["problems"] = [str(problem) for problem in done.problems]
+    about["advice"] = [str(remark) for remark in done.advice]
     return Answer(about, lines, 1 if done.problems else 0)
 
 

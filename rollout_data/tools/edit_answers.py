@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
 from storage.errors import UsageError
 
@@ -45,7 +44,8 @@ def split(options: argparse.Namespace) -> Answer:
     done = folders.split(options.data_dir, parts or None, options.to, seed=options.seed, progress=options.progress)
     answers = {name: _made(one) for name, one in done.items()}
     about = {name: answer.about for name, answer in answers.items()}
-    return Answer(about, [line for answer in answers.values() for line in answer.lines])
+    code = max((answer.code for answer in answers.values()), default=0)
+    return Answer(about, [line for answer in answers.values() for line in answer.lines], code)
 
 
 def repair(options: argparse.Namespace) -> Answer:
@@ -74,7 +74,12 @@ def _made(done: folders.NewFolder) -> Answer:
     names = {f"{place}:{old}": new for (place, old), new in done.renamed.items()}
     lines = [f"{done.path}: {counts}; {blocks}"]
     lines += [f"  writer {old!r} of source {place} is called {new!r}" for (place, old), new in done.renamed.items()]
-    return Answer({**asdict(done), "path": str(done.path), "renamed": names}, lines)
+    lines += [f"  {problem}" for problem in done.problems]
+    lines += [f"  advice: {remark}" for remark in done.advice]
+    about = {**vars(done), "path": str(done.path), "renamed": names}
+    about["problems"] = [str(problem) for problem in done.problems]
+    about["advice"] = [str(remark) for remark in done.advice]
+    return Answer(about, lines, 1 if done.problems else 0)
 
 
 def _chosen(options: argparse.Namespace) -> list[str] | None:

@@ -48,6 +48,7 @@ def _describe_recording(data_dir: str) -> dict[str, Any]:
         "fields": recording.schema.to_json(),
         "metadata": plain(recording.metadata),
         "problems": {str(number): str(problem) for number, problem in enumerate(recording.problems)},
+        "advice": [str(remark) for remark in recording.advice],
     }
 
 
@@ -160,6 +161,9 @@ def as_text(about: dict[str, Any]) -> list[str]:
         said = "files left out; `rollout-data verify` says why" if is_own else "problems"
         lines.append(f"  {len(about['problems'])} {said}:")
         lines += [f"    {name if is_own else problem}" for name, problem in about["problems"].items()]
+    if advice := about.get("advice"):
+        lines.append("  advice:")
+        lines += [f"    {remark}" for remark in advice]
     return lines
 
 

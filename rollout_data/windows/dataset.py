@@ -78,6 +78,7 @@ class WindowDataset(WindowBatches):
 
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
+        advice: Remarks on data that are read as they are stored, such as copied actions.
         opened_as: What it shows, for `at`: a short list of plain data; the fourth is `len` when it was first opened.
 
     Raises:
@@ -211,6 +212,11 @@ class WindowDataset(WindowBatches):
     def problems(self) -> list[RolloutDataError]:
         """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
         return self._source.problems
+
+    @property
+    def advice(self) -> list[RolloutDataError]:
+        """Remarks on data that are read as they are stored, such as copied actions; see `Recording.advice`."""
+        return self._source.advice
 
     @property
     def metadata(self) -> dict[str, Any]:

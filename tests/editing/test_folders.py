@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import warnings
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ import rollout_data
 from rollout_data import convert, drop, edits_of, merge, split, tag
 from rollout_data.tools.command import main
 from rollout_data.tools.rewrite import check_folder
-from storage.errors import DataFileError, SchemaError, UsageError
+from storage.errors import RolloutDataWarning, SchemaError, UsageError
 from tests.editing.folders import content, files, folder_of, ids
 from tests.files.recorded import record
 from tests.recordings.sets import state, write_demos
@@ -116,11 +118,51 @@ def test_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path) -> None:
         merge([], tmp_path / "x")
     with pytest.raises(UsageError, match="shares >= 0 that add up to 1, got"):
         split(walk, {"a": "b"}, tmp_path / "x")
-    path = next(walk.glob("rollout_a_0*.h5"))
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(DataFileError, match=r"Run 'rollout-data repair .* --to NEW' first"):
-        merge([walk], tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def cut(walk: Path) -> Path:
+    """Cut the first block of writer a."""
+    path = min(walk.glob("rollout_a_0*.h5"))
+    path.write_bytes(path.read_bytes()[:500])
+    return path
+
+
+def test_what_a_damaged_block_held_is_left_out_and_named_as_by_a_conversion(walk: Path, tmp_path: Path, capsys) -> None:
+    path, before = cut(walk), content(walk)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RolloutDataWarning)
+        intact = sorted(rollout_data.open(walk).ids)
+        converted = convert(walk, tmp_path / "own", progress=False)
+        merged = merge([walk], tmp_path / "merged")
+        parts = split(walk, {"x": 0.5, "y": 0.5}, tmp_path / "parts")
+        whole = [merged.path, *(part.path for part in parts.values())]
+        assert content(walk) == before and 0 < len(intact) < 18
+        assert main(["merge", str(walk), "--to", str(tmp_path / "by_command")]) == 1
+    for done in (converted, merged, *parts.values()):
+        assert path.name in str(done.problems[0]) and all("left out" in str(one) for one in done.problems[1:])
+    assert path.name in capsys.readouterr().out
+    found = {folder.name: [one.metadata["id"] for one in rollout_data.open(folder)] for folder in whole}
+    assert sorted(found["merged"]) == sorted(found["x"] + found["y"]) == intact == sorted(before)
+
+
+def test_advice_is_handed_on_and_refuses_nothing(tmp_path: Path, capsys) -> None:
+    path = write_demos(tmp_path / "hand.hdf5", [10, 11, 12])
+    with h5py.File(path, "r+") as file:
+        for demo in file["data"].values():
+            del demo["actions"]
+            demo["actions"] = demo["obs/low"][:]
+    recording = rollout_data.open(path)
+    assert ["those of the same step" in str(remark) for remark in recording.advice] == [True]
+    parts = split(recording, {"x": 0.5, "y": 0.5}, tmp_path / "parts")
+    made = [merge([path], tmp_path / "merged"), *parts.values(), convert(path, tmp_path / "own", progress=False)]
+    for done in made:
+        assert done.problems == [] and [str(one) for one in done.advice] == [str(one) for one in recording.advice]
+    assert sum(part.num_trajectories for part in parts.values()) == made[0].num_trajectories == 3
+    for command in (["merge"], ["convert"]):
+        to = [str(tmp_path / command[0])] if command == ["convert"] else ["--to", str(tmp_path / command[0])]
+        assert main([*command, str(path), *to]) == 0
+        assert "advice: cannot take as commands" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", ["walk", "walk/new", "walk/../walk/deep/new"])

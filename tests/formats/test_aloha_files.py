@@ -134,7 +134,7 @@ def test_a_row_that_claims_to_be_long_takes_no_memory(tmp_path: Path) -> None:
 def test_actions_that_are_positions_are_reported(tmp_path: Path, shift: int, which: str) -> None:
     folder = aloha(tmp_path / "x")
     edited(folder / "episode_2.hdf5", lambda file: replace(file, "action", values(2, 3, first=shift)))
-    assert f"got those of {which} step" in str(rollout_data.open(folder).problems[0])
+    assert f"got those of {which} step" in str(rollout_data.open(folder).advice[0])
 
 
 def maniskill(path: Path) -> Path:
@@ -192,7 +192,8 @@ def test_actions_may_be_a_group_and_observations_absent(tmp_path: Path) -> None:
 def test_flags_before_the_last_step_are_reported_and_cut_nothing(tmp_path: Path) -> None:
     path = edited(maniskill(tmp_path / "x.h5"), lambda file: file["traj_10/terminated"].__setitem__(1, True))
     recording = rollout_data.open(path)
-    assert len(recording[2]) == 4 and "true for step 1" in str(recording.problems[0])
+    assert len(recording[2]) == 4 and "true for step 1" in str(recording.advice[0])
+    assert recording.problems == []
 
 
 def test_a_list_of_other_trajectories_is_refused_unless_it_is_rebuilt(tmp_path: Path) -> None:

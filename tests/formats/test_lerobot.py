@@ -159,7 +159,7 @@ def test_encoded_pictures_are_rows_by_columns_by_channels_whatever_is_declared(t
     recording = rollout_data.open(LeRobotSet(tmp_path / "set", [2, 1], columns=columns).write(1000))
     assert recording.metadata["lossy"] == ["observation/images.jpeg"]
     assert recording.metadata["units"] == {"observation/images.mm": "mm", "observation/images.m": "m"}
-    assert sum("by its dtype" in str(problem) for problem in recording.problems) == 2
+    assert sum("by its dtype" in str(remark) for remark in recording.advice) == 2
     for number, episode in enumerate(recording):
         expected = picture(FIRST + number, len(episode))
         np.testing.assert_array_equal(episode.observation["images.chw"], expected)

@@ -91,7 +91,7 @@ def test_a_final_observation_that_begins_the_next_episode_is_given_and_reported(
     recording = rollout_data.open(write(tmp_path / "a", {0: block(0, is_reset=True)}))
     finals = [episode.final_observation["states"] for episode in recording]
     np.testing.assert_array_equal(finals, [state(0, 7)[3], state(0, 7)[4], state(0, 7)[6], state(1, 7)[6]])
-    assert ["first one of the next episode" in str(problem) for problem in recording.problems] == [True]
+    assert ["first one of the next episode" in str(remark) for remark in recording.advice] == [True]
 
 
 def test_observations_after_steps_that_are_no_copies_are_kept(tmp_path: Path) -> None:

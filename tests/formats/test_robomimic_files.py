@@ -321,7 +321,8 @@ def test_observations_of_libero_move_only_on_request(tmp_path: Path) -> None:
     path = ROOT / "libero" / "KITCHEN_SCENE_put_the_cube_demo.hdf5"
     stored = rollout_data.open(path)
     assert stored.metadata["macros_image_convention"] == "opengl"
-    assert [len(one) for one in stored] == [3, 1, 4] and "shift_obs=True" in str(stored.problems[0])
+    assert [len(one) for one in stored] == [3, 1, 4] and "shift_obs=True" in str(stored.advice[0])
+    assert stored.problems == []
     moved = rollout_data.open(path, shift_obs=True)
     assert [(one.id, len(one)) for one in moved] == [("demo_0", 2), ("demo_2", 3)]
     assert "'data/demo_1'" in str(moved.problems[0]) and "got 1" in str(moved.problems[0])

@@ -34,8 +34,9 @@ def test_actions_that_are_copies_are_reported(tmp_path: Path, version: str, shif
         table = made.tables[number].set_column(column, "observation.state", lists(state(50 + number, length, 2)))
         made.tables[number] = table.set_column(column + 1, "action", lists(rows.astype("float32")))
     made.info["features"]["observation.state"]["shape"] = [2]
-    (problem,) = rollout_data.open(made.write()).problems
-    assert said in str(problem)
+    recording = rollout_data.open(made.write())
+    (remark,) = recording.advice
+    assert said in str(remark) and recording.problems == []
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -44,7 +45,22 @@ def test_copied_actions_of_trajectory_folders_are_reported(folder: NaiveFolder, 
     folder.chunk(0, 0, 4, done=True, observations=rows[:4], actions=rows[shift : 4 + shift])
     for take in (rollout_data.open, rollout_data.WindowDataset):
         with pytest.warns(RolloutDataWarning, match=f"those of the {('same', 'next')[shift]} step"):
-            take(folder.data_dir)
+            opened = take(folder.data_dir)
+        assert len(opened.advice) == 1 and opened.problems == []
+
+
+def test_a_sound_trajectory_folder_with_constant_actions_has_advice_and_no_problem(folder: NaiveFolder) -> None:
+    folder.chunk(0, 0, 4, done=True, observations=state(50, 4, 3).astype(np.float32), actions=np.ones((4, 2), "f4"))
+    with pytest.warns(RolloutDataWarning, match="the same in all steps"):
+        stream = rollout_data.RolloutDataset(folder.data_dir, 1, device="cpu")
+        assert stream.problems == []
+    assert ["the same in all steps" in str(remark) for remark in stream.advice] == [True]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RolloutDataWarning)
+        recording = rollout_data.open(folder.data_dir)
+        done = rollout_data.convert(recording, folder.data_dir.parent / "own", progress=False)
+    for result in (recording, done):
+        assert result.problems == [] and len(result.advice) == 1
 
 
 def test_copied_actions_of_a_group_are_reported(tmp_path: Path) -> None:
@@ -54,7 +70,7 @@ def test_copied_actions_of_a_group_are_reported(tmp_path: Path) -> None:
         file["data/demo_1/actions/pose"] = file["data/demo_1/obs/low"][:]
         file["data/demo_1/actions/gripper"] = np.arange(3.0)[:, None]
         file["data"].attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 2})
-    assert "'action/pose' that differs from 'observation/low'" in str(rollout_data.open(path, "isaaclab").problems)
+    assert "'action/pose' that differs from 'observation/low'" in str(rollout_data.open(path, "isaaclab").advice)
 
 
 def d4rl(path: Path, has_dummy_step: bool) -> Path:
@@ -84,9 +100,11 @@ def with_finals(path: Path, has_dummy_step: bool) -> Path:
 
 @pytest.mark.parametrize("write", [d4rl, with_finals])
 def test_a_dummy_step_after_an_end_is_reported(tmp_path: Path, write: Callable[[Path, bool], Path]) -> None:
-    assert not rollout_data.open(write(tmp_path / "a.hdf5", False)).problems
-    (problem,) = rollout_data.open(write(tmp_path / "b.hdf5", True)).problems
-    assert "the first one of the next episode, 1 times" in str(problem) and "autoreset" in str(problem)
+    assert not rollout_data.open(write(tmp_path / "a.hdf5", False)).advice
+    recording = rollout_data.open(write(tmp_path / "b.hdf5", True))
+    (remark,) = recording.advice
+    assert "the first one of the next episode, 1 times" in str(remark) and "autoreset" in str(remark)
+    assert recording.problems == []
 
 
 def controlled(path: Path, kind: Any) -> Path:

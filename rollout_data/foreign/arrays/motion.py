@@ -133,10 +133,10 @@ class Reader(ForeignReader):
                 num_rows = _CHECKED_BYTES // (prod(one.shape[1:]) * one.dtype.itemsize)
                 wrong = np.flatnonzero(~is_right(one.read(0, max(1, num_rows))))
                 if len(wrong):
-                    self.problem("understand", f"frame {wrong[0]} of {where}", expected, "others", advice)
+                    self.advise("understand", f"frame {wrong[0]} of {where}", expected, "others", advice)
         if sizes.get("B", sizes["J"] + 1) != sizes["J"] + 1:
             got, advice = f"{sizes['B']} for {sizes['J']} joints", "Look for 'world' or merged links"
-            self.problem("understand", where, "a body for each joint and the root", got, advice)
+            self.advise("understand", where, "a body for each joint and the root", got, advice)
 
     def _read_json(self, path: Path) -> EpisodeInfo:
         fields, metadata = self._json(path)

@@ -205,7 +205,7 @@ class Hdf5Reader(ForeignReader):
         values = file.rows("", found, 0 if length <= _MAX_FLAGS else length - 1, length, dataset).astype(bool)
         if values[:-1].any() and name != "success":
             where, step = f"{name!r} of {file.place(node)}", int(np.argmax(values))
-            wrong = self.problem("cut the episode", where, "true for its last step only", f"true for step {step}")
+            wrong = self.advise("cut the episode", where, "true for its last step only", f"true for step {step}")
             wrong.of("inside", file.name(node).rpartition("/")[2]).advice = "It is kept"
         return bool(values[-1])
 

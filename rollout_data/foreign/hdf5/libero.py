@@ -40,7 +40,7 @@ class Reader(RobomimicReader):
         episodes = super().scan()
         if not self.options["shift_obs"]:
             where, advice = f"the observations of {str(self.path)!r}", "Open it with shift_obs=True to move them"
-            self.problem("move", where, "observations before the actions", "those after them, as stored", advice)
+            self.advise("move", where, "observations before the actions", "those after them, as stored", advice)
         return episodes
 
     def describe(self, file: OpenFile, data: Any) -> None:

@@ -157,7 +157,7 @@ class Reader(ForeignReader):
             return feature
         unit = "mm" if feature.dtype == "uint16" else "m"
         where, advice = f"{feature.source!r} of {str(self.path)!r}", f"Read as {unit!r}, by its dtype"
-        self.problem("tell the unit of depth", where, "a depth_unit of 'm' or 'mm'", "none", advice)
+        self.advise("tell the unit of depth", where, "a depth_unit of 'm' or 'mm'", "none", advice)
         return replace(feature, unit=unit)
 
     def _components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:

@@ -74,7 +74,7 @@ class Reader(ForeignReader):
             self._scan_shard(split, path, length, episodes)
         if len(episodes) > 1 and all(info.terminated for info in episodes):
             advice = "The recorder may set is_terminal on every last step; then 'terminated' says nothing"
-            self.problem("tell ends apart in", repr(str(self._folder)), "other ends too", "terminated only", advice)
+            self.advise("tell ends apart in", repr(str(self._folder)), "other ends too", "terminated only", advice)
         return episodes
 
     def _file(self, name: str) -> Path:
@@ -112,7 +112,7 @@ class Reader(ForeignReader):
                 continue
             self._steps[name] = leaf
             if leaf.dtype != leaf.declared:
-                self.problem("read", where, leaf.declared, leaf.dtype, "The file holds no more than is delivered")
+                self.advise("read", where, leaf.declared, leaf.dtype, "The file holds no more than is delivered")
         self.metadata["lossy"] = [name for name, leaf in self._steps.items() if leaf.dtype != leaf.declared]
 
     def _scan_shard(self, split: str, name: str, length: int, episodes: list[EpisodeInfo]) -> None:
