@@ -6,6 +6,7 @@ the report, once for each kind of it. A format is one file here and one line in 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -72,7 +73,6 @@ class ForeignWriter(ABC):
         options: Arguments of `convert` for this format.
         written: Ids of the episodes that are there.
         left_out: Ids of those whose `add` failed, as they cannot be read; `convert` fills it.
-        report: What was changed or left out -> the ids of the episodes, in the order in which it was met.
     """
 
     format: ClassVar[str]
@@ -88,11 +88,12 @@ class ForeignWriter(ABC):
     ) -> None:
         self.path, self.episodes, self.metadata = path, episodes, metadata
         self.options = {**self.OPTIONS, **options}
-        self.report: dict[str, list[str]] = {}
+        self._noted: dict[str, list[str]] = {}
+        self._casts: dict[tuple[str, str, str], _Cast] = {}
         self.left_out: set[str] = set()
         self.written: set[str] = self.begin()
         if self.HOLDS is not None and (lost := sorted(_told(metadata) - self.HOLDS)):
-            self.report[f"metadata of the recording are left out: {', '.join(lost)}"] = [one.id for one in episodes]
+            self._noted[f"metadata of the recording are left out: {', '.join(lost)}"] = [one.id for one in episodes]
 
     @abstractmethod
     def begin(self) -> set[str]:
@@ -112,6 +113,12 @@ class ForeignWriter(ABC):
         """Write what concerns all episodes. Idempotent."""
 
     @property
+    def report(self) -> dict[str, list[str]]:
+        """What was changed or left out -> the ids of the episodes, in the order in which it was met."""
+        casts = {cast.text(*key): cast.episodes for key, cast in self._casts.items()}
+        return {**self._noted, **casts}
+
+    @property
     def is_complete(self) -> bool:
         """True if all episodes are there that can be read."""
         done = self.written if self.is_laid_out_first else self.written | self.left_out
@@ -119,8 +126,78 @@ class ForeignWriter(ABC):
 
     def changed(self, what: str, episode: EpisodeToWrite, holds: Any = True) -> None:
         """Note in the report, once, that something of an episode was changed or left out, if that holds."""
-        if holds and episode.id not in (noted := self.report.setdefault(what, []))[-1:]:
+        if holds and episode.id not in (noted := self._noted.setdefault(what, []))[-1:]:
             noted.append(episode.id)
+
+    def cast(self, rows: Any, dtype: Any, name: str, episode: EpisodeToWrite) -> Array:
+        """Convert rows of a field to a dtype; the report counts the values that change."""
+        values = np.asarray(rows)
+        if values.dtype == dtype:
+            return values
+        with np.errstate(over="ignore", invalid="ignore"):
+            converted = values.astype(dtype)
+        num_changed, difference = _change(values, converted)
+        if num_changed:
+            key = name, str(values.dtype), str(converted.dtype)
+            self._casts.setdefault(key, _Cast()).add(num_changed, difference, episode.id)
+        return converted
+
+    def join(self, columns: Mapping[str, Any], dtype: Any, episode: EpisodeToWrite) -> Array:
+        """Join fields side by side: name -> `[T, *shape]` to `[T, sum of elements]` of one dtype."""
+        parts = [self.cast(rows, dtype, name, episode) for name, rows in columns.items()]
+        return np.concatenate([part.reshape(len(part), math.prod(part.shape[1:])) for part in parts], axis=1)
+
+
+@dataclass
+class _Cast:
+    """Values of a field that a conversion to another dtype changed.
+
+    Attributes:
+        num_values: Changed values.
+        difference: Largest difference between an old and a new value.
+        episodes: Ids of their episodes.
+    """
+
+    num_values: int = 0
+    difference: float = 0
+    episodes: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, num_values: int, difference: float, episode: str) -> None:
+        """Count changed values of an episode."""
+        self.num_values += num_values
+        self.difference = max(self.difference, difference)
+        if episode not in self.episodes[-1:]:
+            self.episodes.append(episode)
+
+    def text(self, name: str, before: str, after: str) -> str:
+        """Describe the change for the report."""
+        change = "1 value changes" if self.num_values == 1 else f"{self.num_values} values change"
+        most = str(self.difference) if isinstance(self.difference, int) else f"{self.difference:.6g}"
+        return f"field {name!r} ({before}) is written as {after}: {change}, by at most {most}"
+
+
+#: Integers up to 2 to this power are exact in a float of so many bytes.
+_EXACT_BITS = {2: 11, 4: 24, 8: 53}
+
+
+def _change(before: Array, after: Array) -> tuple[int, float]:
+    """Count the values that differ after a conversion to another dtype; return the largest difference as well."""
+    old, new = before.reshape(-1), after.reshape(-1)
+    if old.dtype.kind == "b":
+        return 0, 0
+    if old.dtype.kind == "f":
+        with np.errstate(over="ignore", invalid="ignore"):
+            is_changed = (old != new) & ~(np.isnan(old) & np.isnan(new))
+            differences = np.abs(old[is_changed].astype(np.float64) - new[is_changed].astype(np.float64))
+        return len(differences), float(differences.max(initial=0))
+    if new.dtype.kind == "f":
+        limit = 2 ** _EXACT_BITS[new.dtype.itemsize]
+        is_inexact = (old > limit) | (old < -limit) if old.dtype.kind == "i" else old > limit
+        old, new = old[is_inexact], new[is_inexact]
+    # Python's integers: a difference of two numbers of 64 bits is exact in no dtype of numpy.
+    pairs = zip(old.tolist(), new.tolist(), strict=True)
+    differing = [abs(int(two) - one) if np.isfinite(two) else math.inf for one, two in pairs if one != two]
+    return len(differing), max(differing, default=0)
 
 
 @dataclass(frozen=True)
@@ -168,7 +245,9 @@ class SharedFields:
                 yield f"field {name!r} is left out: {reason}"
 
 
-def shared_fields(episodes: Sequence[EpisodeToWrite], depth: Collection[str] = ()) -> SharedFields:
+def shared_fields(
+    episodes: Sequence[EpisodeToWrite], depth: Collection[str] = (), has_one_form: bool = True
+) -> SharedFields:
     """Choose the fields of a target in which every episode has the same fields.
 
     Flags and floats that some episodes lack are filled with False and NaN. Rewards, actions, integers, texts and
@@ -177,6 +256,7 @@ def shared_fields(episodes: Sequence[EpisodeToWrite], depth: Collection[str] = (
     Args:
         episodes: Episodes of the target.
         depth: Fields of depth pictures.
+        has_one_form: Whether a field has one dtype and shape in the target. False keeps fields that differ.
 
     Raises:
         UsageError: A field has the name of a group of fields.
@@ -201,7 +281,7 @@ def shared_fields(episodes: Sequence[EpisodeToWrite], depth: Collection[str] = (
     for name, field in fields.items():
         if name in texts:
             left_out[name] = "it is a text in some episodes and a number in others"
-        elif len(owners[name]) > 1:
+        elif has_one_form and len(owners[name]) > 1:
             forms = [f"{dtype}{list(shape)} in episode {one!r}" for (dtype, shape), one in owners[name].items()]
             left_out[name] = f"it is {' and '.join(forms[:2])}"
         elif counts[name] < len(episodes) and not _can_be_filled(field, depth):
@@ -221,6 +301,12 @@ def _can_be_filled(field: Field, depth: Collection[str]) -> bool:
         return len(field.shape) <= 1
     is_picture = field.name in depth or (len(field.shape) == 3 and axes_of(field.shape))
     return field.dtype in _FLOATS and not is_picture
+
+
+def has_open_end(episode: EpisodeToWrite) -> bool:
+    """Return whether the recording stopped before the episode ended, as far as the source tells."""
+    ends = episode.terminated, episode.truncated
+    return ends == (False, False) or (ends == (None, None) and episode.metadata.get("ends") == "open")
 
 
 def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:

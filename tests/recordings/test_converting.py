@@ -149,7 +149,7 @@ def odd(folder: Path) -> rollout_data.Recording:
 LEFT_OUT = {
     "rollout-data": "",
     "lerobot": "control_mode notes robot .*ended after metadata",
-    "robomimic": "notes robot words several .*ended after",
+    "robomimic": "notes robot words several .*ended",
     "isaaclab": "tags control_mode notes robot words several .*ended after",
     "minari": "control_mode notes robot made .*besides seed",
     "d4rl": "control_mode notes robot joined metadata",

@@ -6,6 +6,7 @@ One rule: an episode ends where the file says so, or where the user does; the ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,8 +17,10 @@ from storage.core import arguments
 from storage.errors import CorruptFileError, UsageError
 
 from ..reader import EpisodeInfo
+from ..writer import ABSENT
 from .files import OpenFile, matches
 from .flat import FlatReader, ends_of, our_name
+from .robomimic import parsed
 
 _METADATA, _CHUNKED = "metadata/", "virtual"
 _STEPS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
@@ -46,7 +49,8 @@ class Reader(FlatReader):
         with self.files.use(self.path) as file:
             for group in _groups(file):
                 self._take_group(file, group)
-        return self._cut()
+        noted = parsed(self.metadata.pop(ABSENT, None), ABSENT)
+        return [_with_absent_fields(info, noted.get(info.name)) for info in self._cut()]
 
     def _take_group(self, file: OpenFile, group: str) -> None:
         found = file.survey(group)
@@ -77,6 +81,11 @@ class Reader(FlatReader):
         if not self.options["terminals_end"]:
             return self.cut(ends_of(truncated), None, truncated)
         return self.cut(ends_of(terminated | truncated), terminated, truncated)
+
+
+def _with_absent_fields(info: EpisodeInfo, names: Any) -> EpisodeInfo:
+    """Return an episode with the names of fields that it lacked when it was written."""
+    return replace(info, metadata={**info.metadata, ABSENT: names}) if isinstance(names, list) else info
 
 
 def _groups(file: OpenFile) -> list[str]:

@@ -7,6 +7,7 @@ the first ones when the file is opened and the others when they are first read, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,8 +20,10 @@ from storage.core.fields import DTYPES, MAX_FIELDS, Field, Schema
 from storage.errors import CorruptFileError, DataFileError
 from storage.saving.hdf5 import reported
 
+from ..guards import parse_json
 from ..pictures import decode_picture, picture_shape
 from ..reader import EpisodeInfo, ForeignReader
+from ..writer import ABSENT
 from .files import Files, Found, OpenFile
 
 #: Datasets that are checked while a file is opened.
@@ -187,7 +190,10 @@ class Hdf5Reader(ForeignReader):
         return shape
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        """Give the rest of `EpisodeInfo` for the episode in a group; "metadata" is completed by its attributes."""
+        """Give the rest of `EpisodeInfo` for the episode in a group; "metadata" is completed by its attributes.
+
+        "repeated" names fields of the final observation that only repeat the last one.
+        """
         return {ours: self.flag(file, node, name, length) for name, ours in self.ENDS.items()}
 
     def flag(self, file: OpenFile, node: Any, name: str, length: int) -> bool | None:
@@ -223,7 +229,9 @@ class Hdf5Reader(ForeignReader):
                         length, layout = self._layout_of(file, group, node, known)
                         about, source = self.about(file, node, length), Source(path, group, layout)
                         about["metadata"] = Told(about.get("metadata", {}), partial(self.aside, source))
-                        parts = layout.schema, layout.texts, layout.final_schema
+                        repeated = about.pop("repeated", ())
+                        final = [one for one in layout.final_schema.values() if one.name not in repeated]
+                        parts = layout.schema, layout.texts, Schema(final)
                         episodes.append(EpisodeInfo(name, length, *parts, source=source, **about))
                 except DataFileError as cause:
                     if file.num_links_left < 0:
@@ -259,6 +267,7 @@ class Hdf5Reader(ForeignReader):
         with self.files.use(source.path) as file:
             found = file.survey(source.group)
             told = file.attributes(file.group(source.group), (*self.KNOWN, self.STATED))
+            told |= absent_fields(told.get(ABSENT))
             for name, row in source.layout.aside.items():
                 path, one = f"{source.group}/{name}", found[name]
                 if row is not None:
@@ -393,6 +402,15 @@ class LayoutMaker:
         shape = () if name == "reward" and found.shape[1:] == (1,) else found.shape[1:]
         columns[name] = Column(path, shape, found.kind, first)
         return True
+
+
+def absent_fields(text: Any) -> dict[str, list[str]]:
+    """Parse the names of fields that an episode lacked when it was written, a JSON list; {} if there is none."""
+    with suppress(CorruptFileError):
+        names = parse_json(text, Path(ABSENT)) if isinstance(text, str) else None
+        if isinstance(names, list):
+            return {ABSENT: [name for name in names if isinstance(name, str)]}
+    return {}
 
 
 def is_encoded(found: Found) -> bool:

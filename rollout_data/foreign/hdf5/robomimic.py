@@ -20,6 +20,7 @@ from ..guards import parse_json
 from ..reader import EpisodeInfo
 from .episodes import Hdf5Reader, Layout, LayoutMaker
 from .files import OpenFile, matches
+from .names import OBS_NAMES, REPEATED, flat_key
 
 DATA, DEMO = "data", "demo_"
 #: Limits of the comparison with the next ones while a file is opened: episodes, bytes of observations, rows at a time.
@@ -56,10 +57,12 @@ class Reader(Hdf5Reader):
         self._masks: dict[str, list[str]] = {}  # name -> its demos
         self._masks_of: dict[str, list[str]] = {}  # demo -> names
         self._compared: set[tuple[str, str]] = set()
+        self._obs_names: dict[str, str] = {}  # key of `obs` -> name of the observation
         with self.files.use(self.path) as file:
             data = file.group(DATA)
             names = file.numbered(DATA, DEMO)
             self.describe(file, data)
+            self._obs_names = _original_names(self.metadata.pop(OBS_NAMES, None))
             self._read_masks(file)
             episodes = self.collect(self.path, DATA, names)
             total = file.attribute(data, "total")
@@ -89,12 +92,21 @@ class Reader(Hdf5Reader):
     def put(self, maker: LayoutMaker, path: str) -> None:
         seen = path.removeprefix("next_")
         if seen == path or not path.startswith("next_obs") or seen not in maker.found:
-            super().put(maker, path)
+            if path.startswith("obs/"):
+                maker.add(self._name_of(maker, path), path)
+            else:
+                super().put(maker, path)
             return
         if self.options.get("keep_next_obs"):
             maker.add(path, path)
         maker.check_rows(path)
-        maker.add_final(seen.replace("obs", "observation", 1), path, -1)
+        maker.add_final(self._name_of(maker, seen), path, -1)
+
+    def _name_of(self, maker: LayoutMaker, path: str) -> str:
+        """Return the name of the observation in a dataset: the one that our writer flattened, if it did."""
+        key = path.removeprefix("obs/")
+        original = self._obs_names.get(key, key)
+        return path.replace("obs", "observation", 1) if f"obs/{original}" in maker.found else f"observation/{original}"
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         name = h5py.h5i.get_name(node).decode().rpartition("/")[2]
@@ -102,8 +114,12 @@ class Reader(Hdf5Reader):
         if masks := self._masks_of.get(name):
             told["mask"] = masks
         task, success = told.get("lang", ""), told.get("success")
+        repeated = told.pop(REPEATED, None)
         found: dict[str, Any] = {"metadata": told, "task": task if isinstance(task, str) else ""}
         found["success"] = success if isinstance(success, bool) else None
+        if isinstance(repeated, list):
+            names = [self._obs_names.get(key, key) for key in map(str, repeated)]
+            found["repeated"] = {"observation", *(f"observation/{one}" for one in names)}
         if self.options.get("terminated_from_dones"):
             found["terminated"] = self.flag(file, node, "dones", length)
         return found
@@ -151,6 +167,13 @@ class Reader(Hdf5Reader):
                 wrong = self.problem("leave out", where, f"row {step} as row {step + 1} of obs", "others", advice)
                 return wrong.of("next", info.name)
         return None
+
+
+def _original_names(text: Any) -> dict[str, str]:
+    """Read the names of observations that our writer flattened; an entry that does not fit its key is ignored."""
+    names = parsed(text, OBS_NAMES)
+    texts = {key: name for key, name in names.items() if isinstance(name, str)}
+    return {key: name for key, name in texts.items() if all(name.split("/")) and flat_key(name) == key}
 
 
 def parsed(text: Any, name: str) -> dict[str, Any]:

@@ -5,16 +5,17 @@ One rule: every episode has the same fields; a reward that is missing is refused
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from storage.core.fields import Field
+from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 
-from ..writer import Array, EpisodeToWrite, finals_of
+from ..writer import ABSENT, Array, EpisodeToWrite, finals_of, shared_fields
 from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
 
 _FLAT = {"observation": "observations", "action": "actions", "reward": "rewards"}
@@ -34,71 +35,97 @@ class Writer(Hdf5Writer):
         lengths = [episode.length for episode in self.episodes]
         num_rows, first = sum(lengths), np.cumsum([0, *lengths])[:-1].tolist()
         self._first = dict(zip([episode.id for episode in self.episodes], first, strict=True))
-        forms = [self._form(episode) for episode in self.episodes]
-        for episode, form in zip(self.episodes, forms, strict=True):
-            if form != forms[0]:
-                differing = sorted(name for name in {*form, *forms[0]} if form.get(name) != forms[0].get(name))
-                where, got = f"episode {episode.id!r} as D4RL", f"another {', '.join(differing)}"
-                raise UsageError("write", where, "the same fields in all episodes", got, "Select episodes of one kind")
+        self._fields = shared_fields(self.episodes)
+        if self.options["missing_reward"] is not None:
+            left_out = {name: why for name, why in self._fields.left_out.items() if name != "reward"}
+            self._fields = replace(self._fields, left_out=left_out)
+        form = self._form() if len(self.episodes) else {}
         self._has_next = all(bool(episode.final) for episode in self.episodes)
         flags = {name: (np.dtype(bool), ()) for name in ("terminals", "timeouts")}
-        following = {"next_observations": forms[0]["observations"]} if forms and self._has_next else {}
-        datasets = {
-            name: (dtype, (num_rows, *shape))
-            for name, (dtype, shape) in {**(forms or [{}])[0], **flags, **following}.items()
-        }
-        self._file = EpisodeFile(self.path, datasets, {}, {"/": {}})
+        following = {"next_observations": form["observations"]} if form and self._has_next else {}
+        rows = {**form, **flags, **following}
+        datasets = {name: (dtype, (num_rows, *shape)) for name, (dtype, shape) in rows.items()}
+        absent = {number: self._fields.absent(episode) for number, episode in enumerate(self.episodes)}
+        noted = json.dumps({str(number): names for number, names in absent.items() if names})
+        contents = {f"metadata/{ABSENT}": np.bytes_(noted.encode())} if any(absent.values()) else {}
+        self._file = EpisodeFile(self.path, datasets, contents, {"/": {}})
         return self._file.written
 
-    def _form(self, episode: EpisodeToWrite) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Name -> dtype and shape of a row, of what an episode fills."""
+    def _form(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Return dtype and shape of a row of each dataset.
+
+        Raises:
+            UsageError: There are no observations, actions or rewards that all episodes have.
+        """
         form: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         for head, at in _FLAT.items():
-            fields = list(episode.schema.below(head).values())
+            fields = list(self._fields.schema.below(head).values())
             if len(fields) == 1:
                 is_number = head == "reward" and fields[0].num_elements == 1
                 form[at] = written_dtype(fields[0]), () if is_number else fields[0].shape
             elif fields:
                 form[at] = np.result_type(*map(written_dtype, fields)), (sum(field.num_elements for field in fields),)
-        for field in _others(episode):
+        for field in _others(self._fields.schema):
             form[_info(field)] = written_dtype(field), field.shape
-        if "rewards" not in form:
-            if self.options["missing_reward"] is None:
-                advice = "Say missing_reward=, or select episodes with rewards"
-                raise UsageError("write", f"episode {episode.id!r} as D4RL", "rewards", "none", advice)
+        if "rewards" not in form and self.options["missing_reward"] is not None:
             form["rewards"] = np.dtype("<f4"), ()
-        if missing := [at for at in ("observations", "actions") if at not in form]:
-            raise UsageError("write", f"episode {episode.id!r} as D4RL", missing[0], "none")
+        for head, at in _FLAT.items():
+            if at not in form:
+                reasons = [why for name, why in self._fields.left_out.items() if name.partition("/")[0] == head]
+                lacking = [episode.id for episode in self.episodes if not episode.schema.below(head)]
+                got = f"none in episode {lacking[0]!r}" if lacking else reasons[0]
+                advice = "Select episodes of one kind" + (", or say missing_reward=" if head == "reward" else "")
+                raise UsageError("write", f"{str(self.path)!r} as D4RL", f"{at} in all episodes", got, advice)
         return form
 
     def add(self, episode: EpisodeToWrite) -> None:
-        first, length = self._first[episode.id], episode.length
+        first = self._first[episode.id]
         for head, at in _FLAT.items():
-            names = list(episode.schema.below(head))
+            names = list(self._fields.schema.below(head))
             if len(names) == 1:
                 self.copy(episode, names[0], at, first)
             elif names:
-                self._file.write(at, _joined([np.asarray(episode.read(name)) for name in names]), first)
+                self._file.write(
+                    at, self._joined(episode, {name: self._fields.read(episode, name) for name in names}), first
+                )
             else:
-                self._file.write(at, np.full(length, self.options["missing_reward"]), first)
-            self.changed("rewards are made up by missing_reward", episode, not names)
+                self._write_rewards(episode, first)
             self.changed(f"{''.join(names)!r} is called {at!r}", episode, len(names) == 1 and names[0] != head)
-        for field in _others(episode):
+        for field in _others(self._fields.schema):
             self.copy(episode, field.name, _info(field), first)
             self.changed("other fields are called infos/<name>", episode, field.name != _info(field))
+        for change in self._fields.changes(episode):
+            self.changed(change, episode)
         self._write_ends(episode, first)
         self._file.note(episode.id)
+
+    def _write_rewards(self, episode: EpisodeToWrite, first: int) -> None:
+        """Write the rewards of an episode of a recording in which not all have some."""
+        field = episode.schema.get("reward")
+        if field is not None and field.num_elements == 1:
+            rewards = self.cast(episode.read("reward"), np.dtype("<f4"), "reward", episode)
+            self._file.write("rewards", rewards.reshape(-1), first)
+            return
+        self._file.write("rewards", np.full(episode.length, self.options["missing_reward"]), first)
+        self.changed("rewards are made up by missing_reward", episode)
+
+    def _joined(self, episode: EpisodeToWrite, rows: Mapping[str, Array]) -> Array:
+        """Put parts of rows side by side, as numbers in a row; a single part stays as it is."""
+        if len(rows) == 1:
+            return next(iter(rows.values()))
+        dtype = np.result_type(*(written_dtype(self._fields.schema[name]) for name in rows))
+        return self.join(rows, dtype, episode)
 
     def _write_ends(self, episode: EpisodeToWrite, first: int) -> None:
         last, ends = np.zeros(episode.length, bool), bool(episode.terminated)
         last[-1] = True
         self._file.write("terminals", last & ends, first)
         self._file.write("timeouts", last & ~np.bool_(ends), first)
-        names = list(episode.schema.below("observation"))
+        names = list(self._fields.schema.below("observation"))
         if self._has_next:
             finals = finals_of(episode)
-            rows = [np.concatenate([np.asarray(episode.read(name))[1:], finals[name][None]]) for name in names]
-            self._file.write("next_observations", _joined(rows), first)
+            rows = {name: self._following(episode, name, finals.get(name)) for name in names}
+            self._file.write("next_observations", self._joined(episode, rows), first)
         lost = "the observation after the last step is left out, as not all episodes have one"
         self.changed(lost, episode, episode.final and not self._has_next)
         is_unknown = episode.terminated is None and episode.truncated is None
@@ -108,18 +135,19 @@ class Writer(Hdf5Writer):
         lost = "texts and metadata of episodes are left out"
         self.changed(lost, episode, episode.texts or episode.metadata or episode.task)
 
+    def _following(self, episode: EpisodeToWrite, name: str, final: Array | None) -> Array:
+        """Return the observations after each step: `[T, *shape]`."""
+        rows = self._fields.read(episode, name)
+        if final is None:
+            self.changed("the last observation is written again where a part of the final one is missing", episode)
+            final = rows[-1]
+        return np.concatenate([rows[1:], final[None]])
 
-def _others(episode: EpisodeToWrite) -> list[Field]:
-    return [field for name, field in episode.schema.items() if name.split("/")[0] not in _FLAT]
+
+def _others(schema: Schema) -> list[Field]:
+    return [field for name, field in schema.items() if name.split("/")[0] not in _FLAT]
 
 
 def _info(field: Field) -> str:
     """Name the dataset of a field that D4RL has no place of its own for."""
     return f"infos/{field.name.removeprefix('infos/')}"
-
-
-def _joined(columns: list[Array]) -> Array:
-    """Put parts of rows side by side, as numbers in a row; a single part stays as it is."""
-    if len(columns) == 1:
-        return columns[0]
-    return np.concatenate([one.reshape(len(one), math.prod(one.shape[1:])) for one in columns], axis=1)

@@ -21,7 +21,7 @@ from storage.core.fields import Field
 from storage.errors import UsageError
 from storage.saving.hdf5 import SparseFile, begin_file, reserve, write_at
 
-from ..writer import EpisodeToWrite, ForeignWriter
+from ..writer import EpisodeToWrite, ForeignWriter, SharedFields
 
 Array = np.ndarray[Any, Any]
 _ALIGNMENT = 64
@@ -132,16 +132,22 @@ class Hdf5Writer(ForeignWriter):
     is_laid_out_first = True
     _file: EpisodeFile
 
+    _fields: SharedFields
+
     def copy(
         self, episode: EpisodeToWrite, name: str, dataset: str, first: int = 0, steps: range | None = None
     ) -> None:
-        """Write steps of a field, all by default, into a dataset from row `first` on, a few megabytes at a time."""
+        """Write steps of a field, all by default, into a dataset from row `first` on, a few megabytes at a time.
+
+        A field that the episode lacks is False or NaN.
+        """
         steps = range(episode.length) if steps is None else steps
-        at_once = max(1, _PART_BYTES // max(1, episode.schema[name].row_bytes))
+        field = episode.schema[name] if name in episode.schema else self._fields.schema[name]
+        at_once = max(1, _PART_BYTES // max(1, field.row_bytes))
         for start in steps[::at_once]:
-            rows = np.asarray(episode.read(name, start, min(start + at_once, steps.stop)))
+            rows = self._fields.read(episode, name, start, min(start + at_once, steps.stop))
             self._file.write(dataset, rows, first + start - steps.start)
-        is_widened = episode.schema[name].dtype == "bfloat16"
+        is_widened = field.dtype == "bfloat16"
         self.changed("bfloat16 is written as float32", episode, is_widened)
 
     def close(self) -> None:

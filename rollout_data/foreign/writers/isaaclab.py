@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..writer import Array, EpisodeToWrite
+from ..writer import ABSENT, Array, EpisodeToWrite
 from . import robomimic
 
 #: Isaac Lab's number for its own environments.
@@ -42,13 +42,22 @@ class Writer(robomimic.Writer):
 
     def about_episode(self, episode: EpisodeToWrite) -> dict[str, Any]:
         plain = {name: value for name, value in episode.metadata.items() if isinstance(value, (str, int, float))}
-        lost = sorted(name for name in episode.metadata.keys() - plain.keys() if not name.startswith(_INITIAL))
+        lost = [name for name in episode.metadata if name not in plain and not name.startswith(_INITIAL)]
+        lost = sorted(name for name in lost if name != ABSENT)
         what = f"metadata of episodes are left out unless they are texts or numbers: {', '.join(lost)}"
         self.changed(what, episode, lost)
+        absent = self._fields.absent(episode)
         told = {"task": episode.task or None, "success": episode.success}
+        told[ABSENT] = json.dumps(absent) if absent else None
         return {**plain, **{name: value for name, value in told.items() if value is not None}}
 
-    def made(self, episode: EpisodeToWrite, reads: bool = True) -> dict[str, Array]:
-        found = {at: values for at, values in super().made(episode, reads).items() if at != "dones"}
+    @property
+    def writes_dones(self) -> bool:
+        return False
+
+    def key(self, name: str) -> str:
+        return name  # Isaac Lab reads nested groups
+
+    def extras(self, episode: EpisodeToWrite) -> dict[str, Array]:
         kept = {name: np.asarray(value) for name, value in episode.metadata.items() if name.startswith(_INITIAL)}
-        return found | {name: value for name, value in kept.items() if value.dtype.kind in "fiub"}
+        return {name: value for name, value in kept.items() if value.dtype.kind in "fiub"}

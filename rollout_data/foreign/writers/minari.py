@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from storage.core.durable import sync_path
 from storage.core.fields import Field, unflatten
 from storage.errors import UsageError
 
-from ..writer import EpisodeToWrite, finals_of
+from ..writer import ABSENT, EpisodeToWrite, finals_of, shared_fields
 from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
 
 _HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
@@ -40,6 +41,10 @@ class Writer(Hdf5Writer):
         datasets: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         attributes: dict[str, dict[str, Any]] = {}
         self._groups = {episode.id: f"episode_{number}" for number, episode in enumerate(self.episodes)}
+        self._fields = shared_fields(self.episodes)
+        if self.options["missing_reward"] is not None:
+            left_out = {name: why for name, why in self._fields.left_out.items() if name != "reward"}
+            self._fields = replace(self._fields, left_out=left_out)
         for episode in self.episodes:
             group, length = self._groups[episode.id], self._length(episode)
             if not _has_reward(episode) and self.options["missing_reward"] is None:
@@ -47,9 +52,10 @@ class Writer(Hdf5Writer):
                 raise UsageError(
                     "write", f"episode {episode.id!r} as Minari", "one reward a step", "none or several", advice
                 )
+            absent = self._fields.absent(episode)
             datasets |= {f"{group}/{name}": (np.dtype(bool), (length,)) for name in _FLAGS}
             datasets[f"{group}/rewards"] = np.dtype("<f8"), (length,)
-            for field in episode.schema.values():
+            for field in self._fields.schema.values():
                 if at := _place(field):
                     shape = () if at == "rewards" else field.shape
                     num_rows = length + (at.split("/")[0] in _WITH_LAST)
@@ -57,21 +63,27 @@ class Writer(Hdf5Writer):
             seed = episode.metadata.get("seed")
             attributes[group] = {"id": len(attributes), "total_steps": length}
             attributes[group] |= {"seed": int(seed)} if isinstance(seed, (int, np.integer)) else {}
+            attributes[group] |= {ABSENT: json.dumps(absent)} if absent else {}
         self._file = EpisodeFile(self.path / "data" / "main_data.hdf5", datasets, {}, attributes)
         return self._file.written
 
     def _length(self, episode: EpisodeToWrite) -> int:
         """Steps that are written: without the last one where what follows it is not known."""
-        has_final = set(episode.final) >= episode.schema.below("observation").keys()
+        has_final = self._has_final(episode)
         if not has_final and episode.length == 1:
             advice = "Select episodes of two steps or more"
             where, expected = f"episode {episode.id!r} as Minari", "the observation after its only step"
             raise UsageError("write", where, expected, "none", advice)
         return episode.length if has_final else episode.length - 1
 
+    def _has_final(self, episode: EpisodeToWrite) -> bool:
+        """Return whether the observation after the last step is known, but for fields that the episode lacks."""
+        names = self._fields.schema.below("observation").keys() & episode.schema.keys()
+        return set(episode.final) >= names
+
     def add(self, episode: EpisodeToWrite) -> None:
         group, length, finals = self._groups[episode.id], self._length(episode), finals_of(episode)
-        for name, field in episode.schema.items():
+        for name, field in self._fields.schema.items():
             lost = "fields besides observation, action and one reward are left out, unless they are infos"
             self.changed(lost, episode, not (at := _place(field)))
             if at:
@@ -79,13 +91,25 @@ class Writer(Hdf5Writer):
                 self.copy(episode, name, f"{group}/{at}", steps=range(min(num_rows, episode.length)))
             if at and length == episode.length and name in finals:
                 self._file.write(f"{group}/{at}", finals[name][None], length)
-        if not _has_reward(episode):
-            self._file.write(f"{group}/rewards", np.full(length, self.options["missing_reward"]))
-        self.changed("rewards are made up by missing_reward", episode, not _has_reward(episode))
+            elif at.split("/")[0] == "observations" and length == episode.length:  # the episode lacks it
+                self._file.write(f"{group}/{at}", self._fields.read(episode, name, 0, 1), length)
+        self._write_missing_reward(episode, f"{group}/rewards", length)
+        for change in self._fields.changes(episode):
+            self.changed(change, episode)
         what = "the last step is left out, as the observation after it is not known"
         self.changed(what, episode, length < episode.length)
         self._write_ends(episode, length)
         self._file.note(episode.id)
+
+    def _write_missing_reward(self, episode: EpisodeToWrite, dataset: str, length: int) -> None:
+        """Write rewards of an episode if not all episodes have rewards."""
+        if "reward" in self._fields.schema and _has_reward(episode):
+            return
+        rewards: Any = np.full(length, self.options["missing_reward"], np.float64)
+        if _has_reward(episode):
+            rewards = self.cast(episode.read("reward", 0, length), np.dtype("<f8"), "reward", episode).reshape(-1)
+        self._file.write(dataset, rewards)
+        self.changed("rewards are made up by missing_reward", episode, not _has_reward(episode))
 
     def _write_ends(self, episode: EpisodeToWrite, length: int) -> None:
         is_last = np.arange(length) == length - 1
@@ -100,7 +124,7 @@ class Writer(Hdf5Writer):
     def close(self) -> None:
         super().close()
         if self.is_complete and self.episodes:
-            spaces = unflatten(dict(self.episodes[0].schema))
+            spaces = unflatten(dict(self._fields.schema))
             parts_of_path = [one for one in self.path.parts[-2:] if one != os.sep]
             about = {
                 "dataset_id": self.options["dataset_id"] or "/".join(parts_of_path),

@@ -1,0 +1,216 @@
+"""Every episode of a target has the same fields, and what a conversion changes in values is counted in its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data import RolloutWriter
+from storage.errors import UsageError
+
+LARGE = 2**53 + 1
+
+
+def convert(source: Any, target: Path, name: str, **options: Any) -> Any:
+    return rollout_data.convert(source, target, name, progress=False, **options)
+
+
+def record(folder: Path, lengths: list[int], is_open: bool = False) -> Any:
+    """Record two cameras under `images`; the last episode has no end with `is_open`, and no final observation."""
+
+    def observed(episode: int, frame: int) -> dict[str, Any]:
+        images = {
+            name: np.full((1, 8, 8, 3), number + frame, np.uint8) for number, name in ((10, "front"), (90, "wrist"))
+        }
+        return {"state": np.full((1, 3), 100 * episode + frame, np.float32), "images": images}
+
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for episode, length in enumerate(lengths):
+            for frame in range(length):
+                is_end = frame == length - 1 and not (is_open and episode == len(lengths) - 1)
+                final = {"final_observation": observed(episode, length)} if is_end else {}
+                writer.add(
+                    observation=observed(episode, frame),
+                    action=np.full((1, 2), frame, np.float32),
+                    reward=np.full(1, frame, np.float32),
+                    terminated=[is_end],
+                    **final,
+                )
+    return rollout_data.open(folder)
+
+
+def test_each_camera_below_one_name_keeps_its_pictures_and_its_name_in_robomimic(tmp_path):
+    source = record(tmp_path / "ours", [4, 3])
+    changes = convert(source, tmp_path / "x.hdf5", "robomimic").changes
+    assert changes["'observation/images/front' is called 'images_front'"] == source.ids
+    with h5py.File(tmp_path / "x.hdf5") as file:
+        assert sorted(file["data/demo_0/obs"]) == ["images_front", "images_wrist", "state"]
+        assert file["data/demo_1/obs/images_wrist"][:, 0, 0, 0].tolist() == [90, 91, 92]
+        assert file["data/demo_1/next_obs/images_wrist"][:, 0, 0, 0].tolist() == [91, 92, 93]
+    back = rollout_data.open(tmp_path / "x.hdf5")
+    assert "obs_names" not in back.metadata and not back.problems
+    for mine, theirs in zip(source, back, strict=True):
+        assert {*mine.observation} == {*theirs.observation} == {*theirs.final_observation}
+        for name in mine.observation:
+            assert np.array_equal(mine.observation[name], theirs.observation[name])
+            assert np.array_equal(mine.final_observation[name], theirs.final_observation[name])
+    convert(back, tmp_path / "again.hdf5", "robomimic")
+    assert [one.schema for one in rollout_data.open(tmp_path / "again.hdf5")] == [one.schema for one in back]
+
+
+def test_nested_names_that_meet_a_flat_one_are_refused_by_robomimic(tmp_path):
+    row = np.ones((1, 2), np.float32)
+    with RolloutWriter(tmp_path / "ours", 1, durable=False) as writer:
+        writer.add(observation={"images": {"front": row}, "images_front": 2 * row}, action=row, terminated=[True])
+    with pytest.raises(UsageError, match="two for 'obs/images_front'"):
+        convert(tmp_path / "ours", tmp_path / "x.hdf5", "robomimic")
+    assert not (tmp_path / "x.hdf5").exists()
+    convert(tmp_path / "ours", tmp_path / "isaac.hdf5", "isaaclab")  # which reads nested groups
+    assert {*rollout_data.open(tmp_path / "isaac.hdf5")[0].observation} == {"images/front", "images_front"}
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", '{"images_front": "../x"}', '{"images_front": "a//b"}', '{"images_front": "state"}', "{"]
+)
+def test_names_that_do_not_fit_their_key_are_ignored(tmp_path, text):
+    convert(record(tmp_path / "ours", [2]), tmp_path / "x.hdf5", "robomimic")
+    with h5py.File(tmp_path / "x.hdf5", "r+") as file:
+        file["data"].attrs["obs_names"] = text
+    assert {*rollout_data.open(tmp_path / "x.hdf5")[0].observation} == {"images_front", "images_wrist", "state"}
+
+
+def test_an_episode_without_an_end_has_every_dataset_in_robomimic(tmp_path):
+    source = record(tmp_path / "ours", [4, 3], is_open=True)
+    changes = convert(source, tmp_path / "x.hdf5", "robomimic").changes
+    last = [source[1].id]
+    assert changes["`dones` is 0 in all steps: the episode has no end"] == last
+    assert changes["the last observation is written again as `next_obs`: no later one is known"] == last
+    with h5py.File(tmp_path / "x.hdf5") as file:
+        names: list[list[str]] = [[], []]
+        for number in (0, 1):
+            file[f"data/demo_{number}"].visit(names[number].append)
+        assert names[0] == names[1] and {"dones", "rewards", "next_obs/images_wrist"} <= {*names[0]}
+        assert file["data/demo_0/dones"][:].tolist() == [0, 0, 0, 1] and not file["data/demo_1/dones"][:].any()
+        assert file["data/demo_1/next_obs/state"][:, 0].tolist() == [101, 102, 102]
+    back = rollout_data.open(tmp_path / "x.hdf5")
+    assert back[0].final_observation is not None and back[1].final_observation is None, "it was not recorded"
+
+
+def test_dones_are_in_every_demo_where_the_ends_are_not_known(tmp_path):
+    source = record(tmp_path / "ours", [4, 3])
+    convert(source, tmp_path / "le", "lerobot", fps=10)
+    changes = convert(tmp_path / "le", tmp_path / "x.hdf5", "robomimic", missing_reward=0.0).changes
+    assert changes["`dones` is 0 in all steps: the end of the episode is not known"] == ["0", "1"]
+    with h5py.File(tmp_path / "x.hdf5") as file:
+        for number, length in enumerate((4, 3)):
+            assert file[f"data/demo_{number}/dones"][:].tolist() == [0] * length
+            assert {"actions", "dones", "next_obs", "obs", "rewards"} <= {*file[f"data/demo_{number}"]}
+
+
+def record_large(folder: Path, head: str) -> Any:
+    """Record integers beside floats in the observation or the action: 2**53 + 1, 2**53 + 2, ..."""
+    row = np.full((1, 2), 0.5, np.float32)
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for frame in range(8):
+            mixed = {"a": row, "stamp": np.array([[LARGE + frame % 4]], np.int64)}
+            given = {"observation": row, "action": row, head: mixed}
+            writer.add(**given, reward=row[:, 0], truncated=[frame % 4 == 3])
+    return rollout_data.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("head", "name"), [("observation", "d4rl"), ("action", "d4rl"), ("action", "robomimic"), ("action", "isaaclab")]
+)
+def test_integers_that_a_join_with_floats_changes_are_counted(tmp_path, head, name):
+    source = record_large(tmp_path / "ours", head)
+    changes = convert(source, tmp_path / "x.hdf5", name).changes
+    line = f"field '{head}/stamp' (int64) is written as float64: 4 values change, by at most 1"
+    assert changes[line] == source.ids
+    joined = rollout_data.open(tmp_path / "x.hdf5")[0][head]
+    assert np.asarray(joined)[:, -1].tolist() == [2.0**53, 2**53 + 2, 2**53 + 4, 2**53 + 4]
+
+
+def test_integers_that_a_join_keeps_are_not_in_the_report(tmp_path):
+    with RolloutWriter(tmp_path / "ours", 1, durable=False) as writer:
+        for frame in range(4):
+            mixed = {"a": np.full((1, 2), 0.5, np.float32), "b": np.array([[2**53 - frame]], np.int64)}
+            writer.add(observation=mixed, action=mixed, reward=np.ones(1, np.float32), truncated=[frame == 3])
+    for name in ("d4rl", "robomimic", "isaaclab"):
+        assert not [
+            one for one in convert(tmp_path / "ours", tmp_path / f"{name}.hdf5", name).changes if "change" in one
+        ]
+
+
+def record_with_gaps(folder: Path) -> Path:
+    """Write three demos of which the middle one lacks a flag, a float, an integer and the rewards."""
+    with h5py.File(folder, "w") as file:
+        file.create_group("data").attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 1, "env_kwargs": {}})
+        for number in range(3):
+            rows = np.arange(4.0) + 10 * number
+            demo = file.create_group(f"data/demo_{number}")
+            demo["actions"] = np.stack([rows, -rows], 1).astype(np.float32)
+            demo["obs/low"] = np.stack([rows] * 3, 1)
+            if number != 1:
+                demo["obs/touch"] = np.stack([rows, rows], 1)
+                demo["is_held"] = rows % 2 == 0
+                demo["count"] = rows.astype(np.int64)
+                demo["rewards"] = rows
+    return folder
+
+
+def test_every_demo_has_every_field_and_nothing_is_made_up_but_false_and_nan(tmp_path):
+    source = record_with_gaps(tmp_path / "gaps.hdf5")
+    for name, key in (("robomimic", "touch"), ("isaaclab", "touch")):
+        changes = convert(source, tmp_path / f"{name}.hdf5", name).changes
+        assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
+        assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
+        assert changes["field 'count' is left out: not all episodes have it"] == ["demo_0", "demo_2"]
+        assert changes["field 'reward' is left out: not all episodes have it"] == ["demo_0", "demo_2"]
+        with h5py.File(tmp_path / f"{name}.hdf5") as file:
+            demos = [file[f"data/demo_{number}"] for number in range(3)]
+            assert len({tuple(sorted(demo)) for demo in demos}) == 1 and "count" not in demos[0]
+            assert not demos[1]["is_held"][:].any() and demos[2]["is_held"][:].tolist() == [True, False] * 2
+            assert np.isnan(demos[1][f"obs/{key}"][:]).all() and demos[2][f"obs/{key}"][:, 0].tolist() == [
+                20,
+                21,
+                22,
+                23,
+            ]
+        back = rollout_data.open(tmp_path / f"{name}.hdf5")
+        noted = [one.metadata.get("absent_fields") for one in back]
+        assert [noted[0], sorted(noted[1]), noted[2]] == [None, ["is_held", "observation/touch"], None]
+        convert(back, tmp_path / f"{name}2.hdf5", name)
+        assert sorted(rollout_data.open(tmp_path / f"{name}2.hdf5")[1].metadata["absent_fields"]) == sorted(noted[1])
+
+
+def test_rewards_that_some_demos_lack_are_those_of_missing_reward(tmp_path):
+    source = record_with_gaps(tmp_path / "gaps.hdf5")
+    for name in ("robomimic", "d4rl", "minari"):
+        target = tmp_path / ("minari" if name == "minari" else f"{name}.hdf5")
+        changes = convert(source, target, name, missing_reward=-1.5).changes
+        assert changes["rewards are made up by missing_reward"] == ["demo_1"]
+        rewards = [np.asarray(one.reward).reshape(-1)[:3].tolist() for one in rollout_data.open(target)]
+        assert rewards == [[0, 1, 2], [-1.5] * 3, [20, 21, 22]]
+
+
+def test_d4rl_and_minari_note_the_fields_that_were_filled(tmp_path):
+    source = record_with_gaps(tmp_path / "gaps.hdf5")
+    changes = convert(source, tmp_path / "d.hdf5", "d4rl", missing_reward=0.0).changes
+    assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
+    with h5py.File(tmp_path / "d.hdf5") as file:
+        assert file["observations"].shape == (12, 5) and np.isnan(file["observations"][4:8, 3:]).all()
+        assert file["infos/is_held"][:].tolist() == [True, False] * 2 + [False] * 4 + [True, False] * 2
+        noted = json.loads(file["metadata/absent_fields"][()])
+    assert {number: sorted(names) for number, names in noted.items()} == {"1": ["is_held", "observation/touch"]}
+    back = [one.metadata.get("absent_fields") for one in rollout_data.open(tmp_path / "d.hdf5")]
+    assert back == [None, noted["1"], None]
+    changes = convert(source, tmp_path / "m", "minari", missing_reward=0.0).changes
+    assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
+    back = rollout_data.open(tmp_path / "m")
+    assert np.isnan(back[1].observation["touch"]).all() and "observation/touch" in back[1].metadata["absent_fields"]
