@@ -6,7 +6,8 @@ decided in `windows.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ from .ring import RingStore
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
 _BOOL = np.dtype(np.bool_)
+#: Names of flags of ends by themselves, and of flags of time limits; of a nested key the last part.
+_TERMINATIONS = set("terminated terminateds termination terminations terminal terminals is_terminal".split())
+_TIME_OUTS = set("truncated truncateds truncation truncations is_truncated".split())
+_TIME_OUTS |= {"timeout", "timeouts", "time_out", "time_outs", "TimeLimit.truncated"}
+#: Names of flags of ends of any kind.
+_ANY_END = {"done", "dones", "is_last"}
+#: Mappings beside an end flag in which simulators keep their time-outs.
+_INFOS = {"info", "infos", "extras"}
 
 
 def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
@@ -48,6 +57,67 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
         like, shape = leaves[0], tuple(leaves[0].shape[:num_lead])
         is_array = isinstance(like, np.ndarray)
         return np.zeros(shape, np.bool_) if is_array else like.new_zeros(shape, dtype=torch.bool)
+    return found
+
+
+@dataclass(frozen=True)
+class EndKinds:
+    """Fields that say whether a trajectory ended by itself, or was cut.
+
+    Attributes:
+        terminations: Flags of ends by themselves.
+        time_outs: Flags of time limits; they count only where no termination is set.
+        others: Further end flags: an end by itself unless a time-out is set.
+    """
+
+    terminations: tuple[str, ...]
+    time_outs: tuple[str, ...]
+    others: tuple[str, ...]
+
+    @classmethod
+    def of(cls, schema: Iterable[str], end_names: Sequence[str]) -> EndKinds:
+        """Sort the end flags of a schema, and the flags beside them that say more about the same ends."""
+        parents = {name.rpartition("/")[0] for name in end_names}
+        parents |= {f"{parent}/{infos}".lstrip("/") for parent in parents for infos in _INFOS}
+        beside = [name for name in schema if name.rpartition("/")[0] in parents]
+        terminations = tuple(name for name in beside if _last_part(name) in _TERMINATIONS)
+        time_outs = tuple(name for name in beside if _last_part(name) in _TIME_OUTS)
+        others = [name for name in end_names if name not in terminations + time_outs]
+        if terminations:  # `done` is then either of both kinds
+            others = [name for name in others if _last_part(name) not in _ANY_END]
+        return cls(terminations, time_outs, tuple(others))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of these fields."""
+        return self.terminations + self.time_outs + self.others
+
+    def terminated(self, rows: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+        """Return which rows ended a trajectory by themselves: `[n]` bool; None if no field says so.
+
+        Args:
+            rows: Gives a field of these rows, `[n, *event]`.
+        """
+        by_itself, cut = (_any_set(names, rows) for names in (self.terminations, self.time_outs))
+        other = _any_set(self.others, rows)
+        if other is not None and cut is not None:
+            other &= ~cut
+        if other is None or by_itself is None:
+            return by_itself if other is None else other
+        return by_itself | other
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
+    """Return in which rows any value of any of these fields is not 0: `[n]` bool; None without fields."""
+    found: torch.Tensor | None = None
+    for name in names:
+        leaf = rows(name)
+        flags = (leaf.reshape(len(leaf), -1) != 0).any(1)
+        found = flags if found is None else found | flags
     return found
 
 

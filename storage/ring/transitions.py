@@ -16,6 +16,7 @@ from ..core import arguments
 from ..core.fields import unflatten
 from ..core.records import Key, names_below
 from ..errors import FieldTypeError, SchemaError, UsageError
+from .ends import EndKinds
 from .windows import Boundaries
 
 _ACTION = "sample transitions"
@@ -29,8 +30,11 @@ class TransitionRequest:
         next_keys: Fields (or mappings of fields) that are given for the time after the last step,
             below `next`.
         num_steps: n of n-step transitions: rewards are summed with discounts up to the end of the
-            trajectory, flags that end trajectories are those of the last step taken, and `discount`
-            `[B, 1]` is what the value of the next observation is multiplied with (flags aside).
+            trajectory, and flags that end trajectories, or name time-outs, are those of the last step
+            taken. `discount` `[B, 1]` is the factor of the value of the next observation: 0 where the
+            trajectory terminated, `gamma ** k` after k steps where it was cut or goes on. An end flag
+            that is neither a termination nor a time-out by its name, such as `done`, is a termination
+            unless a time-out of the same step is set. Multiplying by `1 - terminated` changes nothing.
         gamma: Discount per step.
         reward_key: What is summed if `num_steps > 1`.
         num_frames: Frames that the fields of `next_keys` are stacked of, oldest first: `[B, frames,
@@ -66,8 +70,9 @@ class TransitionSampler:
 
     def __init__(self, boundaries: Boundaries, end_names: list[str], request: TransitionRequest) -> None:
         self._boundaries, self._ring, self._request = boundaries, boundaries.ring, request
-        self._end_names = end_names
         schema = self._ring.schema
+        self._end_kinds = EndKinds.of(schema, end_names)
+        self._flag_names = tuple(dict.fromkeys((*end_names, *self._end_kinds.names)))
         names = (name for key in request.next_keys for name in names_below(schema, key, _ACTION))
         self._next_names = tuple(dict.fromkeys(names))
         added = [f"next/{name}" for name in self._next_names] + ["next"] * bool(self._next_names)
@@ -145,7 +150,7 @@ class TransitionSampler:
     def _sum_rewards(
         self, found: dict[str, torch.Tensor], lane: torch.Tensor, first: torch.Tensor, num_steps: torch.Tensor | int
     ) -> None:
-        """Replace the first row's reward by the discounted sum, and its end flags by the last step's."""
+        """Replace the first row's reward by the discounted sum, its end flags by the last step's; add `discount`."""
         request, name = self._request, self._reward_name
         steps = torch.arange(request.num_steps, device=first.device)
         taken = torch.as_tensor(num_steps, device=first.device)
@@ -155,10 +160,14 @@ class TransitionSampler:
         rewards = self._rows_of(name, lane, ids)
         weights = torch.where(is_taken, request.gamma**steps, 0).to(rewards.dtype)
         found[name] = (rewards * weights.view(*ids.shape, *[1] * (rewards.dim() - 2))).sum(1)
-        found["discount"] = (request.gamma ** taken.to(torch.float32)).unsqueeze(1)
         last = self._ring.place(lane, first + num_steps - 1)
-        for end_name in self._end_names:
-            found[end_name] = self._ring.column(end_name).index_select(0, last)
+        for flag_name in self._flag_names:
+            found[flag_name] = self._ring.column(flag_name).index_select(0, last)
+        discount = request.gamma ** taken.to(torch.float32)
+        terminated = self._end_kinds.terminated(found.__getitem__)
+        if terminated is not None:
+            discount = discount.masked_fill(terminated, 0)
+        found["discount"] = discount.unsqueeze(1)
 
     def _stack(
         self,

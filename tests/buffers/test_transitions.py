@@ -133,8 +133,88 @@ def test_transitions_equal_the_naive_ones(
         reward = sum((first + k + 1) * GAMMA**k for k in range(want["taken"]))
         assert float(batch["reward"][i]) == pytest.approx(reward, rel=1e-5)
         if num_steps > 1:
-            assert float(batch["discount"][i]) == pytest.approx(GAMMA ** want["taken"], rel=1e-5)
+            # The only end flag that is ever set here is `terminated`.
+            discount = 0 if want["ended"] else GAMMA ** want["taken"]
+            assert float(batch["discount"][i]) == pytest.approx(discount, rel=1e-5)
     assert seen == set(expected)
+
+
+#: End keys, flags of a step that ends its trajectory -> whether the trajectory terminated with it.
+ENDS = [
+    (["terminated", "truncated"], {"terminated": True, "truncated": False}, True),
+    (["terminated", "truncated"], {"terminated": False, "truncated": True}, False),
+    (["terminated", "truncated"], {"terminated": True, "truncated": True}, True),
+    (["terminals", "timeouts"], {"terminals": False, "timeouts": True}, False),
+    ("done", {"done": True}, True),
+    ("done", {"done": 1.0}, True),
+    ("done", {"done": True, "time_outs": True}, False),
+    ("done", {"done": True, "time_outs": False}, True),
+    ("done", {"done": True, "truncated": 1}, False),
+    ("done", {"done": True, "terminated": False}, False),
+    ("done", {"done": True, "terminated": True, "truncated": True}, True),
+    ("dones", {"dones": True, "infos": {"TimeLimit.truncated": True}}, False),
+    ("dones", {"dones": True, "extras": {"time_outs": False}}, True),
+    ("truncated", {"truncated": True}, False),
+    ("truncated", {"truncated": True, "terminated": True}, True),
+    (["success", "truncated"], {"success": True, "truncated": False}, True),
+    (["success", "truncated"], {"success": True, "truncated": True}, False),
+    (["success", "terminated"], {"success": True, "terminated": False}, True),
+    ("is_last", {"is_last": True, "is_terminal": False}, False),
+    ("is_last", {"is_last": True, "is_terminal": True}, True),
+    (("next", "done"), {"next": {"done": True, "truncated": True}}, False),
+    # Of the step before, and a part of the observation: neither is about this end.
+    (("next", "done"), {"truncated": True, "next": {"done": True}}, True),
+    ("done", {"done": True, "observation": {"timeout": True}}, True),
+]
+
+
+@pytest.mark.parametrize("has_lane_axis", [False, True])
+@pytest.mark.parametrize(("end_key", "last", "is_terminated"), ENDS)
+def test_a_discount_is_0_where_a_trajectory_terminated(end_key, last, is_terminated, has_lane_axis):
+    lead = (10, 1, 1) if has_lane_axis else (10, 1)
+    ended = (torch.arange(10) % 5 == 4).view(lead)
+
+    def columns(tree):
+        return {key: columns(x) if isinstance(x, dict) else ended * x for key, x in tree.items()}
+
+    number = torch.arange(10.0).view(lead)
+    rows = {"step": number, "reward": torch.ones(lead), **columns(last)}
+    if has_lane_axis:
+        buffer: DictBuffer = TrajectoryDictBufferMultiDim(capacity=10, n_dim=2, end_key=end_key, generator=0)
+    else:
+        buffer = DictBuffer(capacity=10, end_key=end_key, generator=0)
+    buffer.extend(rows, final={"step": number + 1})
+    batch = buffer.sample_transitions(400, num_steps=3, gamma=0.5, next_keys=("step",))
+    step = batch["step"].flatten().int()
+    taken = (5 - step % 5).clamp(max=3)
+    reaches_end = step % 5 >= 2
+    factor = 0.5**taken * (0 if is_terminated else 1)
+    assert torch.equal(batch["discount"].flatten(), torch.where(reaches_end, factor, 0.5**3))
+    assert torch.equal(batch["next"]["step"].flatten().int(), step + taken)
+
+
+def test_time_outs_of_transitions_are_those_of_their_last_step() -> None:
+    buffer = DictBuffer(capacity=6, end_key="done", generator=0)
+    row = torch.arange(6).view(6, 1)
+    rows = {"observation": row.float(), "reward": torch.ones(6, 1), "done": row == 5, "time_outs": row == 5}
+    buffer.extend(rows, final={"observation": row + 1.0})
+    batch = buffer.sample_transitions(100, num_steps=2, gamma=0.5)
+    assert torch.equal(batch["time_outs"], batch["observation"] >= 4)
+    assert torch.equal(batch["done"], batch["time_outs"])
+    assert torch.equal(batch["discount"], torch.where(batch["observation"] == 5, 0.5, 0.25))
+
+
+def test_a_marked_end_without_final_observation_has_its_discount_too() -> None:
+    buffer = DictBuffer(capacity=8, end_key=["terminated", "truncated"], generator=0)
+    row = torch.arange(8).view(8, 1)
+    flags = {"terminated": row == 3, "truncated": row == 7}
+    buffer.extend({"observation": row.float(), "reward": torch.ones(8, 1), **flags})
+    batch = buffer.sample_transitions(200, num_steps=2, gamma=0.5, at_end="mark")
+    first = batch["observation"].flatten()
+    expected = torch.full_like(first, 0.25)
+    expected[(first == 2) | (first == 3)] = 0
+    expected[first == 7] = 0.5
+    assert torch.equal(batch["discount"].flatten(), expected)
 
 
 def test_memory_holds_the_observation_once() -> None:
