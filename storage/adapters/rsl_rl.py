@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import choice
+from ..core import arguments
 from ..core.fields import DTYPES, Field, dtype_name, unflatten
 from ..errors import UsageError
 from ..onpolicy.columns import Column, Transition, brought, declare_fields
@@ -88,7 +88,7 @@ class RslRlStorage(RolloutStorage):
         compat: bool = True,
         generator: torch.Generator | int | None = 0,
     ) -> None:
-        self.training_type = choice("create a storage", "training_type", training_type, _COLUMNS)
+        self.training_type = arguments.choice(arguments.creating(self), "training_type", training_type, _COLUMNS)
         self.compat = compat
         self._parameters: tuple[Field, ...] = ()
         shape = _shapes(obs)

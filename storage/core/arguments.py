@@ -7,11 +7,12 @@ Several checks are named like the arguments that they check, so import the modul
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,26 @@ from ..errors import UsageError, nearest
 Choice = TypeVar("Choice")
 #: A scheme of two letters or more, so that "C:/data" is a path; pathlib leaves one "/" of the two.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/")
+
+
+def creating(made: Any) -> str:
+    """Return the action of a constructor, for errors: "create a DictBuffer"."""
+    name = type(made).__name__
+    return f"create {'an' if name[0] in 'AEIOU' else 'a'} {name}"
+
+
+def options(made: Any, given: Mapping[str, Any]) -> None:
+    """Check that each option is an argument of the constructor of `made`, or of a class that it is derived from.
+
+    Raises:
+        TypeError: The text has the class that the user called, and its arguments, the nearest first.
+    """
+    constructors = [base.__init__ for base in type(made).__mro__ if "__init__" in vars(base) and base is not object]
+    known = {name for one in constructors for name in inspect.signature(one).parameters}
+    for name in given:
+        if name not in known:
+            expected = nearest(name, known - {"self", "options"})
+            raise TypeError(f"{type(made).__name__}() got an unexpected argument {name!r}: expected {expected}")
 
 
 def is_whole(value: Any) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import FieldTypeError, MissingFieldError, SchemaError
+from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
 from .fields import DTYPES, Field, Schema, check_same_names, dtype_name, flatten, signed
 from .memory import as_given
 
@@ -56,12 +56,16 @@ def normal(keys: Key | list[Key] | list[str] | None) -> str | list[str] | None:
     return [flat_name(key) for key in keys] if isinstance(keys, list) else flat_name(keys)
 
 
-def names_below(schema: Mapping[str, Any], key: Key, action: str) -> list[str]:
-    """List the leaves that a key means: itself, or all below it. None is an error that lists what there is."""
+def names_below(schema: Mapping[str, Any], key: Key, action: str, argument: str) -> list[str]:
+    """List the leaves that a key means: itself, or all below it.
+
+    Raises:
+        MissingFieldError: There is none; the text has the argument that holds the key, and all fields.
+    """
     wanted = flat_name(key)
     found = [name for name in schema if name == wanted or name.startswith(wanted + "/")]
     if not found:
-        raise MissingFieldError(action, f"of {wanted!r}", "one of " + ", ".join(map(repr, schema)), repr(wanted))
+        raise MissingFieldError(action, "", f"{argument} one of {nearest(wanted, schema)}", repr(wanted))
     return found
 
 

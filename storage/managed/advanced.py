@@ -68,10 +68,12 @@ class AdvancedReplayBuffer(ManagedBuffer):
         enable_track_used_data: bool = False,
         **options: Any,
     ) -> None:
+        arguments.options(self, options)
         super().__init__(replay_buffer_size, **options)
-        self.replay_start_size = arguments.whole("create a buffer", "replay_start_size", replay_start_size, 0)
+        action = arguments.creating(self)
+        self.replay_start_size = arguments.whole(action, "replay_start_size", replay_start_size, 0)
         self.min_sample_ratio = arguments.real(
-            "create a buffer", "min_sample_ratio", min_sample_ratio, ">= 0", lambda ratio: 0 <= ratio < inf
+            action, "min_sample_ratio", min_sample_ratio, ">= 0", lambda ratio: 0 <= ratio < inf
         )
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self._limits = Limits(max_use, max_staleness)

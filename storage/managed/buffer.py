@@ -77,12 +77,15 @@ class ManagedBuffer(Store):
         monitor: BufferMonitor | None = None,
         rate_limiter: RateLimiter | Mapping[str, Any] | None = None,
     ) -> None:
-        self.replay_buffer_size = arguments.whole("create a buffer", "replay_buffer_size", replay_buffer_size, 1)
+        action = arguments.creating(self)
+        self.replay_buffer_size = arguments.whole(action, "replay_buffer_size", replay_buffer_size, 1)
         if not isinstance(name, str) or not name:
-            raise UsageError("create a buffer", expected="a name that is a non-empty str", got=repr(name))
+            raise UsageError(action, expected="a name that is a non-empty str", got=repr(name))
         self.name = name
-        self.device = torch.device(device)
-        self.output_device = None if output_device is None else torch.device(output_device)
+        self.device = arguments.device(action, "device", device)
+        self.output_device = None
+        if output_device is not None:
+            self.output_device = arguments.device(action, "output_device", output_device)
         self.rng = generator_on(generator, self.device)
         self.monitor = monitor
         self.rate_limiter = RateLimiter(**rate_limiter) if isinstance(rate_limiter, Mapping) else rate_limiter
@@ -331,6 +334,7 @@ class NaiveReplayBuffer(ManagedBuffer):
     """
 
     def __init__(self, replay_buffer_size: int, deepcopy: bool = False, **options: Any) -> None:
+        arguments.options(self, options)
         super().__init__(replay_buffer_size, **options)
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:

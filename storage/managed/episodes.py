@@ -48,6 +48,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
     """
 
     def __init__(self, replay_buffer_size: int, **options: Any) -> None:
+        arguments.options(self, options)
         super().__init__(replay_buffer_size, **options)
         self._store = ItemStore(_FIRST_STEPS, self.device)
         self._episodes: deque[_Episode] = deque()

@@ -63,7 +63,7 @@ class BufferManager(Store):
         device: torch.device | str = "cpu",
         generator: torch.Generator | int | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device = arguments.device(arguments.creating(self), "device", device)
         self.rng = generator_on(generator, torch.device("cpu"))
         self._lock = threading.RLock()
         #: Held while buffers are chosen and their limiters asked; not while a limiter lets a thread wait.

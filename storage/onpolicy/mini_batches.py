@@ -42,10 +42,9 @@ class Delivery:
         output_device: Where they are wanted; None for the same.
     """
 
-    def __init__(self, device: torch.device, output_device: torch.device | str | None = None) -> None:
+    def __init__(self, device: torch.device, output_device: torch.device | None = None) -> None:
         self.device = device
-        given = device if output_device is None else output_device
-        self.output_device = arguments.device("create a storage", "output_device", given)
+        self.output_device = device if output_device is None else output_device
         self._pool = BufferPool(max_buffers=16)
         self._stream: torch.cuda.Stream | None = None
         #: Of writes to `device`, and of reads.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.arguments import real
+from ..core import arguments
 from ..core.shown import described
 from ..errors import SchemaError
 from ..saving.store import State
@@ -47,7 +47,9 @@ class QueueRolloutStorage(RolloutStorage):
         buffer_dilation_ratio: float = 1.0,
         **options: Any,
     ) -> None:
-        ratio = real("create a storage", "buffer_dilation_ratio", buffer_dilation_ratio, ">= 1", lambda x: 1 <= x < inf)
+        arguments.options(self, options)
+        action = arguments.creating(self)
+        ratio = arguments.real(action, "buffer_dilation_ratio", buffer_dilation_ratio, ">= 1", lambda x: 1 <= x < inf)
         shapes = obs_shape, critic_obs_shape, actions_shape
         super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
         self.num_timesteps_each_rollout = self.num_transitions_per_env

@@ -36,7 +36,6 @@ from .returns import Scalar, Signals, check_rules, checked_factor, checked_last_
 # Inside the class these names are the established class attributes.
 _Transition = Transition
 _MiniBatch = MiniBatch
-_CREATE = "create a storage"
 
 
 class RolloutStorage(Store, is_saved_whole=True):
@@ -84,14 +83,17 @@ class RolloutStorage(Store, is_saved_whole=True):
         output_device: torch.device | str | None = None,
         policy_outputs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.num_envs = arguments.whole(_CREATE, "num_envs", num_envs, 1)
-        num_steps = arguments.whole(_CREATE, "num_transitions_per_env", num_transitions_per_env, 1)
+        action = arguments.creating(self)
+        self.num_envs = arguments.whole(action, "num_envs", num_envs, 1)
+        num_steps = arguments.whole(action, "num_transitions_per_env", num_transitions_per_env, 1)
         self.obs_shape = obs_shape
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
         self.actions_shape = actions_shape
-        self.num_rewards = arguments.whole(_CREATE, "num_rewards", num_rewards, 1)
+        self.num_rewards = arguments.whole(action, "num_rewards", num_rewards, 1)
         self.policy_output_shapes = policy_outputs
-        self.device = arguments.device("create a storage", "device", device)
+        self.device = arguments.device(action, "device", device)
+        if output_device is not None:
+            output_device = arguments.device(action, "output_device", output_device)
         self.rng = generator_on(generator)
         self.step = 0
         self._lock = threading.RLock()

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core import arguments
 from ..core.fields import Field, check_same_names, signed
 from ..core.shown import described
 from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.store import State, checked_tensor
-from .columns import Column, MiniBatch, Transition, batch_type, replaced, rollout_columns
+from .columns import Column, MiniBatch, ShapeLike, Transition, batch_type, replaced, rollout_columns
 from .mini_batches import GENERATE
 from .rollout_storage import RolloutStorage
 
@@ -92,13 +93,22 @@ class SarsaRolloutStorage(RolloutStorage):
 
     def __init__(
         self,
-        *arguments: Any,
+        num_envs: int,
+        num_transitions_per_env: int,
+        obs_shape: ShapeLike,
+        critic_obs_shape: ShapeLike | None,
+        actions_shape: ShapeLike,
+        num_rewards: int = 1,
+        device: torch.device | str = "cpu",
+        *,
         strict_next: bool = True,
         emit_next_valid: bool = False,
         validate: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(*arguments, **options)
+        arguments.options(self, options)
+        shapes = obs_shape, critic_obs_shape, actions_shape
+        super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
         self.strict_next = strict_next
         self.emit_next_valid = emit_next_valid
         self.validate = validate

@@ -60,7 +60,7 @@ class PrioritizedWindows(Store):
         device: torch.device | str = "cpu",
         generator: torch.Generator | int | None = None,
     ) -> None:
-        action = "create a buffer of windows"
+        action = arguments.creating(self)
         self.capacity = arguments.whole(action, "capacity", capacity, 1)
         self.seq_length = arguments.whole(action, "seq_length", seq_length, 1)
         self.stride = arguments.whole(action, "stride", stride, 1)
@@ -68,7 +68,7 @@ class PrioritizedWindows(Store):
             raise UsageError(action, "", f"a capacity of at least {seq_length}, one window", str(capacity))
         self.end_key = normal(end_key)
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
-        self.device = torch.device(device)
+        self.device = arguments.device(action, "device", device)
         self.rng = generator_on(generator, self.device)
         self._reader = RecordReader(None, True, False, False)
         self._lock = threading.RLock()

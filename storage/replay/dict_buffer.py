@@ -13,7 +13,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import DTYPES, Field, Schema, dtype_name, unflatten
-from ..core.records import as_tensor
+from ..core.records import Key, as_tensor
 from ..core.samplers import uniform
 from ..errors import SchemaError, UsageError
 from ..ring.transitions import TransitionRequest, TransitionSampler
@@ -47,10 +47,39 @@ class DictBuffer(RingBuffer):
     """
 
     _last_sampler: TransitionSampler | None = None
+    #: Places in memory of the first rows of the last sample, and the number of rows from each on.
+    _last_drawn: tuple[torch.Tensor, int] | None = None
+
+    def __init__(
+        self,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        nested_key_separator: str = "-",
+        *,
+        num_envs: int = 1,
+        end_key: Key | list[Key] | None = None,
+        auto_unsqueeze: bool = False,
+        narrow: bool = False,
+        contiguous: bool = False,
+        output_device: torch.device | str | None = None,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        super().__init__(
+            capacity,
+            device,
+            nested_key_separator,
+            num_envs=num_envs,
+            end_key=end_key,
+            auto_unsqueeze=auto_unsqueeze,
+            narrow=narrow,
+            contiguous=contiguous,
+            output_device=output_device,
+            generator=generator,
+        )
 
     @property
-    def storage(self) -> dict[str, Any]:
-        """All slots of every field, `[capacity, *event]`, as a nested dict; {} before the first `extend`.
+    def storage(self) -> dict[str, Any] | None:
+        """All slots of every field, `[capacity, *event]`, as a nested dict; None before the first `extend`.
 
         They share memory with the buffer, except with several environments, of which this is a copy. They are for
         reading: rows that are kept twice, and where trajectories end, do not follow what is written there.
@@ -58,8 +87,23 @@ class DictBuffer(RingBuffer):
         with self._lock:
             ring = self._ring
             if ring is None:
-                return {}
+                return None
             return unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
+
+    @property
+    def ind(self) -> Any:
+        """Indices of the rows of the last `sample`, of any thread: `[batch_size]` int64; None before the first.
+
+        `buffer.storage[key][buffer.ind]` equals that sample until its rows are overwritten.
+        """
+        with self._lock:
+            if self._ring is None or self._last_drawn is None:
+                return None
+            ring, (first, num_rows) = self._ring, self._last_drawn
+            lane = torch.div(first, ring.stride, rounding_mode="floor")
+            steps = torch.arange(num_rows, device=ring.device)
+            slots = ((first - lane * ring.stride).unsqueeze(1) + steps) % ring.num_slots
+            return self._shown_index(slots.flatten(), lane.repeat_interleave(num_rows))
 
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Draw rows uniformly with replacement: nested dict of `[batch_size, *event]`, the caller's own.
@@ -68,7 +112,7 @@ class DictBuffer(RingBuffer):
             UsageError: `batch_size` is below 1.
             BufferEmptyError: Nothing was added yet.
         """
-        batch_size = arguments.whole("sample", "batch_size", batch_size, 1)
+        batch_size = arguments.whole(f"sample from a {type(self).__name__}", "batch_size", batch_size, 1)
         with self._lock:
             ring = self._filled("sample")
             self._order.wait(is_write=False)
@@ -76,6 +120,7 @@ class DictBuffer(RingBuffer):
             if ring.num_lanes > 1:  # lanes lie behind each other, each with slots that are not drawn
                 lane = torch.div(index, ring.num_live, rounding_mode="floor")
                 index = index.add_(lane * (ring.stride - ring.num_live))
+            self._last_drawn = index, 1
             found = ring.gather(index, self.contiguous, nested=True)
             self._order.record(is_write=False)
             return on_device(found, self.output_device)
@@ -97,7 +142,7 @@ class DictBuffer(RingBuffer):
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.
         """
-        batch_size = arguments.whole("sample", "batch_size", batch_size, 1)
+        batch_size = arguments.whole("sample transitions", "batch_size", batch_size, 1)
         if request is not None and options:
             raise UsageError("sample transitions", "", "a request or options", f"both, {', '.join(options)}")
         with self._lock:
@@ -106,7 +151,7 @@ class DictBuffer(RingBuffer):
                 advice = "Create the buffer with end_key"
                 raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
             if request is None:
-                request = TransitionRequest(**options) if options else _PLAIN
+                request = TransitionRequest.of(options) if options else _PLAIN
             sampler = self._last_sampler
             if sampler is None or not sampler.serves(request, self._boundaries):
                 names = [ring.names[place] for place, _ in self._end_places]
@@ -147,6 +192,14 @@ class DictBuffer(RingBuffer):
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:
         """Show `[slots, lanes, *event]` as the user sees it."""
         return rows.flatten(0, 1)
+
+    def _shown_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
+        """Return the index of rows in what `_shown` returns."""
+        return slots * self.num_envs + lanes
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._last_drawn = None
 
 
 class ZBuffer(RingBuffer):

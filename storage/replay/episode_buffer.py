@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..core.arguments import whole
+from ..core import arguments
 from ..core.fields import Schema, flatten, unflatten
 from ..core.memory import StreamOrder, as_given, lasting
 from ..core.records import Key, RecordReader, flat_name
@@ -104,9 +104,13 @@ class TrajectoryDictBuffer(BufferStore):
     ) -> None:
         end_name, motion_name = flat_name(end_key), flat_name(motion_id_key)
         schema, found = _read(list(episodes), end_name, motion_name, file_names, split_on_end)
-        self.device, self._lock = torch.device(device), threading.RLock()
+        action = arguments.creating(self)
+        self.device = arguments.device(action, "device", device)
+        self.output_device = None
+        if output_device is not None:
+            self.output_device = arguments.device(action, "output_device", output_device)
+        self._lock = threading.RLock()
         self.generator = generator_on(generator, self.device)
-        self.output_device = None if output_device is None else torch.device(output_device)
         options = (seq_length, output_key_t, output_key_tp1, end_name, motion_name, contiguous, nested_key_separator)
         self._set_up(schema, [len(leaves[0]) for leaves, _, _ in found], dict(zip(_OPTIONS, options, strict=True)))
         self._order.wait(is_write=True)
@@ -119,6 +123,14 @@ class TrajectoryDictBuffer(BufferStore):
     def __len__(self) -> int:
         """Frames of all episodes."""
         return self.capacity
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """All frames of every field, episode after episode: nested dict of `[capacity, *event]`.
+
+        The tensors share memory with the buffer and are for reading.
+        """
+        return unflatten({name: self._ring.slots_view(name)[:, 0] for name in self._ring.schema})
 
     @property
     def num_episodes(self) -> int:
@@ -367,7 +379,7 @@ class PrefixSum:
 
     def add(self, length: int) -> None:
         """Append an episode; amortized O(1). A length below 0, or none at all, raises `UsageError`."""
-        length = whole("add an episode", "a length", length, 0)
+        length = arguments.whole("add an episode", "a length", length, 0)
         self._make_room(1)
         self._ends[self._last + 1] = self._ends[self._last] + length
         self._last += 1

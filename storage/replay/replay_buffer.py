@@ -45,11 +45,11 @@ class ReplayBuffer(Store):
         *,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        action = "create a replay buffer"
+        action = arguments.creating(self)
         self.buffer_size = arguments.whole(action, "buffer_size", buffer_size, 1)
         sizes = obs_dim if isinstance(obs_dim, Sequence) else (obs_dim,)
         self.obs_dim = tuple(arguments.whole(action, "obs_dim", size, 0) for size in sizes)
-        self.device = torch.device(device)
+        self.device = arguments.device(action, "device", device)
         self.rng = generator_on(generator)
         schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
         self._ring = RingStore(self.buffer_size, 1, schema, self.device, num_guards=0)

@@ -51,10 +51,10 @@ class RingBuffer(BufferStore):
 
     def __init__(
         self,
-        *,
         capacity: int,
         device: torch.device | str = "cpu",
         nested_key_separator: str = "-",
+        *,
         num_envs: int = 1,
         end_key: Key | list[Key] | None = None,
         auto_unsqueeze: bool = False,
@@ -63,12 +63,15 @@ class RingBuffer(BufferStore):
         output_device: torch.device | str | None = None,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        self.capacity = arguments.whole("create a buffer", "capacity", capacity, 1)
-        self.num_envs = arguments.whole("create a buffer", "num_envs", num_envs, 1)
+        action = arguments.creating(self)
+        self.capacity = arguments.whole(action, "capacity", capacity, 1)
+        self.num_envs = arguments.whole(action, "num_envs", num_envs, 1)
         if capacity % num_envs:
-            raise UsageError("create a buffer", "", f"a capacity that {num_envs} envs divide", str(capacity))
-        self.device = torch.device(device)
-        self.output_device = None if output_device is None else torch.device(output_device)
+            raise UsageError(action, "", f"a capacity that num_envs={num_envs} divides", str(capacity))
+        self.device = arguments.device(action, "device", device)
+        self.output_device = None
+        if output_device is not None:
+            self.output_device = arguments.device(action, "output_device", output_device)
         self.nested_key_separator = nested_key_separator
         self.end_key = normal(end_key)
         self.contiguous = bool(contiguous)

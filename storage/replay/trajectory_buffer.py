@@ -15,7 +15,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema, unflatten
-from ..core.memory import as_given
+from ..core.memory import as_given, tensor_of
 from ..core.records import Key, flat_name, names_below
 from ..errors import SchemaError, UsageError
 from ..ring.ends import Places
@@ -48,7 +48,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         at_end: Windows whose next row is not known, because their trajectory ended with them and no
             final observation was given: "exclude" never draws them; "mark" does, with the last row
             itself in the place of the next, and gives `next_valid`, `[rows, 1]` bool.
-        options: Those of `DictBuffer`.
+        nested_key_separator, auto_unsqueeze, narrow, contiguous, output_device, generator: As for `DictBuffer`.
     """
 
     _ARGUMENTS = (
@@ -67,9 +67,9 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
     def __init__(
         self,
-        *,
         capacity: int,
         device: torch.device | str = "cpu",
+        *,
         n_dim: int = 1,
         seq_length: int = 1,
         output_key_t: Sequence[Key] = ("observation",),
@@ -77,15 +77,21 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         end_key: Key | list[Key] | None = None,
         start_mode: str = "uniform",
         at_end: str = "exclude",
-        **options: Any,
+        nested_key_separator: str = "-",
+        auto_unsqueeze: bool = False,
+        narrow: bool = False,
+        contiguous: bool = False,
+        output_device: torch.device | str | None = None,
+        generator: torch.Generator | int | None = None,
+        num_envs: int = 1,
     ) -> None:
-        action = "create a buffer"
+        action = arguments.creating(self)
         arguments.choice(action, "n_dim", n_dim, (1, 2))
         arguments.choice(action, "start_mode", start_mode, ("uniform", "trajectory"))
         arguments.choice(action, "at_end", at_end, ("exclude", "mark"))
-        if options.get("num_envs", 1) != 1:
-            raise UsageError(action, "", "n_dim=2 for several environments", "num_envs")
-        check_length(seq_length)
+        if num_envs != 1:
+            raise UsageError(action, "", "n_dim=2 for several environments", f"num_envs={num_envs!r}")
+        check_length(seq_length, action)
         if arguments.is_whole(capacity) and seq_length > capacity:
             raise UsageError(action, "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
         self.n_dim = n_dim
@@ -93,7 +99,17 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self.seq_length = int(seq_length)
         self.output_key_t, self.output_key_tp1 = as_list(output_key_t), as_list(output_key_tp1)
         self.start_mode, self.at_end = start_mode, at_end
-        super().__init__(capacity=capacity, device=device, end_key=end_key, **options)
+        super().__init__(
+            capacity,
+            device,
+            nested_key_separator,
+            end_key=end_key,
+            auto_unsqueeze=auto_unsqueeze,
+            narrow=narrow,
+            contiguous=contiguous,
+            output_device=output_device,
+            generator=generator,
+        )
 
     def size(self) -> int:
         """Rows of all lanes that are held."""
@@ -151,6 +167,9 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.n_dim == 2 else rows.squeeze(1)
 
+    def _shown_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
+        return (slots, lanes) if self.n_dim == 2 else slots
+
     def _find_ends(self, schema: Schema) -> Places:
         if self.end_key is not None:
             return super()._find_ends(schema)
@@ -190,11 +209,13 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         else:
             places = boundaries.draw_places(num_windows, length + offset, self.generator)
             if places is not None:
+                self._last_drawn = tensor_of(places), length
                 return ring.windows(places, length, ring.cut_of(*self._keys(), self.contiguous, apart=True))
         if drawn is None:
             expected = f"a stretch of {length + num_later} rows in one trajectory"
             raise UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
         lane, last = drawn
+        self._last_drawn = ring.place(lane, last - offset - (length - 1)), length
         return unflatten(self._gather(boundaries, lane, last - offset, length, goes_to_ends))
 
     def _keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -202,7 +223,9 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
     def _later(self, ring: RingStore) -> list[str]:
         """List the fields that are given one row later."""
-        return [name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION)]
+        return [
+            name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION, "output_key_tp1")
+        ]
 
     def _gather(
         self, boundaries: Boundaries, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
@@ -226,9 +249,9 @@ def as_list(keys: Sequence[Key]) -> list[str]:
     return [flat_name(key) for key in ([keys] if isinstance(keys, str) else keys)]
 
 
-def check_length(length: Any) -> int:
-    """Refuse what is not a number of rows."""
-    return arguments.whole(_ACTION, "seq_length", length, 1)
+def check_length(length: Any, action: str = _ACTION) -> int:
+    """Return a number of rows as an int; raise `UsageError` if it is not one."""
+    return arguments.whole(action, "seq_length", length, 1)
 
 
 def count_windows(batch_size: int, length: int) -> int:

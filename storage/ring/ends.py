@@ -24,8 +24,8 @@ Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
 _BOOL = np.dtype(np.bool_)
 #: Names of flags of ends by themselves, and of flags of time limits; of a nested key the last part.
-_TERMINATIONS = set("terminated terminateds termination terminations terminal terminals is_terminal".split())
-_TIME_OUTS = set("truncated truncateds truncation truncations is_truncated".split())
+_TERMINATIONS = {"terminated", "terminateds", "termination", "terminations", "terminal", "terminals", "is_terminal"}
+_TIME_OUTS = {"truncated", "truncateds", "truncation", "truncations", "is_truncated"}
 _TIME_OUTS |= {"timeout", "timeouts", "time_out", "time_outs", "TimeLimit.truncated"}
 #: Names of flags of ends of any kind.
 _ANY_END = {"done", "dones", "is_last"}
@@ -36,7 +36,8 @@ _INFOS = {"info", "infos", "extras"}
 def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
     """Find the fields that end trajectories; a key that names none is an error that lists what there is."""
     names = list(schema)
-    found = [name for key in listed(end_key) for name in names_below(schema, key, "find the end flag")]
+    action = "find what ends a trajectory"
+    found = [name for key in listed(end_key) for name in names_below(schema, key, action, "end_key")]
     return [(names.index(name), schema[name].num_elements) for name in found]
 
 

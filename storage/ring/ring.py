@@ -172,9 +172,9 @@ class RingStore:
         if found is None:
             targets = [
                 Target(row, name, f"next/{name}" if row else name)
-                for row, wanted in enumerate((keys, next_keys))
+                for row, (argument, wanted) in enumerate((("output_key_t", keys), ("output_key_tp1", next_keys)))
                 for key in wanted
-                for name in names_below(self.schema, key, "sample windows")
+                for name in names_below(self.schema, key, "sample windows", argument)
             ]
             if next_keys and not apart and not self.num_guards:
                 raise UsageError("cut rows", "and those that follow", "a ring with guards", "one without")

@@ -7,7 +7,8 @@ left out or marked, as the caller chooses, and never continued with the next tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from ..core import arguments
 from ..core.fields import unflatten
 from ..core.records import Key, names_below
-from ..errors import FieldTypeError, SchemaError, UsageError
+from ..errors import FieldTypeError, SchemaError, UsageError, nearest
 from .ends import EndKinds
 from .windows import Boundaries
 
@@ -58,6 +59,19 @@ class TransitionRequest:
             arguments.whole(_ACTION, name, value, 1)
         arguments.choice(_ACTION, "at_end", self.at_end, ("exclude", "mark"))
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> TransitionRequest:
+        """Make a request of the options of `sample_transitions`.
+
+        Raises:
+            UsageError: An option is unknown, or has a wrong value.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise UsageError(_ACTION, "", f"options {nearest(name, known)}", repr(name))
+        return cls(**options)
+
 
 class TransitionSampler:
     """Draw and gather transitions of one ring.
@@ -73,7 +87,7 @@ class TransitionSampler:
         schema = self._ring.schema
         self._end_kinds = EndKinds.of(schema, end_names)
         self._flag_names = tuple(dict.fromkeys((*end_names, *self._end_kinds.names)))
-        names = (name for key in request.next_keys for name in names_below(schema, key, _ACTION))
+        names = (name for key in request.next_keys for name in names_below(schema, key, _ACTION, "next_keys"))
         self._next_names = tuple(dict.fromkeys(names))
         added = [f"next/{name}" for name in self._next_names] + ["next"] * bool(self._next_names)
         added += ["discount"] * (request.num_steps > 1) + ["next_valid"] * (request.at_end == "mark")
@@ -86,7 +100,7 @@ class TransitionSampler:
         #: Whether every transition is two rows of one trajectory, and nothing else.
         self._is_plain = is_short and request.at_end == "exclude" and boundaries.finals_of(self._next_names) is None
         if request.num_steps > 1:
-            (self._reward_name,) = names_below(schema, request.reward_key, _ACTION)[:1]
+            (self._reward_name,) = names_below(schema, request.reward_key, _ACTION, "reward_key")[:1]
             if not schema[self._reward_name].torch_dtype.is_floating_point:
                 got = schema[self._reward_name].dtype
                 raise FieldTypeError("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)

@@ -295,7 +295,7 @@ def test_a_state_of_another_buffer_is_refused() -> None:
     buffer.load_state_dict(state)
     assert len(buffer) == 10
     buffer.load_state_dict(DictBuffer(capacity=10, end_key="done").state_dict())
-    assert buffer.storage == {}
+    assert buffer.storage is None
 
 
 def test_saving_over_a_folder_of_something_else_is_refused(tmp_path):

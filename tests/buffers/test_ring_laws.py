@@ -132,6 +132,6 @@ def test_a_failed_first_write_leaves_the_buffer_without_a_schema() -> None:
     buffer = DictBuffer(capacity=5)
     with pytest.raises(SchemaError, match=r"unsqueeze\(-1\)"):
         buffer.extend({"x": torch.zeros(3, 2), "y": torch.zeros(3)})
-    assert buffer.storage == {} and len(buffer) == 0
+    assert buffer.storage is None and len(buffer) == 0
     buffer.extend({"other": torch.zeros(3, 4)})
     assert len(buffer) == 3

@@ -217,7 +217,7 @@ def test_numbers_of_other_dtypes_are_converted_where_nothing_but_precision_is_lo
 
 @pytest.mark.parametrize("arguments", [(0, 5), (5, 0), (2.0, 5), (-1, 5), (True, 5), (5, "x")])
 def test_impossible_sizes_are_refused(arguments):
-    with pytest.raises(UsageError, match="cannot create a storage: expected num_"):
+    with pytest.raises(UsageError, match="cannot create a RolloutStorage: expected num_"):
         RolloutStorage(*arguments, (3,), None, (2,))
     with pytest.raises(SchemaError, match="cannot declare the shape of 'actions'"):
         RolloutStorage(2, 2, (3,), None, "two")
@@ -330,7 +330,7 @@ def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"device": "nope"}, "create a storage: expected device a torch device such as 'cpu' or 'cuda:0', got 'nope'"),
+        ({"device": "nope"}, "create a QueueRolloutStorage: expected device a torch device such as 'cpu' or 'cuda:0', got 'nope'"),
         ({"device": None}, "expected device a torch device such as 'cpu' or 'cuda:0', got None"),
         ({"output_device": "nope"}, "expected output_device a torch device such as 'cpu' or 'cuda:0', got 'nope'"),
         ({"num_rewards": True}, "expected num_rewards >= 1 and a whole number, got True"),
