@@ -23,8 +23,8 @@ from .memory import as_given
 #: Name of a leaf inside a nested mapping: "key", ("outer", "key"), or "outer/key".
 Key = str | tuple[str, ...]
 #: Which dtypes a field takes: its own; those that torch converts to it; of these the numbers that it can hold, rounded
-#: at most; or, for flags, any real one.
-Cast = Literal["exact", "safe", "in range", "flag"]
+#: at most, of any dtype or of floating ones only; or, for flags, any real one.
+Cast = Literal["exact", "safe", "in range", "floating", "flag"]
 COMPLEX_DTYPES: dict[str, tuple[torch.dtype, np.dtype[Any]]] = {
     "complex64": (torch.complex64, np.dtype("<c8")),
     "complex128": (torch.complex128, np.dtype("<c16")),
@@ -154,11 +154,13 @@ def fit(
     is_taken = found.dtype is field.torch_dtype
     if cast == "flag":
         is_taken = not found.is_complex()
+    elif cast == "floating":
+        is_taken = found.is_floating_point()
     elif cast != "exact":
         is_taken = torch.can_cast(found.dtype, field.torch_dtype)
     if not is_taken:
         raise FieldTypeError(action, where, expected, str(found.dtype), "Convert it first")
-    if cast == "in range" and found.dtype not in always_fit(field.torch_dtype):
+    if cast in ("in range", "floating") and found.dtype not in always_fit(field.torch_dtype):
         return _in_range(action, where, found, field)
     return found
 

@@ -33,10 +33,18 @@ _version_of = attrgetter("_version")
 class ColumnTable:
     """Columns of `num_rows` steps of `num_envs` envs on one device.
 
-    Names of fields must not repeat, and none may stand above another.
+    Names of fields must not repeat, and none may stand above another. Tensors in `kept` are used instead of new ones
+    where they have the shape and dtype of the field of that name.
     """
 
-    def __init__(self, columns: Sequence[Column], num_rows: int, num_envs: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        num_rows: int,
+        num_envs: int,
+        device: torch.device,
+        kept: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self.columns = {column.name: column for column in columns}
         self.schema = Schema(field for column in columns for field in column.fields)
         self.num_rows = num_rows
@@ -64,7 +72,13 @@ class ColumnTable:
                 raise SchemaError("declare the fields of a storage", "", expected, repr(name))
         for column in columns:
             for field in column.fields:
-                if not column.is_lazy and not column.view_of:
+                if column.is_lazy or column.view_of:
+                    continue
+                found = kept.get(field.name) if kept else None
+                rows = num_rows + (field.name in self._longer)
+                if found is not None and found.dtype is field.torch_dtype and found.shape[0] == rows:
+                    self.tensors[field.name] = found
+                else:
                     self._allocate(field.name, (num_envs, *field.shape), field.torch_dtype)
         self._show_views()
         self.note_results(False)
@@ -272,6 +286,11 @@ class _Input(NamedTuple):
         given = replace(field, name=column.source + field.name[len(column.name) :])
         if column.is_flag:
             return cls(field.name, given, "flag", tuple(shapes), REAL_DTYPES)
+        if field.name in column.taken:
+            if not field.torch_dtype.is_floating_point:
+                return cls(field.name, given, "exact", tuple(shapes), frozenset([field.torch_dtype]))
+            floating = frozenset(dtype for dtype in always_fit(field.torch_dtype) if dtype.is_floating_point)
+            return cls(field.name, given, "floating", tuple(shapes), floating)
         return cls(field.name, given, "in range", tuple(shapes), always_fit(field.torch_dtype))
 
     @property

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.arguments import is_whole
-from ..core.fields import Field, dtype_name, unflatten
+from ..core.fields import DTYPES, Field, dtype_name, flatten, unflatten
+from ..core.records import as_tensor
 from ..core.shown import described
 from ..errors import SchemaError
 
@@ -44,6 +45,8 @@ class Column:
         view_of: The column whose memory it shows, which has one step more; it is neither filled nor saved itself.
         first_row: Where in that memory it begins, 0 or 1.
         argument: The argument of the constructor that gives its shape; "" if none does.
+        taken: Names of its fields whose dtype is that of the first step: later steps have the same one, or, where it
+            was floating and became float32, any floating one.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Column:
     view_of: str = ""
     first_row: int = 0
     argument: str = ""
+    taken: frozenset[str] = frozenset()
 
 
 def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
@@ -153,7 +157,7 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
 
     Args:
         name: Of the column.
-        shape: Sizes (float32), one size, `(sizes, dtype)`, a `Field`, or a mapping of these.
+        shape: Sizes, one size (both float32), `(sizes, dtype)`, a `Field`, or a mapping of these.
     """
     if isinstance(shape, Mapping):
         for key in shape or [None]:
@@ -163,14 +167,50 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
         return tuple(one for key, below in shape.items() for one in declare_fields(f"{name}/{key}", below))
     if isinstance(shape, Field):
         return (Field(name, shape.shape, shape.dtype, fill=shape.fill),)
-    is_pair = isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (str, torch.dtype))
     sizes: Any
-    sizes, dtype = shape if is_pair else (shape, "float32")
+    sizes, dtype = shape if _is_pair(shape) else (shape, "float32")
     sizes = (sizes,) if is_whole(sizes) else sizes
     are_sizes = isinstance(sizes, Sequence) and all(is_whole(size) for size in sizes)
     if not are_sizes or isinstance(sizes, str):
         raise SchemaError("declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape))
     return (Field(name, tuple(sizes), dtype if isinstance(dtype, str) else dtype_name(dtype, repr(name))),)
+
+
+def _is_pair(shape: Any) -> bool:
+    """Whether a shape comes with a dtype."""
+    return isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (str, torch.dtype))
+
+
+def undeclared_fields(name: str, shape: Any) -> set[str]:
+    """Return the names of the fields of a column whose shapes come without a dtype; see `declare_fields`."""
+    if isinstance(shape, Mapping):
+        return {field for key, below in shape.items() for field in undeclared_fields(f"{name}/{key}", below)}
+    return set() if isinstance(shape, Field) or _is_pair(shape) else {name}
+
+
+def taken_dtypes(name: str, shape: Any, value: Any) -> dict[str, str]:
+    """Return the dtypes that undeclared fields of a column take from its value in the first step.
+
+    Integers and bool keep their dtype, floating numbers become float32. Values that do not fit the shape are left out.
+    """
+    found = {}
+    leaves = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
+    for field_name in undeclared_fields(name, shape) & leaves.keys():
+        leaf = leaves[field_name]
+        if leaf is None:
+            continue
+        if not isinstance(leaf, torch.Tensor):
+            leaf = as_tensor(leaf, "add a transition", f"with {field_name!r}")
+        is_real = not leaf.is_floating_point() and not leaf.is_complex()
+        found[field_name] = dtype_name(leaf.dtype, repr(field_name)) if is_real else "float32"
+    return found
+
+
+def with_dtypes(name: str, shape: Any, dtypes: Mapping[str, str]) -> Any:
+    """Return a shape as `declare_fields` takes it, with the dtypes of fields that it does not declare."""
+    if isinstance(shape, Mapping):
+        return {key: with_dtypes(f"{name}/{key}", below, dtypes) for key, below in shape.items()}
+    return shape if name not in dtypes or isinstance(shape, Field) or _is_pair(shape) else (shape, dtypes[name])
 
 
 def shapes_to_json(columns: Iterable[Column]) -> dict[str, Any]:
@@ -190,6 +230,24 @@ def shape_from_json(written: Any) -> Any:
         return None
     shapes = {path: tuple(shape) if dtype == "float32" else (tuple(shape), dtype) for path, shape, dtype in written}
     return shapes[""] if "" in shapes else unflatten(shapes)
+
+
+def without_dtypes(name: str, written: list[Any], fields: set[str]) -> list[Any]:
+    """Return what `shapes_to_json` wrote for a column, with float32 as the dtype of some of its fields."""
+    found = []
+    for path, shape, dtype in written:
+        field_name = f"{name}/{path}" if path else name
+        found.append([path, shape, "float32" if field_name in fields else dtype])
+    return found
+
+
+def checked_dtypes(written: Any) -> dict[str, str] | None:
+    """Check dtypes by field in a loaded state; None says that no step fixed them."""
+    if written is None:
+        return None
+    if not isinstance(written, Mapping) or not all(x in DTYPES for x in written.values()):
+        raise SchemaError("load a state", "with 'taken_dtypes'", "None or dtypes by field", repr(written))
+    return dict(written)
 
 
 # -- the records of any storage ----------------------------------------------------------------

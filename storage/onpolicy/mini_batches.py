@@ -18,7 +18,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import map_leaves, signed
-from ..core.memory import BufferPool, StreamOrder, lasting
+from ..core.memory import BufferPool, lasting
 from ..errors import SchemaError, UsageError
 
 #: What could not be done, in every error about mini-batches.
@@ -47,8 +47,6 @@ class Delivery:
         self.output_device = device if output_device is None else output_device
         self._pool = BufferPool(max_buffers=16)
         self._stream: torch.cuda.Stream | None = None
-        #: Of writes to `device`, and of reads.
-        self.order = StreamOrder(device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Give memory for a result, on `device`."""

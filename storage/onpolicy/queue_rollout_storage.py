@@ -87,7 +87,9 @@ class QueueRolloutStorage(RolloutStorage):
             missing = self.num_target_steps - self.num_transitions_per_env
             num_steps = min(missing, self.num_timesteps_each_rollout)
             if num_steps:
+                self._order.wait(is_write=True)
                 self._table.grow(num_steps)
+                self._order.record(is_write=True)
             return num_steps
 
     def untie_buffer_loop(self) -> None:
@@ -97,7 +99,9 @@ class QueueRolloutStorage(RolloutStorage):
         """
         with self._lock, torch.no_grad():
             if self.buffer_full and self.step:
+                self._order.wait(is_write=True)
                 self._table.roll(self.step)
+                self._order.record(is_write=True)
                 self.step = 0
 
     def _put_in_order(self) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..core import arguments
-from ..core.memory import lasting
+from ..core.memory import StreamOrder, lasting
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
 from ..saving.store import State, Store, checked_count
@@ -24,11 +25,16 @@ from .columns import (
     ShapeLike,
     Transition,
     batch_type,
+    checked_dtypes,
     is_absent,
     rollout_columns,
     shape_from_json,
     shapes_to_json,
+    taken_dtypes,
     transition_type,
+    undeclared_fields,
+    with_dtypes,
+    without_dtypes,
 )
 from .mini_batches import GENERATE, Delivery, RowGather, batch_bounds, env_groups
 from .returns import Scalar, Signals, check_rules, checked_factor, checked_last_values, write_returns
@@ -45,7 +51,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         num_envs: B.
         num_transitions_per_env: T.
         obs_shape: Shape of one observation, or a nested dict whose leaves are shapes or pairs of
-            shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`.
+            shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`. A leaf without dtype takes
+            integer and bool dtypes from the first transition, and later ones must have the same; floating
+            numbers become float32.
         critic_obs_shape: The same for the critic; None, (None,) or [None] if it sees no other.
         actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
         num_rewards: R, reward heads.
@@ -98,20 +106,33 @@ class RolloutStorage(Store, is_saved_whole=True):
         self.step = 0
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)
+        self._order = StreamOrder(self.device)
         self._num_partial_rows = 0
+        #: Dtypes that undeclared observation fields took from the first step, by field; None before it.
+        self._taken: dict[str, str] | None = None
         self._make_table(num_steps)
 
-    def _make_table(self, num_steps: int) -> None:
+    def _make_table(self, num_steps: int, kept: Mapping[str, torch.Tensor] | None = None) -> None:
         columns = self.declare_columns()
         self.Transition = transition_type(columns, self.Transition)
         self.MiniBatch = batch_type(columns, self.MiniBatch)
-        self._table = ColumnTable(columns, num_steps, self.num_envs, self.device)
+        self._table = ColumnTable(columns, num_steps, self.num_envs, self.device, kept)
         self._states = SavedStates(self._table)
 
     def declare_columns(self) -> list[Column]:
         """Declare what is kept; subclasses add to the list."""
-        shapes = self.obs_shape, self.critic_obs_shape, self.actions_shape
-        return rollout_columns(*shapes, self.num_rewards, self.policy_output_shapes)
+        taken = self._taken or {}
+        shapes = [with_dtypes(name, shape, taken) for name, shape in self._observation_shapes.items()]
+        columns = rollout_columns(*shapes, self.actions_shape, self.num_rewards, self.policy_output_shapes)
+        return [
+            replace(column, taken=frozenset(field.name for field in column.fields if field.name in taken))
+            for column in columns
+        ]
+
+    @property
+    def _observation_shapes(self) -> dict[str, Any]:
+        """The shapes of observations as the constructor got them, by column."""
+        return {"observations": self.obs_shape, "critic_observations": self.critic_obs_shape}
 
     @property
     def num_transitions_per_env(self) -> int:
@@ -128,7 +149,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         # `storage.returns = x` writes into the column, as `storage.returns[:] = x` does; it never hides it.
         table = self.__dict__.get("_table")
         if table is not None and name in table.columns:
+            self._order.wait(is_write=True)
             table.assign(name, value)
+            self._order.record(is_write=True)
         else:
             super().__setattr__(name, value)
 
@@ -149,12 +172,30 @@ class RolloutStorage(Store, is_saved_whole=True):
             if self.step >= self._table.num_rows:
                 expected, advice = f"at most {self._table.num_rows} steps", "Call clear() after each update"
                 raise RolloutOverflowError("add a transition", "", expected, "one more", advice)
-            values = self._table.read(transition)
-            values.update(self._states.read(getattr(transition, "hidden_states", None)))
-            self._table.write(self.step, values)
-            # Not as attributes, which are looked for among the columns first: a hundredth of the whole.
-            vars(self).update(step=self.step + 1, _num_partial_rows=0)
-            self._delivery.order.record(is_write=True)
+            if self._taken is None:
+                with self.unchanged_on_failure():
+                    self._take_dtypes(transition)
+                    self._write_step(transition)
+            else:
+                self._write_step(transition)
+
+    def _write_step(self, transition: _Transition) -> None:
+        values = self._table.read(transition)
+        values.update(self._states.read(getattr(transition, "hidden_states", None)))
+        self._order.wait(is_write=True)
+        self._table.write(self.step, values)
+        # Not as attributes, which are looked for among the columns first: a hundredth of the whole.
+        vars(self).update(step=self.step + 1, _num_partial_rows=0)
+        self._order.record(is_write=True)
+
+    def _take_dtypes(self, transition: _Transition) -> None:
+        """Take the dtypes of undeclared observation fields from the first step; other tensors stay the same."""
+        self._taken = {}
+        for name, shape in self._observation_shapes.items():
+            if shape is not None:
+                self._taken.update(taken_dtypes(name, shape, getattr(transition, name, None)))
+        if self._taken:
+            self._make_table(self._table.num_rows, self._table.kept())
 
     @property
     def saved_hidden_states(self) -> Any:
@@ -162,7 +203,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         return self._states.build(self._states.leaves())
 
     def clear(self) -> None:
-        """Start the next rollout: the cursor goes to 0, the tensors stay as they are."""
+        """Start the next rollout: the cursor goes to 0, the tensors and their dtypes stay as they are."""
         with self._lock:
             self.step = 0
             self._num_partial_rows = 0
@@ -196,13 +237,14 @@ class RolloutStorage(Store, is_saved_whole=True):
         """
         with self._lock:
             rows = self._num_rows_for("compute returns", allow_partial)
+            self._order.wait(is_write=True)
             last_values = checked_last_values(last_values, self.num_envs, self.num_rewards).to(self.device)
             gamma, lam = checked_factor("gamma", gamma, self.num_rewards), checked_factor("lam", lam, self.num_rewards)
             signals = self._signals(rows)
             check_rules(signals, normalize, truncation)
             self._put_in_order()
             write_returns(signals, last_values, gamma, lam, normalize, truncation)
-            self._delivery.order.record(is_write=True)
+            self._order.record(is_write=True)
             self._num_partial_rows = rows
             self._table.note_results(True)
 
@@ -220,7 +262,9 @@ class RolloutStorage(Store, is_saved_whole=True):
             # Dones of the newest step end what would be a segment of its own anyway.
             newest = signals.dones[(self.step - 1) % rows]
             num_segments = signals.dones.count_nonzero() - newest.count_nonzero() + self.num_envs
-            return rows * self.num_envs / num_segments.float(), signals.rewards.mean()
+            statistics = rows * self.num_envs / num_segments.float(), signals.rewards.mean()
+            self._order.record(is_write=False)
+            return statistics
 
     # -- reading ---------------------------------------------------------------------------
 
@@ -281,21 +325,23 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
         table, num_used = self._table, bounds[-1][1]
         with self._lock, torch.no_grad():
-            self._delivery.order.wait(is_write=False)
+            self._order.wait(is_write=False)
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
             gather = RowGather(columns, self._delivery, 1 if once else num_epochs, lambda: table.num_changes)
             shuffled = lasting(gather.gather)(self._permutation(rows * self.num_envs, num_used)) if once else {}
+            self._order.record(is_write=False)
         for _ in range(num_epochs):
             order = None
             for start, stop in bounds:
                 with self._lock, torch.no_grad():
-                    self._delivery.order.wait(is_write=False)
+                    self._order.wait(is_write=False)
                     if once:
                         batch = {name: x[start:stop] for name, x in shuffled.items()}
                     else:
                         order = self._permutation(rows * self.num_envs, num_used) if order is None else order
                         batch = gather.gather(order[start:stop])
+                        self._order.record(is_write=False)
                 yield self._to_mini_batch(batch)
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
@@ -306,11 +352,12 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     def _env_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
         with self._lock, torch.no_grad():
-            self._delivery.order.wait(is_write=False)
+            self._order.wait(is_write=False)
             self._put_in_order()
             states = [leaf[:rows] for leaf in self._states.leaves()]
             dones = self._signals(rows).dones
             groups = env_groups(self._batch_columns(rows), states, dones, bounds, self._delivery)
+            self._order.record(is_write=False)
         for _ in range(num_epochs):
             for batch, leaves, masks in groups:
                 yield self._to_mini_batch(batch, hidden_states=self._states.build(leaves), masks=masks)
@@ -325,7 +372,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         """Bring the steps into the order of time; here they always are."""
 
     def _signals(self, rows: int) -> Signals:
-        self._delivery.order.wait(is_write=False)
+        self._order.wait(is_write=False)
         return Signals(*(self._table.view(name, rows) for name in Signals._fields))
 
     # -- saving ----------------------------------------------------------------------------
@@ -344,14 +391,25 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _options(self) -> dict[str, Any]:
         return {"_delivery": Delivery(self.device, self._delivery.output_device)}
 
+    def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
+        """Raise `SchemaError` if a state does not fit; before the first step any dtype fits an undeclared field."""
+        if self._taken is None:
+            arguments = dict(arguments)
+            for argument, column in (("obs_shape", "observations"), ("critic_obs_shape", "critic_observations")):
+                written, shape = arguments.get(argument), self._observation_shapes[column]
+                if isinstance(written, list) and shape is not None:
+                    arguments[argument] = without_dtypes(column, written, undeclared_fields(column, shape))
+        super().check_equal(name, arguments)
+
     def _get_state(self) -> State:
         with self._lock:
-            self._delivery.order.wait(is_write=False)
+            self._order.wait(is_write=False)
             numbers = {
                 "step": self.step,
                 "num_rows": self._table.num_rows,
                 "num_partial_rows": self._num_partial_rows or self._table.num_rows * self._table.has_results,
                 "states": self._states.layout,
+                "taken_dtypes": self._taken,
             }
             return State(self._arguments(), numbers, self._table.kept())
 
@@ -359,11 +417,18 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             num_rows = checked_count(numbers, "num_rows", *self._row_limits())
             step, num_partial_rows = (checked_count(numbers, key, 0, num_rows) for key in ("step", "num_partial_rows"))
+            taken = checked_dtypes(numbers.get("taken_dtypes", {}))  # earlier saves take any dtype that fits
+            if taken != self._taken:
+                self._taken = taken
+                self._table.num_changes += 1  # for generators that still read the table of before
+                self._make_table(self._table.num_rows, self._table.kept())
+            self._order.wait(is_write=True)
             leaves = self._states.check_loaded(numbers["states"], tensors, num_rows)
             self._table.replace(tensors, num_rows, leaves)
             self._table.note_results(num_partial_rows > 0)
             self._states.layout = numbers["states"]
             self.step, self._num_partial_rows = step, num_partial_rows
+            self._order.record(is_write=True)
 
     def _row_limits(self) -> tuple[int, int]:
         """How many steps fit at least, and at most."""

@@ -41,7 +41,8 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
             name, fallback = f"next_{column.name}", column.fallback and _SHIFTED["observations"]
             later = Column(name, next_fields, name, _SHIFTED[column.name], fallback, False, is_padded=True)
             whole = Column(f"all_{column.name}", all_fields)
-            later = replace(later, is_ignorable=True, view_of=whole.name, first_row=1)
+            taken = frozenset(f"next_{field}" for field in column.taken)
+            later = replace(later, is_ignorable=True, view_of=whole.name, first_row=1, taken=taken)
             made += [replace(column, view_of=whole.name), later, whole]
     return replaced(columns, *made, Column("next_valid", (), batch="next_valid"))
 
@@ -145,6 +146,7 @@ class SarsaRolloutStorage(RolloutStorage):
                 self._has_next.add(step)
                 ended = self._signals(step + 1).dones[step].flatten().nonzero().squeeze(-1)
                 self._finals[step] = ended, {name: x[step + 1, ended] for name, x in self._whole.items()}
+                self._order.record(is_write=False)
 
     def _check_next(self, transition: Transition) -> bool:
         """Whether a transition brings its next observations; refuse it if they are needed, or only some are there."""
@@ -217,9 +219,9 @@ class SarsaRolloutStorage(RolloutStorage):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             mine = {name: x for name, x in tensors.items() if name.startswith(_FINALS)}
-            self._check_kept(numbers["has_next"], numbers["finals"], mine)
             others = {re.sub("^whole/", "all_", name): x for name, x in tensors.items() if name not in mine}
             super()._set_state(numbers, others)  # "whole/" is what earlier saves say
+            self._check_kept(numbers["has_next"], numbers["finals"], mine)
             self._has_next = {step for step, is_so in enumerate(numbers["has_next"]) if is_so}
             self._finals = {
                 step: (

@@ -330,7 +330,10 @@ def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"device": "nope"}, "create a QueueRolloutStorage: expected device a torch device such as 'cpu' or 'cuda:0', got 'nope'"),
+        (
+            {"device": "nope"},
+            "create a QueueRolloutStorage: expected device a torch device such as 'cpu' or 'cuda:0', got 'nope'",
+        ),
         ({"device": None}, "expected device a torch device such as 'cpu' or 'cuda:0', got None"),
         ({"output_device": "nope"}, "expected output_device a torch device such as 'cpu' or 'cuda:0', got 'nope'"),
         ({"num_rewards": True}, "expected num_rewards >= 1 and a whole number, got True"),
