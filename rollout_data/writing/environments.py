@@ -17,14 +17,15 @@ from storage.core.memory import as_given, on_host
 from storage.errors import UsageError, nearest
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
-_FINAL = ("final_observation", "final_observations", "final_obs", "terminal_observation")
-_FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
-_TIMEOUTS = ("time_outs", "TimeLimit.truncated")
+#: Names in infos of final observations, and of flags of time limits.
+FINAL = ("final_observation", "final_observations", "final_obs", "terminal_observation")
+FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
+TIME_OUTS = ("time_outs", "TimeLimit.truncated")
 _PRIVILEGED_GROUPS = ("critic", "privileged")
 #: What only envs of rsl_rl, legged_gym and Isaac Lab have, which are reset in the step in which their episode ends.
 #: `time_outs` alone do not tell: other tasks of Isaac Gym have them too, and are reset a step later.
 _SAME_STEP_ATTRIBUTES = ("get_observations", "get_privileged_observations", "episode_length_buf")
-_SAME_STEP_INFOS = {*_FINAL, "final_info"}
+_SAME_STEP_INFOS = {*FINAL, "final_info"}
 
 
 class Simulator:
@@ -119,7 +120,7 @@ class Simulator:
         ended, *truncated = (on_host(flag).reshape(self.num_envs).astype(bool) for flag in flags)
         if not truncated:
             privileged = _critic(infos) if privileged is None else privileged
-            truncated = [ended & np.logical_or(*(told(infos, (name,), self.num_envs)[0] for name in _TIMEOUTS))]
+            truncated = [ended & told_time_outs(infos, self.num_envs)[0]]
             ended &= ~truncated[0]
         present = ~self.is_over
         record = {"reward": self.copied(reward), "terminated": ended & present, "truncated": truncated[0] & present}
@@ -131,7 +132,8 @@ class Simulator:
             self.is_over = done if self._mode == "next_step" else self.is_over | done
             record["env_mask"] = present
         elif done.any():
-            fields, lacking = _final_fields(infos, observation, done)
+            rows, final_privileged, lacking = final_rows(infos, observation, done)
+            fields = {} if rows is None else _fields(rows, final_privileged)
             record |= {"lacks_final": lacking} if fields and lacking.any() else {}
         if done.any():
             record |= {f"final_{name}": value for name, value in fields.items()}
@@ -194,6 +196,12 @@ def told(infos: Mapping[str, Any], names: Sequence[str], num_envs: int) -> tuple
     return np.zeros(num_envs, bool), np.zeros(num_envs, bool)
 
 
+def told_time_outs(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return where infos name a time-out, and where they say whether there was one: `[N]` bool both."""
+    flags, are_told = zip(*(told(infos, (name,), num_envs) for name in TIME_OUTS), strict=True)
+    return np.logical_or.reduce(flags), np.logical_or.reduce(are_told)
+
+
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
     """Apply a function to the leaves of nested mappings and tuples."""
     if isinstance(tree, tuple):
@@ -234,18 +242,28 @@ def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
     return {"observation": observation} | ({} if privileged is None else {"privileged_observation": privileged})
 
 
-def _final_fields(infos: Mapping[str, Any], observation: Any, done: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-    """Give the final observations in infos as our fields, and which envs ended without one: `[N]` bool."""
-    name = next((name for name in _FINAL if infos.get(name) is not None), "")
+def final_rows(infos: Mapping[str, Any], observation: Any, done: np.ndarray) -> tuple[Any, Any, np.ndarray]:
+    """Find the final observations in `joined` infos.
+
+    Args:
+        infos: Of one step.
+        observation: Of the same step, whose structure and dtypes the final ones get.
+        done: `[N]` bool, environments whose episode ended.
+
+    Returns:
+        The final observations, of all environments or of those that have one; the privileged ones; and the
+        environments that ended without one, `[N]` bool. None where infos have none.
+    """
+    name = next((name for name in FINAL if infos.get(name) is not None), "")
     found: Any = infos.get(name)
     is_given = done & (found is not None) & on_host(infos.get("_" + name, True)).reshape(-1).astype(bool)
     if _is_listed(found):
         is_given &= [row is not None for row in found]
     if not is_given.any():
-        return {}, done
-    privileged = next((infos[name] for name in _FINAL_PRIVILEGED if infos.get(name) is not None), None)
+        return None, None, done
+    privileged = next((infos[name] for name in FINAL_PRIVILEGED if infos.get(name) is not None), None)
     rows = _rows(_named(found), _named(observation), np.flatnonzero(is_given))
-    return _fields(rows, privileged), done & ~is_given
+    return rows, privileged, done & ~is_given
 
 
 def _is_listed(value: Any) -> bool:

@@ -28,7 +28,7 @@ _OTHER_NAMES = {
     "action": "actions act",
     "reward": "rewards rew next/reward",
     "done": "dones next/done",
-    "timeout": "timeouts time_outs time_out",
+    "timeout": "timeouts time_outs time_out TimeLimit.truncated",
     "terminated": "terminateds termination terminations terminal terminals next/terminated",
     "truncated": "truncateds truncation truncations next/truncated",
     "final_observation": "final_observations final_obs terminal_observation terminal_obs next/observation",
@@ -36,6 +36,7 @@ _OTHER_NAMES = {
     "policy_version": "",
     "env_mask": "valid",
     "episode": "",
+    "infos": "info",
 }
 _ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _ENDS = {"done", "terminated", "truncated", "timeout"}
@@ -43,10 +44,9 @@ _ENDS = {"done", "terminated", "truncated", "timeout"}
 _FOLLOWS = "it follows from the frames, and from final_observation where they end"
 _DERIVED = dict.fromkeys(("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS)
 _DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
-_INFOS = dict.fromkeys(("info", "infos"), "give what it holds by name, as in final_observation=... or success=...")
 #: What transitions of other storages carry besides, in shapes of their own; given by keyword it is a field like others.
 _CARRIED = {"hidden_states"}
-_NOT_OURS = {*_DERIVED, *_INFOS, *_ALIASES, "next"}
+_NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "next"}
 
 
 def is_taken(name: str) -> bool:
@@ -66,7 +66,7 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
     Names are brought to ours ("actions" -> "action"); None means not given. What follows from the rest is left out,
-    with a warning if it was given by keyword; infos are left out with a warning.
+    with a warning if it was given by keyword. Infos stay as they are, for `InfoReader`.
 
     Raises:
         UsageError: One thing is given twice, by one name or by two; or a batch has marks not to be told from ends.
@@ -79,7 +79,7 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
             name = _ALIASES.get(given, given)
             if value is None or name in carried:
                 continue
-            if reason := (_DERIVED | _INFOS).get(name):
+            if reason := _DERIVED.get(name):
                 text = f"{name!r} is not recorded: {reason}; to keep it give it another name"
                 warnings.warn(text, RolloutDataWarning, stacklevel=4)
             elif name in merged:

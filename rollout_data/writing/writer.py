@@ -30,6 +30,7 @@ from storage.errors import ClosedError, DataFileError, RolloutDataWarning, Usage
 from ..format.header import DATA, DROPPED, OPEN, layouts_of
 from ..index.metadata import Metadata, publish_metadata
 from .given import given_values, keywords_of, unpack_storage, warn_of_misspellings
+from .infos import InfoReader
 from .journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
 from .notes import NoteCount
 from .publish import BlockPublisher, check_storable
@@ -120,6 +121,7 @@ class RolloutWriter(Shown, Owned):
         self._context = {"success_traj_only": success_only, **_checked_metadata(metadata)}
         needed = ("observation",) if without_action else ("observation", "action")
         self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only, needed)
+        self._infos = InfoReader(self.num_envs)
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
@@ -163,6 +165,7 @@ class RolloutWriter(Shown, Owned):
         policy_version: Any = None,
         env_mask: Any = None,
         episode: Any = None,
+        infos: Any = None,
         **extras: Any,
     ) -> None:
         """Record one step of all envs. Everything is copied.
@@ -187,6 +190,9 @@ class RolloutWriter(Shown, Owned):
                 for a single env the mapping itself. May be given in any step of an episode; what is given later is
                 added, and replaces what has the same name. Values as JSON has them; `task` is a str, `success` a
                 bool. At most 1 MiB of an episode.
+            infos: As environments return them, a list with a mapping for each env or one mapping for all. `time_outs`
+                and `TimeLimit.truncated` are time-outs, `final_obs` and `terminal_observation` final observations,
+                unless they are given by keyword. A warning names other keys, once: they are not recorded.
             **extras: Any other field, `[N, ...]` or a mapping; not next observations nor `is_first`, which follow.
                 A str, or a list or array of N, is a field of texts: each text is stored once, and its frames have its
                 number.
@@ -215,6 +221,7 @@ class RolloutWriter(Shown, Owned):
         policy_version: Any = None,
         env_mask: Any = None,
         episode: Any = None,
+        infos: Any = None,
         include: Sequence[str] = (),
         **extras: Any,
     ) -> None:
@@ -225,7 +232,7 @@ class RolloutWriter(Shown, Owned):
                 anew) with declared `policy_outputs`, or a batch of a `RolloutDataset` (see `Transition` for limits).
             final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time, then env.
             policy_version: An integer, `[T]` or `[T, N]`.
-            episode: A list of T values, each as in `add`.
+            episode, infos: A list of T values, each as in `add`.
             include: Fields of a `RolloutStorage` to record besides the usual ones: "values", "mu", "sigma", ...
         """
         self._add(unpack_storage(transition, include), keywords_of(locals()), is_step=False)
@@ -316,6 +323,9 @@ class RolloutWriter(Shown, Owned):
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
         values = given_values(transition, keywords)
+        infos = values.pop("infos", None)
+        if infos is not None:
+            values |= self._infos.read(infos, values, is_step)
         rollout = self._reader.read(values, is_step)
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():

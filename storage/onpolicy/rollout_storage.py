@@ -417,17 +417,17 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             num_rows = checked_count(numbers, "num_rows", *self._row_limits())
             step, num_partial_rows = (checked_count(numbers, key, 0, num_rows) for key in ("step", "num_partial_rows"))
-            taken = checked_dtypes(numbers.get("taken_dtypes", {}))  # earlier saves take any dtype that fits
-            if taken != self._taken:
-                self._taken = taken
-                self._table.num_changes += 1  # for generators that still read the table of before
-                self._make_table(self._table.num_rows, self._table.kept())
+            self._taken = checked_dtypes(numbers.get("taken_dtypes", {}))  # earlier saves take any dtype that fits
+            # A table of its own, so that the one of before is whole if the state does not fit.
+            before = self._table
+            self._make_table(before.num_rows, before.kept())
             self._order.wait(is_write=True)
             leaves = self._states.check_loaded(numbers["states"], tensors, num_rows)
             self._table.replace(tensors, num_rows, leaves)
             self._table.note_results(num_partial_rows > 0)
             self._states.layout = numbers["states"]
             self.step, self._num_partial_rows = step, num_partial_rows
+            before.num_changes += 1  # for generators that still read it
             self._order.record(is_write=True)
 
     def _row_limits(self) -> tuple[int, int]:

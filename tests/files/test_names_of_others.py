@@ -76,10 +76,10 @@ def test_two_names_of_one_thing_are_refused(tmp_path, names):
         writer.add(record)
 
 
-def test_infos_and_next_observations_are_left_out_and_that_is_said(tmp_path):
+def test_next_observations_are_left_out_and_that_is_said(tmp_path):
     record = {"observation": np.zeros((2, 1)), "action": np.zeros((2, 1))}
     with RolloutWriter(tmp_path, 2) as writer:
-        for name in ("info", "infos", "next_obs", "new_obs"):
+        for name in ("next_obs", "new_obs"):
             with pytest.warns(RolloutDataWarning, match=f"'{name}' is not recorded"):
                 writer.add(**record, **{name: {"x": np.zeros(2)}})
         assert sorted(writer.schema) == ["action", "observation"]

@@ -1,0 +1,223 @@
+"""Infos of a step, as environments return them, in every way of recording."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_data import RecordingWrapper, RolloutDataset, RolloutWriter, record_demonstrations
+from storage.errors import RolloutDataWarning, SchemaError, UsageError
+
+N = 3
+#: Env 0 terminated, env 1 was cut, env 2 goes on.
+DONES = np.array([True, True, False])
+CUT = np.array([False, True, False])
+
+
+def observed(step: int) -> np.ndarray:
+    return np.stack([np.full(2, 100 * step + env, np.float32) for env in range(N)])
+
+
+def last_seen(env: int) -> np.ndarray:
+    return np.full(2, 1000 + env, np.float32)
+
+
+def sb3_infos() -> list[dict]:
+    infos = [{"TimeLimit.truncated": bool(cut)} for cut in CUT]
+    for env in np.flatnonzero(DONES):
+        infos[env]["terminal_observation"] = last_seen(env)
+    return infos
+
+
+def gymnasium_infos() -> dict:
+    return {
+        "TimeLimit.truncated": CUT,
+        "final_obs": np.array([last_seen(0), last_seen(1), None], object),
+        "_final_obs": DONES,
+    }
+
+
+def batched_infos() -> dict:
+    return {"time_outs": torch.from_numpy(CUT), "final_observation": torch.from_numpy(observed(10) % 100 + 1000)}
+
+
+FORMS = {
+    "a list": sb3_infos,
+    "a tuple": lambda: tuple(sb3_infos()),
+    "an array": lambda: np.array(sb3_infos(), object),
+    "gymnasium": gymnasium_infos,
+    "tensors": batched_infos,
+}
+
+
+def record(infos=None, step: int = 0) -> dict:
+    found = {"obs": observed(step), "actions": np.zeros((N, 1), np.float32), "rewards": np.zeros(N, np.float32)}
+    found["dones"] = DONES
+    return found if infos is None else found | {"infos": infos}
+
+
+def as_object(values: dict) -> SimpleNamespace:
+    return SimpleNamespace(**values)
+
+
+def check(folder, num_ends: int = 2) -> None:
+    """Check that env 0 terminated, env 1 was cut, and both have their final observation."""
+    batch = RolloutDataset(folder, N, device="cpu").get_batch()
+    env = (batch.observation[:, 0] % 100).long()
+    assert sorted(env.tolist()) == [0, 1, 2]
+    assert batch.done.flatten().all(), "the third was cut by close()"
+    assert batch.timeout.flatten().tolist() == [bool(number) for number in env.tolist()]
+    ended = env < 2
+    assert torch.equal(batch.next_observation[ended, 0], 1000.0 + env[ended])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("given_as", ["keywords", "mapping", "object", "rollout", "info"])
+def test_time_outs_and_final_observations_of_infos_are_recorded(tmp_path, form, given_as):
+    values = record(FORMS[form]())
+    with warnings.catch_warnings(), RolloutWriter(tmp_path, N, durable=False) as writer:
+        warnings.simplefilter("error")
+        if given_as == "rollout":
+            infos = values.pop("infos")
+            writer.add_rollout({name: value[None] for name, value in values.items()}, infos=[infos])
+        elif given_as == "mapping":
+            writer.add(values)
+        elif given_as == "object":
+            writer.add(as_object(values))
+        elif given_as == "info":
+            values["info"] = values.pop("infos")
+            writer.add(**values)
+        else:
+            writer.add(**values)
+        assert sorted(writer.schema) == ["action", "observation", "reward"]
+    check(tmp_path)
+
+
+def test_a_rollout_takes_the_final_observations_of_each_step_in_order(tmp_path):
+    dones = np.array([[False, False, False], [True, False, False], [False, True, True]])
+    infos = [[{"TimeLimit.truncated": False} for _ in range(N)] for _ in range(3)]
+    for step, env in zip(*np.nonzero(dones), strict=True):
+        infos[step][env] = {
+            "terminal_observation": np.full(2, 10 * step + env, np.float32),
+            "TimeLimit.truncated": bool(env == 2),
+        }
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        observations = np.stack([observed(step) for step in range(3)])
+        rewards = np.zeros((3, N), np.float32)
+        actions = np.zeros((3, N, 1), np.float32)
+        writer.add_rollout(obs=observations, actions=actions, rewards=rewards, dones=dones, infos=infos)
+    stream = RolloutDataset(tmp_path, 1, device="cpu")
+    ends = {}
+    for batch in stream:
+        if batch.is_last.item():
+            env = int(batch.observation.flatten()[0]) % 100
+            length = int(batch.observation.flatten()[0]) // 100 + 1
+            ends.setdefault(env, []).append((length, batch.next_observation.flatten()[0].item(), batch.timeout.item()))
+    assert ends[0][0] == (2, 10.0, False) and ends[1] == [(3, 21.0, False)] and ends[2] == [(3, 22.0, True)]
+
+
+def test_dict_observations_have_final_dicts(tmp_path):
+    values = record(sb3_infos())
+    values["obs"] = {"a": observed(0), "b": observed(0)[:, :1].astype(np.int64)}
+    for info in values["infos"]:
+        if "terminal_observation" in info:
+            seen = info["terminal_observation"]
+            info["terminal_observation"] = {"a": seen, "b": seen[:1].astype(np.int64)}
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        writer.add(**values)
+    batch = RolloutDataset(tmp_path, N, device="cpu", flatten_observations=False).get_batch()
+    ended = batch.observation["b"].flatten() < 2
+    env = batch.observation["b"].flatten()[ended]
+    assert torch.equal(batch.next_observation["b"].flatten()[ended], env + 1000)
+    assert torch.equal(batch.next_observation["a"][ended][:, 0], env + 1000.0)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_a_single_environment_gives_its_own_infos(tmp_path, as_list):
+    info = {"TimeLimit.truncated": True, "terminal_observation": np.full(2, 9, np.float32)}
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        row = np.zeros((1, 2), np.float32)
+        writer.add(obs=row, actions=row, rewards=np.zeros(1), dones=[True], infos=[info] if as_list else info)
+    batch = RolloutDataset(tmp_path, 1, device="cpu").get_batch()
+    assert batch.timeout.item() and batch.next_observation.flatten().tolist() == [9, 9]
+
+
+def test_values_by_keyword_come_before_those_of_infos(tmp_path):
+    final = observed(0) % 100 + 1000
+    infos = [{"TimeLimit.truncated": True, "terminal_observation": np.zeros(2, np.float32)} for _ in range(N)]
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        writer.add(**record(infos), time_outs=CUT, terminal_observation=final)
+    check(tmp_path)
+
+
+def test_a_record_may_have_the_time_limit_itself(tmp_path):
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        writer.add({**record(), "TimeLimit.truncated": CUT, "terminal_observation": observed(0) % 100 + 1000})
+    check(tmp_path)
+
+
+def test_an_unknown_key_is_named_once(tmp_path):
+    infos = [{"distance": 0.5, "TimeLimit.truncated": False}, {"episode": {"r": 1.0}}, {}]
+    with RolloutWriter(tmp_path, N, durable=False) as writer, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            writer.add(**record(infos, step))
+        writer.add(**record([{"later": 1}, {}, {"distance": 2}], 5))
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == 2 and all(one.category is RolloutDataWarning for one in caught)
+    assert texts[0].startswith("infos have 'distance', 'episode', which is not recorded")
+    assert texts[1].startswith("infos have 'later', which")
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("infos", "error", "text"),
+    [
+        ([{}, {}], SchemaError, "expected infos as a mapping, or a list of 3 mappings, .* got list of 2"),
+        ("done", SchemaError, "expected infos as a mapping"),
+        ([{}, 3, {}], SchemaError, "expected infos as a mapping"),
+        (
+            [{"terminal_observation": np.zeros(2, np.float32)}, {}, {}],
+            UsageError,
+            "infos with the final observation of each environment .* got none of environment 1",
+        ),
+    ],
+)
+def test_infos_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, infos, error, text):
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        with pytest.raises(error, match=text):
+            writer.add(**record(infos))
+        assert writer.num_frames == 0
+
+
+class Sb3Env:
+    """An environment of stable-baselines3's form whose episodes end after one step, by turns of both kinds."""
+
+    num_envs = N
+
+    def __init__(self) -> None:
+        self.step_number = 0
+
+    def reset(self):
+        return observed(0)
+
+    def step(self, actions):
+        return observed(0), np.zeros(N, np.float32), DONES.copy(), sb3_infos()
+
+
+@pytest.mark.parametrize("way", ["wrapper", "demonstrations"])
+def test_environments_are_recorded_alike(tmp_path, way):
+    env = Sb3Env()
+    act = np.zeros((N, 1), np.float32)
+    if way == "wrapper":
+        wrapped = RecordingWrapper(env, tmp_path, durable=False)
+        wrapped.reset()
+        wrapped.step(act)
+        wrapped.rollout_writer.close()
+    else:
+        record_demonstrations(env, lambda _: act, tmp_path, min_timesteps=3, durable=False, show_progress=False)
+    check(tmp_path)
