@@ -7,11 +7,12 @@ not vary is only shifted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any, Literal, get_args
 
 import torch
 
-from storage.core.arguments import choice
+from storage.core.arguments import choice, real
 from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..frames.normalization import FieldStatistics
@@ -19,6 +20,9 @@ from ..frames.normalization import FieldStatistics
 NormalizationMode = Literal["mean_std", "min_max", "quantiles"]
 #: A feature whose scale is at most this part of its offset is a constant with noise: float32 tells no less apart.
 _LEAST_PART = 1e-6
+#: A feature whose quantiles lie closer together than this part of the larger one counts as constant: scaled by their
+#: distance, a value at rest outside of them would become larger than 1000.
+_LEAST_QUANTILE_PART = 1 / 500
 _OFFSET, _SCALE, _NEXT = "offset:", "scale:", "next_"
 #: Modules do not take names with dots.
 _DOT = "%2E"
@@ -33,6 +37,9 @@ class Normalizer(torch.nn.Module):
         modes: Field, or what its name begins with -> how it is normalized; other fields stay as they are. A mode alone
             is that of all fields. "mean_std": mean 0 and standard deviation 1. "min_max": least and greatest value at
             -1 and 1. "quantiles": the lowest and the highest of the quantiles at -1 and 1; nothing is clipped.
+        min_range: For "quantiles", the least distance of the lowest and the highest quantile of a feature, in its unit:
+            a number for all fields, or one by field or beginning of its name. A feature whose quantiles are closer
+            counts as constant and is only shifted. None is 1/500 of the larger one of their absolute values.
 
     Each feature that has statistics of its own has an offset and a scale. They are buffers: `to(device)` moves them and
     `state_dict()` holds them, from which `from_state_dict` makes a normalizer without any data.
@@ -46,8 +53,11 @@ class Normalizer(torch.nn.Module):
         self,
         statistics: Mapping[str, FieldStatistics],
         modes: NormalizationMode | Mapping[str, NormalizationMode] = "mean_std",
+        *,
+        min_range: float | Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
+        ranges = _min_ranges(min_range, statistics)
         chosen = dict.fromkeys(statistics, modes) if isinstance(modes, str) else dict(modes)
         for prefix, mode in chosen.items():
             choice("normalize fields", "modes", mode, get_args(NormalizationMode))
@@ -56,7 +66,7 @@ class Normalizer(torch.nn.Module):
                 expected = nearest(prefix, statistics) if statistics else "statistics of it"
                 raise MissingFieldError("normalize the field", repr(prefix), expected, "none of that name")
             for name in names:
-                self._keep(name, *_offset_and_scale(name, statistics[name], mode))
+                self._keep(name, *_offset_and_scale(name, statistics[name], mode, ranges.get(name)))
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> Normalizer:
@@ -144,8 +154,25 @@ class Normalizer(torch.nn.Module):
         return None
 
 
-def _offset_and_scale(name: str, statistics: FieldStatistics, mode: str) -> tuple[Tensor, Tensor]:
+def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[str, float]:
+    """Check `min_range`; return the least distance of quantiles by field."""
+    if given is None:
+        return {}
+    found: dict[str, float] = {}
+    for prefix, size in (given if isinstance(given, Mapping) else {"": given}).items():
+        least = real("normalize fields", "min_range", size, ">= 0", lambda one: 0 <= one < inf)
+        names = [name for name in statistics if prefix in ("", name) or name.startswith(f"{prefix}/")]
+        if not names:
+            raise MissingFieldError("normalize fields", "", f"min_range of {nearest(prefix, statistics)}", repr(prefix))
+        found |= dict.fromkeys(names, least)
+    return found
+
+
+def _offset_and_scale(
+    name: str, statistics: FieldStatistics, mode: str, min_range: float | None
+) -> tuple[Tensor, Tensor]:
     offset, scale = statistics.mean, statistics.std
+    is_constant = torch.zeros_like(scale, dtype=torch.bool)
     if mode != "mean_std":
         levels = torch.tensor(statistics.levels)
         if mode == "quantiles" and len(levels) < 2:
@@ -153,11 +180,13 @@ def _offset_and_scale(name: str, statistics: FieldStatistics, mode: str) -> tupl
         low, high = statistics.min, statistics.max
         if mode == "quantiles":
             low, high = statistics.quantiles[levels.argmin()], statistics.quantiles[levels.argmax()]
+            least = _LEAST_QUANTILE_PART * torch.maximum(low.abs(), high.abs())
+            is_constant = high - low < (least if min_range is None else min_range)
         offset, scale = low / 2 + high / 2, high / 2 - low / 2
     if not (offset.isfinite().all() and scale.isfinite().all()):
         advice = "Leave the field out, or the frames in which it is NaN or infinite"
         raise UsageError("normalize the field", repr(name), "finite statistics", "NaN or infinite ones", advice)
-    is_constant = scale <= _LEAST_PART * offset.abs()
+    is_constant |= scale <= _LEAST_PART * offset.abs()
     return offset.clone(), torch.where(is_constant, torch.ones_like(scale), scale)
 
 

@@ -192,6 +192,7 @@ CASES: dict[str, Case] = {
     "VAL15": Case(of("action", put(7, 2), [3]), 3.9, 4.5, [3], ((7, 8),)),
     "VAL16": Case(of("joints", lambda v, size: v[:, 5].__iadd__(np.float32(size)), range(10, 20)), 0.05, 3,
                   range(10, 20)),
+    "VAL18": Case(of("joints", lambda v, size: v[:, 2].__iadd__(np.float32(size)), ALL), 100, 1e4),
     "VAL17": Case(counting, 1, 3, [7], ((84, 86),)),
     "TIM01": Case(of("timestamp", lambda v, size: v.__setitem__(30, v[29] + size), [2]), 0.019, -0.01, [2],
                   ((29, 31),)),

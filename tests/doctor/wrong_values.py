@@ -104,6 +104,12 @@ def constant_observation(world: World, rng: Rng) -> Named:
     return None
 
 
+@defect("VAL18")
+def nearly_held_joint(world: World, rng: Rng) -> Named:
+    _column(world, "observation", 4, lambda values, _: 1.57 + 1e-4 * np.tanh(values))
+    return None
+
+
 @defect("VAL04", field=None)
 def died_sensor(world: World, rng: Rng, _: Any) -> Named:
     first = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -182,3 +183,74 @@ def test_what_cannot_be_normalized_is_refused(folder, tmp_path):
         writer.add(observation=np.full((1, 2), np.nan, np.float32), action=np.ones((1, 1), np.float32))
     with pytest.raises(UsageError, match="finite statistics"):
         Normalizer(WindowDataset(tmp_path, 1).statistics(progress=False))
+
+
+def held_joint(num_steps: int = 2000) -> np.ndarray:
+    """An arm whose second joint is held, whose gripper closes in 0.5 % of the frames, and whose last joint is off."""
+    rng = np.random.default_rng(0)
+    is_closed = np.arange(num_steps) % 200 == 7
+    columns = rng.normal(-1, 0.1, num_steps), 1.5691 + rng.normal(0, 0.0003, num_steps), is_closed, 0 * is_closed
+    return np.stack(columns, 1).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("arm")
+    with RolloutWriter(path, 1, durable=False) as writer:
+        for t, row in enumerate(held_joint()):
+            writer.add(observation=row[None], action=row[None], reward=np.zeros(1), terminated=[t % 100 == 99])
+    return {"path": path, "statistics": WindowDataset(path).statistics(progress=False)}
+
+
+def test_a_dimension_with_narrow_quantiles_is_only_shifted(arm):
+    scale = Normalizer(arm["statistics"], {"action": "quantiles"})
+    rows = torch.tensor([[-1.0, 1.5691, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    low, *_, high = arm["statistics"]["action"].quantiles
+    normal = scale.normalize(rows, "action")
+    middle = (low + high) / 2
+    assert torch.allclose(normal[:, 1:], rows[:, 1:] - middle[1:])
+    assert torch.allclose(normal[:, 0], (rows[:, 0] - middle[0]) / ((high[0] - low[0]) / 2), atol=1e-5)
+    assert torch.allclose(scale.unnormalize(normal, "action"), rows, atol=1e-6)
+    again = Normalizer.from_state_dict(scale.state_dict())
+    assert torch.equal(again.normalize(rows, "action"), normal)
+
+
+@pytest.mark.parametrize("given", [0, 0.0, {"action": 0}, {"action": 1e-4, "observation": 9}])
+def test_a_least_range_overrides_the_limit(arm, given):
+    scale = Normalizer(arm["statistics"], {"action": "quantiles"}, min_range=given)
+    normal = scale.normalize(torch.zeros(1, 4), "action")
+    assert float(normal[0, 1]) < -1000 and normal[0, 2:].tolist() == [0, 0], "equal quantiles stay constants"
+
+
+def test_a_larger_least_range_makes_more_dimensions_constant(arm):
+    scale = Normalizer(arm["statistics"], "quantiles", min_range=10)
+    low, *_, high = arm["statistics"]["action"].quantiles
+    rows = torch.rand(3, 4)
+    assert torch.allclose(scale.normalize(rows, "action"), rows - (low + high) / 2)
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), "a", {"action": None}])
+def test_a_wrong_least_range_is_refused(arm, wrong):
+    with pytest.raises(UsageError, match="expected min_range >= 0"):
+        Normalizer(arm["statistics"], "quantiles", min_range=wrong)
+    with pytest.raises(MissingFieldError, match="expected min_range of 'action'"):
+        Normalizer(arm["statistics"], "quantiles", min_range={"acton": 1})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_scale_of_a_dimension_does_not_depend_on_the_others(arm, mode):
+    together = Normalizer(arm["statistics"], {"action": mode}).normalize(torch.ones(1, 4), "action")
+    for dim in range(4):
+        alone = {}
+        for name in ("mean", "std", "min", "max", "quantiles"):
+            alone[name] = getattr(arm["statistics"]["action"], name)[..., dim : dim + 1]
+        statistics = replace(arm["statistics"]["action"], **alone)
+        normal = Normalizer({"action": statistics}, mode).normalize(torch.ones(1, 1), "action")
+        assert torch.equal(normal[0, 0], together[0, dim])
+
+
+def test_the_doctor_names_a_dimension_with_narrow_quantiles(arm):
+    found = {one.field: one for one in rollout_data.doctor(arm["path"], only=["VAL18"]).findings}
+    assert set(found) == {"action", "observation"} and found["action"].severity == "info"
+    assert "'action'[1] lie within 1.568" in found["action"].message
+    assert found["action"].evidence["dimensions"] == [1]

@@ -342,3 +342,16 @@ def overflow(scan: Scan, settings: Settings) -> Iterator[Found]:
             frames = scan.runs(numbers, name, _jumps, dims, settings["share"] * size, np.inf)
             evidence = {"dimensions": dims, "jump": facts.step.max(), "range": size}
             yield Found(name, f"{name!r}{dims} jumps by the range of {facts.field.dtype}", numbers, frames, evidence)
+
+
+@checks("VAL18")
+def narrow_quantiles(scan: Scan, settings: Settings) -> Iterator[Found]:
+    for name in (*scan.group("action"), *scan.group("observation")):
+        facts = scan.facts[name]
+        low, high = facts.quantile(0.01), facts.quantile(0.99)
+        is_narrow = high - low < settings["part"] * np.maximum(np.abs(low), np.abs(high))
+        if narrow := _dims(is_narrow & ~facts.is_constant):
+            pairs = [(float(low[dim]), float(high[dim])) for dim in narrow]
+            shown = ", ".join(f"{first:.6g} to {last:.6g}" for first, last in pairs[:4])
+            message = f"98 % of the values of {name!r}{narrow} lie within {shown}{' ...' * (len(pairs) > 4)}"
+            yield Found(name, message, evidence={"dimensions": narrow, "quantiles": pairs})
