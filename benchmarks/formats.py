@@ -39,7 +39,7 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
     "rollout-data": ("set", {}),
     "robomimic": ("set.hdf5", {"next_obs": True}),
     "minari": ("bench/set-v0", {}),
-    "lerobot": ("set", {}),
+    "lerobot": ("set", {"fps": 30}),
 }
 
 

@@ -19,9 +19,11 @@ from typing import Any
 from tqdm import tqdm
 
 from storage.core import arguments
+from storage.core.arguments import is_real
 from storage.core.durable import replace_folder
 from storage.errors import RolloutDataError, SchemaError, UsageError
 
+from ..foreign.frame_rate import RATE_KEYS
 from ..foreign.reader import NO_FIELDS
 from ..format.header import METADATA_NAME, damaged_fragments, read_header
 from ..format.notes import EPISODES, TEXTS
@@ -156,6 +158,8 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
     other blocks they would seem whole, or not void.
     """
     kept, said, found = set[Key](), dict[Key, dict[str, Any]](), list[BlockFolder]()
+    selections: list[Recording] = []
+    renamed: list[dict[str, str]] = []
     for place, recording in enumerate(recordings):
         ids, folder = recording.origin.ids, _intact_folder(recording)
         names = {} if folder is None else _free_names(_blocks_with(folder, ids), made)
@@ -167,6 +171,8 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
             done.problems += recording.problems
             done.advice += recording.advice
         found.append(folder)
+        selections.append(recording if is_linked else open_recording(folder.data_dir))
+        renamed.append(names)
         _check_fields(recordings, found)
         wanted, blocks = _wanted(folder, ids), _blocks_with(folder, ids)
         done.renamed |= {(place, old): new for old, new in names.items() if old != new}
@@ -177,7 +183,13 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
         for (writer, number), told in read_edits(folder).said.items():
             if writer in names and (ids is None or (writer, number) in wanted):
                 said[names[writer], number] = said.get((names[writer], number), {}) | told
-    metadata = _common([load_metadata(one.data_dir) for one in found])
+    described = [load_metadata(one.data_dir) for one in found]
+    if len({_rate_of(one) for one in described}) > 1:
+        for selection, metadata, names in zip(selections, described, renamed, strict=True):
+            for (writer, number), rate in _rates_of_episodes(selection, _rate_of(metadata)).items():
+                key = (names.get(writer, writer), number)
+                said[key] = {RATE_KEYS[0]: rate} | said.get(key, {})
+    metadata = _common(described)
     shutil.rmtree(made / _CONVERTED, ignore_errors=True)
     folder = BlockFolder.at(made)
     finish(folder, metadata, kept, said)
@@ -185,6 +197,23 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
     done.num_trajectories = len(kept)
     done.num_frames = int(folder.index.lengths[folder.index.find([*kept])].sum()) if kept else 0
     done.num_copied = sum(not block.is_edit for block in folder.blocks.values()) - done.num_linked
+
+
+def _rate_of(metadata: Metadata | None) -> float | None:
+    """Return the frame rate that metadata of a folder state; None without one."""
+    stated = [] if metadata is None else [metadata.context.get(name) for name in RATE_KEYS]
+    return next((rate for rate in stated if is_real(rate)), None)
+
+
+def _rates_of_episodes(selection: Recording, rate: float | None) -> dict[Key, float]:
+    """Return the frame rates of the episodes of a source: their own, or that of its metadata."""
+    rates = {}
+    for name, episode in zip(selection.ids, selection, strict=True):
+        writer, _, number = name.rpartition(":")
+        own_rate = episode.metadata.get(RATE_KEYS[0], rate)
+        if is_real(own_rate):
+            rates[writer, int(number)] = own_rate
+    return rates
 
 
 def held_in(block: Block) -> set[Key]:

@@ -58,7 +58,8 @@ class ParquetFile:
     Attributes:
         path: The file.
         num_rows: Rows in it.
-        types: Column -> its arrow type, in order.
+        types: Column -> its arrow type without extension types, in order.
+        declared_types: The same as they are declared.
 
     Raises:
         CorruptFileError: It is damaged, or declares more than it can hold.
@@ -72,7 +73,8 @@ class ParquetFile:
         with self._opened() as file:
             self._footer, schema = file.metadata, file.schema_arrow
         self.num_rows: int = self._footer.num_rows
-        self.types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
+        self.declared_types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
+        self.types: dict[str, Any] = {name: plain_type(kind) for name, kind in self.declared_types.items()}
         sizes = [self._footer.row_group(number).num_rows for number in range(self._footer.num_row_groups)]
         self._starts = np.cumsum([0, *sizes])
         ends = list(accumulate(map(_num_leaves, self.types.values()), initial=0))
@@ -107,7 +109,7 @@ class ParquetFile:
                     raise self._damaged(f"the rows {start}:{stop}", f"those up to {position}")
                 first, last = max(start - position, 0), min(stop - position, len(batch))
                 if first < last:
-                    yield {name: batch.column(name).slice(first, last - first) for name in columns}
+                    yield {name: plain_array(batch.column(name)).slice(first, last - first) for name in columns}
                 position += len(batch)
 
     def integers(self, names: Sequence[str]) -> dict[str, Array]:
@@ -278,6 +280,37 @@ class _Thrift:
         if self.position > len(self._data):
             raise LookupError("it ends too early")
         return self._data[self.position - num : self.position]
+
+
+def plain_type(kind: Any) -> Any:
+    """Return an Arrow type without extension types, which packages such as `datasets` register when imported."""
+    pyarrow, _ = arrow()
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if not has_extension(kind):
+        return kind
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(plain_type(field.type)) for field in kind])
+    if pyarrow.types.is_fixed_size_list(kind):
+        return pyarrow.list_(plain_type(kind.value_type), kind.list_size)
+    make = pyarrow.large_list if pyarrow.types.is_large_list(kind) else pyarrow.list_
+    return make(plain_type(kind.value_type))
+
+
+def has_extension(kind: Any) -> bool:
+    """Return whether an Arrow type is an extension type, or a list or struct of such."""
+    pyarrow, _ = arrow()
+    is_nested = not isinstance(kind, pyarrow.BaseExtensionType) and kind.num_fields
+    inner = [kind.field(number).type for number in range(kind.num_fields)] if is_nested else []
+    return isinstance(kind, pyarrow.BaseExtensionType) or any(map(has_extension, inner))
+
+
+def plain_array(array: Any) -> Any:
+    """Return an Arrow array as its type without extension types stores it."""
+    pyarrow, _ = arrow()
+    if isinstance(array.type, pyarrow.BaseExtensionType):
+        return plain_array(array.storage)
+    return array.cast(plain_type(array.type)) if has_extension(array.type) else array
 
 
 def _num_leaves(kind: Any) -> int:

@@ -246,7 +246,10 @@ class SharedFields:
 
 
 def shared_fields(
-    episodes: Sequence[EpisodeToWrite], depth: Collection[str] = (), has_one_form: bool = True
+    episodes: Sequence[EpisodeToWrite],
+    depth: Collection[str] = (),
+    has_one_form: bool = True,
+    ignored: Collection[str] = (),
 ) -> SharedFields:
     """Choose the fields of a target in which every episode has the same fields.
 
@@ -257,6 +260,7 @@ def shared_fields(
         episodes: Episodes of the target.
         depth: Fields of depth pictures.
         has_one_form: Whether a field has one dtype and shape in the target. False keeps fields that differ.
+        ignored: Fields that the target makes itself; they are in no part of the result.
 
     Raises:
         UsageError: A field has the name of a group of fields.
@@ -267,6 +271,8 @@ def shared_fields(
     texts: dict[str, int] = defaultdict(int)
     for episode in episodes:
         for name, field in episode.schema.items():
+            if name in ignored:
+                continue
             fields.setdefault(name, field)
             owners[name].setdefault((field.dtype, field.shape), episode.id)
             counts[name] += 1

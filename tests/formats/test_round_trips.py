@@ -17,7 +17,7 @@ from rollout_data import RolloutDataWarning, RolloutWriter
 from rollout_data.foreign.formats import FORMATS, WRITERS
 
 OURS = "rollout-data"
-OPTIONS: dict[str, dict[str, Any]] = {"robomimic": {"next_obs": True}}
+OPTIONS: dict[str, dict[str, Any]] = {"robomimic": {"next_obs": True}, "lerobot": {"fps": 30}}
 READ_BACK = [name for name in (OURS, *WRITERS) if name in (*FORMATS, OURS, "trajectory-folders")]
 DTYPES = (
     torch.float32,

@@ -33,7 +33,9 @@ def record(
     codecs: dict[str, str] | None = None,
 ) -> Any:
     """Record episodes whose values tell episode, frame and column: 1000 * episode + 10 * frame + column."""
-    with RolloutWriter(folder, 1, durable=False, obs_disassemble_mapping=codecs) as writer:
+    with RolloutWriter(
+        folder, 1, durable=False, metadata={"frame_rate_hz": 30}, obs_disassemble_mapping=codecs
+    ) as writer:
         for episode, length in enumerate(LENGTHS):
             for frame in range(length + 1):
                 state = torch.tensor([[1000 * episode + 10 * frame + column for column in range(3)]], dtype=dtype)

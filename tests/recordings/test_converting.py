@@ -161,7 +161,7 @@ LEFT_OUT = {
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_nothing_is_left_out_without_a_word(tmp_path, name):
     recording = odd(tmp_path / "odd")
-    options = {"missing_reward": 0.0} if name == "minari" else {}
+    options = {"minari": {"missing_reward": 0.0}, "lerobot": {"fps": 10}}.get(name, {})
     done = convert(recording, tmp_path / "x.hdf5", to=name, **options)
     said = "\n".join(done.changes)
     for word in LEFT_OUT[name].split():

@@ -20,8 +20,10 @@ from storage.core.fields import Field
 from storage.errors import UsageError
 
 from ..guards import optional
-from ..parquet import arrow
-from ..pictures import encode_picture
+from ..parquet import arrow, as_rows
+from ..pictures import decode_picture, encode_picture
+from .language import describe, hub_feature
+from .statistics import AnyStatistics, DepthStatistics, NumberStatistics, PictureStatistics
 
 SCALARS = {"timestamp": "float32", **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")}
 #: What the option `video` may be -> the encoder of ffmpeg, and its settings.
@@ -51,6 +53,18 @@ class Column:
     def dtype(self) -> np.dtype[Any]:
         """Of its numbers, as written: bfloat16 becomes float32."""
         return np.dtype("<f4") if self.field.dtype == "bfloat16" else self.field.numpy_dtype
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether it has colours, or shades of grey, from 0 to 255."""
+        return self.kind in ("image", "video")
+
+    def new_statistics(self, num_rows: int, folder: Path) -> AnyStatistics:
+        """Return empty statistics of `num_rows` rows; see `NumberStatistics` for the folder."""
+        if self.is_picture:
+            return PictureStatistics(self.field.shape[2])
+        kind = DepthStatistics if self.kind == "depth" else NumberStatistics
+        return kind(num_rows, self.field.shape, self.dtype, folder)
 
     def feature(self, fps: float, video: str) -> dict[str, Any]:
         """Describe it as `meta/info.json` does."""
@@ -109,15 +123,24 @@ def arrow_column(column: Column, parts: Iterable[Array], start: int) -> Any:
     return values
 
 
-def hub_features(features: Mapping[str, Mapping[str, Any]]) -> str:
+def read_column(column: Column, array: Any, where: str) -> Array:
+    """Read rows of numbers or depth from what `arrow_column` made: `[n, *shape]`."""
+    if column.kind == "number":
+        return as_rows([array], column.field.shape, where)
+    return np.stack([decode_picture(row["bytes"], where, column.field.shape) for row in array.to_pylist()])
+
+
+def hub_features(features: Mapping[str, Mapping[str, Any]], languages: Mapping[str, Any]) -> str:
     """Describe columns as the package `datasets` does, in types that its old releases know.
 
-    lerobot up to 0.3 takes pictures for pictures only where a file says so.
+    lerobot up to 0.3 takes pictures for pictures only where a file says so. `languages`: name -> Arrow type.
     """
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
     for name, about in features.items():
         shape, value = tuple(about["shape"]), {"dtype": about["dtype"], "_type": "Value"}
-        if about["dtype"] == "image":
+        if name in languages:
+            found[name] = hub_feature(describe(languages[name]))
+        elif about["dtype"] == "image":
             found[name] = {"_type": "Image"}
         elif shape == (1,):
             found[name] = value
@@ -126,53 +149,6 @@ def hub_features(features: Mapping[str, Mapping[str, Any]]) -> str:
         else:
             found[name] = {"shape": shape, "dtype": about["dtype"], "_type": f"Array{len(shape)}D"}
     return json.dumps({"info": {"features": found}})
-
-
-class Statistics:
-    """Least, largest, mean and standard deviation of a feature, part by part; of pictures by channel, from 0 to 1."""
-
-    def __init__(self, column: Column, is_v3: bool) -> None:
-        self._is_v3 = is_v3
-        self._is_picture = column.kind in ("image", "video", "depth")
-        self._scale = 1 / 255 if column.field.dtype == "uint8" and self._is_picture else 1.0
-        self._has_channels = len(column.field.shape) == 3
-        self._num_frames = self._num_values = 0
-        self._low: Any = np.inf
-        self._high: Any = -np.inf
-        self._sum: Any = 0.0
-        self._squares: Any = 0.0
-
-    def add(self, rows: Array) -> None:
-        """Take more rows, `[n, *shape]`."""
-        self._num_frames += len(rows)
-        rows = rows.reshape(-1, rows.shape[-1] if self._has_channels else 1) if self._is_picture else rows
-        values = rows.astype(np.float64)
-        self._num_values += len(rows)
-        self._low, self._high = np.minimum(self._low, rows.min(0)), np.maximum(self._high, rows.max(0))
-        self._sum = self._sum + values.sum(0)
-        self._squares = self._squares + np.einsum("n...,n...->...", values, values)
-
-    def result(self) -> dict[str, Array]:
-        """Give what LeRobot stores: name -> numbers; `count` is that of the frames."""
-        mean = self._sum / self._num_values
-        std = np.sqrt(np.maximum(self._squares / self._num_values - mean**2, 0))
-        found = {"min": self._low, "max": self._high, "mean": mean, "std": std}
-        scaled = {name: np.atleast_1d(value * self._scale) for name, value in found.items()}
-        if self._is_picture and not self._is_v3:  # whose readers ask for three channels
-            scaled = {name: np.resize(value, 3) for name, value in scaled.items()}
-        shaped = {name: value[:, None, None] if self._is_picture else value for name, value in scaled.items()}
-        return {**shaped, "count": np.array([self._num_frames])}
-
-
-def joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Array]:
-    """Give the statistics of two sets of episodes together."""
-    a, b = ({name: np.asarray(value) for name, value in told.items()} for told in (one, other))
-    count = a["count"] + b["count"]
-    share = b["count"][0] / count[0]
-    apart = b["mean"] - a["mean"]
-    variance = a["std"] ** 2 * (1 - share) + b["std"] ** 2 * share + apart**2 * share * (1 - share)
-    low, high = np.minimum(a["min"], b["min"]), np.maximum(a["max"], b["max"])
-    return {"min": low, "max": high, "mean": a["mean"] + apart * share, "std": np.sqrt(variance), "count": count}
 
 
 def write_video(path: Path, parts: Iterable[Array], fps: float, video: str) -> None:

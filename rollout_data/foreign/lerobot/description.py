@@ -20,6 +20,7 @@ from ..guards import file_inside, read_object
 from ..parquet import first_row
 from ..pictures import picture_format
 from ..video import DepthCoding
+from .language import describe
 
 INFO_NAME = "meta/info.json"
 #: As objects they take twenty times as much.
@@ -179,12 +180,11 @@ def column_feature(source: str, name: str, row: Any, about: Mapping[str, Any]) -
     """
     shape, leaf = first_row(row)
     declared = _shape(about)
-    if source.startswith("language_") or about.get("dtype") == "language":
-        return Feature(source, name, "language")
     if not shape and leaf == "text":
         return Feature(source, "action_text" if name == "action" else name, "text")
     if leaf not in DTYPES:
-        return None
+        is_language = source.startswith("language_") or about.get("dtype") == "language"
+        return Feature(source, name, "language") if is_language or describe(row.type) is not None else None
     is_vector = name.partition("/")[0] in (_OBSERVATION, "action")
     if declared is not None and prod(declared) == prod(shape) and len(shape) < 2:
         shape = declared  # in one level, as a scalar for (1,)

@@ -27,6 +27,7 @@ from ..parquet import as_rows
 from ..pictures import decode_picture
 from ..reader import EpisodeInfo, ForeignReader
 from ..video import end_time, read_frames
+from ..writer import ABSENT
 from .description import (
     INDEX_COLUMNS,
     INFO_NAME,
@@ -40,7 +41,8 @@ from .description import (
     read_info,
     video_feature,
 )
-from .index import Entry, Index, Run
+from .index import SUCCESS, Entry, Index, Run
+from .language import ARROW_TYPES, describe
 
 MODALITY_NAME = "meta/modality.json"
 _FRAME = "frame_index"
@@ -96,6 +98,8 @@ class Reader(ForeignReader):
             "lossy": sorted(feature.name for feature in features if feature.is_lossy),
             "units": {feature.name: feature.unit for feature in features if feature.unit},
         }
+        if described := self._arrow_types(index):
+            self.metadata[ARROW_TYPES] = described
         if components:
             self.metadata["components"] = {
                 group: {name: _place(name, feature) for name, feature in listed.items()}
@@ -134,6 +138,13 @@ class Reader(ForeignReader):
             found[feature.name] = self._with_unit(feature, about)
             self._compare(feature, about)
         return list(found.values())
+
+    def _arrow_types(self, index: Index) -> dict[str, Any]:
+        """Describe the columns of language: field -> Arrow type, None if JSON cannot hold all of it."""
+        first = next((runs[0] for runs in index.runs.values()), None)
+        types = self._files[first.file].declared_types if first else {}
+        languages = [one for one in self._features.values() if one.kind == "language"]
+        return {one.name: describe(types[one.source]) for one in languages}
 
     def _compare(self, feature: Feature, about: Mapping[str, Any]) -> None:
         """Note where the data have rows of another size, or numbers of another type, than is said."""
@@ -223,7 +234,9 @@ class Reader(ForeignReader):
         if entry.tasks and task not in entry.tasks:
             where, advice = f"episode {episode} of {str(self.path)!r}", "The rows are believed"
             self.problem("tell the task", where, f"one of {entry.tasks}"[:200], repr(task)[:200], advice)
-        wins = [run.success for run in runs if run.success is not None]
+        other = {name: value for name, value in entry.other.items() if name != ABSENT or value}
+        is_told = SUCCESS not in (other.get(ABSENT) or ())
+        wins = [run.success for run in runs if is_told and run.success is not None]
         schema, texts = self._fields if not missing else self._fields_without(missing)
         return EpisodeInfo(
             name=str(episode),
@@ -232,7 +245,7 @@ class Reader(ForeignReader):
             texts=texts,
             success=any(wins) if wins else None,
             task=task,
-            metadata={**({"tasks": list(entry.tasks)} if len(entry.tasks) > 1 else {}), **entry.other},
+            metadata={**({"tasks": list(entry.tasks)} if len(entry.tasks) > 1 else {}), **other},
             source=Source(runs, entry.videos),
         )
 

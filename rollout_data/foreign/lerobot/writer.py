@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
+from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,29 +21,31 @@ import numpy as np
 
 from storage.core import arguments
 from storage.core.durable import replace_file, sync_path
+from storage.core.fields import Field
 from storage.errors import CorruptFileError, UsageError
 
+from ..frame_rate import RATE_KEYS, frame_rate
 from ..guards import damage_named, read_object
-from ..parquet import arrow
+from ..parquet import ParquetFile, arrow
 from ..video import TOLERANCE_S
-from ..writer import EpisodeToWrite, ForeignWriter
+from ..writer import ABSENT, EpisodeToWrite, ForeignWriter, shared_fields
 from .columns import (
     ENCODERS,
     SCALARS,
     Array,
     Column,
-    Statistics,
     arrow_column,
     column_of,
     hub_features,
-    joined,
+    read_column,
     write_video,
 )
 from .description import INFO_NAME, TEMPLATES, UNFINISHED, file_name
-from .index import TASK
+from .index import SUCCESS, TASK
+from .language import ARROW_TYPES, arrow_type, column_of_texts
+from .statistics import AnyStatistics, NumberStatistics, PictureStatistics
 
 _CHUNKS_SIZE = 1000
-_UNKNOWN_FPS = 30
 #: Read at a time of a field, and in a row group of the file of an episode.
 _PART_BYTES, _GROUP_BYTES = 1 << 20, 1 << 24
 #: Rows of the index; with statistics each may take a hundred kilobytes.
@@ -53,23 +56,32 @@ _UNFINISHED_FILES = ".unfinished"
 _NOTE = "rollout_data.episode"
 _MAX_LIST_DIMENSIONS = 5
 _ANNOTATION = "annotation.human.task_description"
+_DONE = "next.done"
+_FLAG = np.dtype(bool)
+#: Types of LeRobot's columns of language, for texts of these names that no LeRobot set told the type of.
+_SPOKEN = {"role": "string", "content": "string", "style": "string"}
+_SHOWN = {"camera": "string", "tool_calls": {"list": "string"}}
+_LANGUAGE = {
+    "language_persistent": {"list": {"struct": {**_SPOKEN, "timestamp": "float", **_SHOWN}}},
+    "language_events": {"list": {"struct": {**_SPOKEN, **_SHOWN}}},
+}
 
 
 class Writer(ForeignWriter):
-    """A LeRobot dataset. Episodes are numbered in the order of writing; fields that not all have are left out.
+    """A LeRobot dataset. Episodes are numbered in the order of writing; see `shared_fields` for their fields.
 
     Options:
         version: "v3.0" or "v2.1".
-        fps: Frames in a second, where the recording does not say it; otherwise 30.
+        fps: Frames per second of a recording that does not state its rate; see `frame_rate`.
         video: "h264" or "av1" for pictures as video, with loss; "" for PNG.
         groot: Also write what GR00T asks for: `meta/modality.json` and a column of tasks. Version 2.1 only.
     """
 
     format = "lerobot"
     HOLDS = frozenset((
-        "chunks_size", "codebase_version", "data_files_size_in_mb", "data_path", "features", "fps", "robot_type",
-        "splits", "tasks", "total_chunks", "total_episodes", "total_frames", "total_tasks", "total_videos", "units",
-        "video_files_size_in_mb", "video_path",
+        ARROW_TYPES, "chunks_size", "codebase_version", "data_files_size_in_mb", "data_path", "features",
+        "fps", "robot_type", "splits", "tasks", "total_chunks", "total_episodes", "total_frames", "total_tasks",
+        "total_videos", "units", "video_files_size_in_mb", "video_path",
     ))  # fmt: skip
     OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": "", "groot": False}
 
@@ -79,13 +91,25 @@ class Writer(ForeignWriter):
         self._video = arguments.choice(action, "video", options["video"], ("", *ENCODERS))
         if arguments.flag(action, "groot", options["groot"]) and self._version != "v2.1":
             raise UsageError(action, "", "version 'v2.1', which GR00T reads", repr(self._version))
-        given = options["fps"] if options["fps"] is not None else self.metadata.get("fps", _UNKNOWN_FPS)
-        self._fps = arguments.real(action, "fps", given, "> 0", lambda fps: 0 < fps < float("inf"))
-        self._columns, self._texts = self._choose(), self._shared_texts()
-        self._has_success = all(episode.success is not None for episode in self.episodes)
-        self._has_success &= all("next.success" not in episode.schema for episode in self.episodes)
+        fps = options["fps"]
+        if fps is not None:
+            fps = arguments.real(action, "fps", fps, "> 0", lambda fps: 0 < fps < float("inf"))
+        self._fps, rounded = frame_rate(self.episodes, self.metadata, fps)
+        self.report |= rounded
+        if self._fps * 2 * TOLERANCE_S >= 1:
+            expected = f"a rate below {0.5 / TOLERANCE_S:g} Hz, as lerobot finds frames within {TOLERANCE_S} s"
+            raise UsageError(action, repr(str(self.path)), expected, f"{self._fps:g} Hz")
+        units = self.metadata.get("units") or {}
+        flags = [name for name in (SUCCESS, _DONE) if self._is_made(name)]
+        self._shared = shared_fields(self.episodes, units, ignored=(*SCALARS, *flags))
+        self._columns, self._texts, self._languages = self._choose(units), *self._chosen_texts()
+        self._check_names()
+        self._flags = self._chosen_flags()
+        self._has_absent = any(self._absent(episode) for episode in self.episodes)
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
-        self._stats = dict[str, Mapping[str, Any]]()
+        self._pictures = {
+            column.name: PictureStatistics(column.field.shape[2]) for column in self._columns if column.is_picture
+        }
         self._num_episodes = self._num_frames = 0
         info = self._info()
         if not (self.path / INFO_NAME).exists():
@@ -123,30 +147,75 @@ class Writer(ForeignWriter):
         """Count an episode that is there; its note stays in its file, as its statistics may be large."""
         self._num_episodes += 1
         self._num_frames += note["length"]
-        for name, stats in note["stats"].items():
-            self._stats[name] = joined(self._stats[name], stats) if name in self._stats else stats
+        for name, levels in note["levels"].items():
+            self._pictures[name].add_counts(levels, note["length"])
 
-    def _choose(self) -> list[Column]:
-        """Say what becomes of the fields that all episodes have."""
-        units, columns = self.metadata.get("units") or {}, dict[str, Column]()
-        schemas = [episode.schema for episode in self.episodes]
-        for name, field in (schemas[0] if schemas else {}).items():
-            have = [schema[name] for schema in schemas if name in schema]
-            is_same = all((one.shape, one.dtype) == (field.shape, field.dtype) for one in have)
-            if name in SCALARS or not field.num_elements or not is_same or len(have) < len(schemas):
-                continue
-            if len(field.shape) > _MAX_LIST_DIMENSIONS:
-                continue
-            column = column_of(field, units, self._video, self._version == "v3.0")
-            columns.setdefault(column.name, column)
-        if not any(column.name.startswith("action") for column in columns.values()):
+    def _is_made(self, name: str) -> bool:
+        """Return whether a flag is derived from the episodes, because some lack the field."""
+        fields = [episode.schema[name] for episode in self.episodes if name in episode.schema]
+        are_flags = all(field.dtype == "bool" and field.num_elements == 1 for field in fields)
+        return are_flags and len(fields) < len(self.episodes)
+
+    def _choose(self, units: Mapping[str, str]) -> list[Column]:
+        """Return the columns of the fields that all episodes share."""
+        columns = []
+        for field in self._shared.schema.values():
+            if field.num_elements and len(field.shape) <= _MAX_LIST_DIMENSIONS:
+                columns.append(column_of(field, units, self._video, self._version == "v3.0"))
+        if not any(column.name.startswith("action") for column in columns):
             expected = "actions of one shape and dtype in all episodes"
             raise UsageError("write a LeRobot dataset", repr(str(self.path)), expected, "none, or several")
-        return list(columns.values())
+        return columns
 
-    def _shared_texts(self) -> list[str]:
-        shared = set.intersection(*(set(episode.texts) for episode in self.episodes)) if len(self.episodes) else set()
-        return sorted(name for name in shared if not name.startswith("language_"))
+    def _chosen_texts(self) -> tuple[list[str], dict[str, Any]]:
+        """Return the fields of plain texts, and those of language with the Arrow types of their columns."""
+        described = {**_LANGUAGE, **(self.metadata.get(ARROW_TYPES) or {})}
+        texts, languages = list[str](), dict[str, Any]()
+        for name in sorted(self._shared.texts):
+            is_annotation = name == _ANNOTATION and self.options["groot"]
+            if name not in described and not is_annotation:
+                texts.append(name)
+            elif described.get(name) is not None:
+                languages[name] = arrow_type(described[name])
+        return texts, languages
+
+    def _chosen_flags(self) -> list[str]:
+        """Return the flags of the last row that some episode tells: success, and whether it ended."""
+        taken = {column.name for column in self._columns}
+        return [
+            name
+            for name in (SUCCESS, _DONE)
+            if name not in taken and any(self._flag(episode, name) is not None for episode in self.episodes)
+        ]
+
+    def _flag(self, episode: EpisodeToWrite, name: str) -> bool | None:
+        """Return a flag of the last row; True also if a field tells it. None if the episode does not tell it."""
+        if name in episode.schema:
+            return True
+        if name == SUCCESS:
+            return episode.success
+        ends = (episode.terminated, episode.truncated)
+        is_known = None not in ends or episode.metadata.get("ends") == "open"
+        return any(ends) if is_known or any(ends) else None
+
+    def _absent(self, episode: EpisodeToWrite) -> list[str]:
+        """Return the features that are False or NaN because the episode lacks them."""
+        noted: Any = episode.metadata.get(ABSENT)
+        earlier = noted if isinstance(noted, list) else []
+        flags = [name for name in self._flags if self._flag(episode, name) is None or name in earlier]
+        kept = {column.field.name for column in self._columns}
+        return [*(name for name in self._shared.absent(episode) if name in kept), *flags]
+
+    def _check_names(self) -> None:
+        """Raise if two fields would become one feature."""
+        names = {name: _feature_name(name) for name in (*self._texts, *self._languages)}
+        owners: dict[str, str] = {}
+        for field, feature in [*((one.field.name, one.name) for one in self._columns), *names.items()]:
+            if feature in owners or feature in SCALARS:
+                other = owners.get(feature, feature)
+                where, expected = f"the fields {other!r} and {field!r} as LeRobot", "a feature for each"
+                raise UsageError("write", where, expected, f"two called {feature!r}", "Rename one of them")
+            owners[feature] = field
 
     def _file(self, number: int, camera: str = "") -> str:
         chunk, file = divmod(number, _CHUNKS_SIZE)
@@ -155,12 +224,24 @@ class Writer(ForeignWriter):
         return file_name(TEMPLATES[self._version][bool(camera)], values, self.path)
 
     def _features(self) -> dict[str, Any]:
-        texts = {name.replace("/", "."): {"dtype": "string", "shape": [1], "names": None} for name in self._texts}
-        added = {"next.success": "bool"} if self._has_success else {}
-        added |= {_ANNOTATION: "int64"} if self.options["groot"] else {}
-        scalars = {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in {**added, **SCALARS}.items()}
-        features = {column.name: column.feature(self._fps, self._video) for column in self._columns}
-        return {**features, **texts, **scalars}
+        known: Any = self.metadata.get("features") or {}
+        found = {column.name: column.feature(self._fps, self._video) for column in self._columns}
+        for name, about in found.items():  # such as the names of joints
+            told = known.get(name)
+            is_same = isinstance(told, Mapping) and told.get("shape") == about["shape"]
+            if is_same and about["names"] is None:
+                about["names"] = told.get("names")
+        found |= {_feature_name(name): {"dtype": "string", "shape": [1], "names": None} for name in self._texts}
+        found |= {_feature_name(name): {"dtype": "language", "shape": [1], "names": None} for name in self._languages}
+        return found | {
+            name: {"dtype": dtype.name, "shape": [1], "names": None} for name, dtype in self._scalar_dtypes().items()
+        }
+
+    def _scalar_dtypes(self) -> dict[str, np.dtype[Any]]:
+        """Return the features that are one number in each row and made here, with their dtypes."""
+        flags = dict.fromkeys(self._flags, _FLAG)
+        annotation = {_ANNOTATION: np.dtype(np.int64)} if self.options["groot"] else {}
+        return {**flags, **annotation, **{name: np.dtype(dtype) for name, dtype in SCALARS.items()}}
 
     def _info(self) -> dict[str, Any]:
         names, num_episodes = [column.name for column in self._columns if column.kind == "video"], self._num_episodes
@@ -191,45 +272,85 @@ class Writer(ForeignWriter):
 
     def _write(self, episode: EpisodeToWrite, data_file: Path, made: ExitStack) -> dict[str, Any]:
         """Write the files of an episode; give its note."""
-        statistics = {column.name: Statistics(column, self._version == "v3.0") for column in self._columns}
+        statistics = self._new_statistics(episode.length)
         for column in (column for column in self._columns if column.kind == "video"):
             video_file = made.enter_context(self._replaced(self._file(self._num_episodes, column.name)))
-            parts = _parts(episode, column, (0, episode.length), statistics[column.name])
+            parts = self._parts(episode, column, (0, episode.length), statistics[column.name])
             write_video(video_file, parts, self._fps, self._video)
         tables = self._tables(episode, statistics)
         first, features, about = next(tables), self._features(), dict[str, str]()
         if self._version == "v2.1":
-            about["huggingface"] = hub_features({name: features[name] for name in first.column_names})
-        texts = [name.replace("/", ".") for name in self._texts]
+            about["huggingface"] = hub_features(
+                {name: features[name] for name in first.column_names},
+                {_feature_name(name): kind for name, kind in self._languages.items()},
+            )
+        texts = [_feature_name(name) for name in self._texts]
         with arrow()[1].ParquetWriter(data_file, first.schema.with_metadata(about), use_dictionary=texts) as file:
             for table in chain([first], tables):
                 file.write_table(table)
             note: dict[str, Any] = {"id": episode.id, "start": self._num_frames, "length": episode.length}
-            note |= {"task": episode.task, "stats": {name: told.result() for name, told in statistics.items()}}
+            counted = {name: one for name, one in statistics.items() if isinstance(one, PictureStatistics)}
+            note |= {"task": episode.task, "absent": self._absent(episode)}
+            note |= {"levels": {name: one.counts() for name, one in counted.items()}}
+            note |= {"stats": {name: self._result(one) for name, one in statistics.items()}}
             file.add_key_value_metadata({_NOTE: json.dumps(note, default=np.ndarray.tolist)})
         return note
 
-    def _tables(self, episode: EpisodeToWrite, statistics: Mapping[str, Statistics]) -> Iterator[Any]:
+    def _new_statistics(self, num_rows: int) -> dict[str, AnyStatistics]:
+        """Return empty statistics of all features but texts."""
+        folder, found = self.path / _UNFINISHED_FILES, dict[str, AnyStatistics]()
+        for column in self._columns:
+            found[column.name] = column.new_statistics(num_rows, folder)
+        for name, dtype in self._scalar_dtypes().items():
+            found[name] = NumberStatistics(num_rows, (), dtype, folder)
+        return found
+
+    def _result(self, statistics: AnyStatistics) -> dict[str, Array]:
+        """Return what LeRobot stores; readers of version 2 expect three channels of pictures."""
+        if isinstance(statistics, NumberStatistics):
+            return statistics.result()
+        return statistics.result(len(statistics.levels) if self._version == "v3.0" else 3)
+
+    def _parts(
+        self, episode: EpisodeToWrite, column: Column, rows: tuple[int, int], statistics: AnyStatistics
+    ) -> Iterator[Array]:
+        """Read rows of a field a few megabytes at a time, and count them in its statistics."""
+        step = max(1, _PART_BYTES // max(1, column.field.row_bytes))
+        for start in range(*rows, step):
+            values = self._shared.read(episode, column.field.name, start, min(start + step, rows[1]))
+            statistics.add(values)
+            yield values
+
+    def _tables(self, episode: EpisodeToWrite, statistics: Mapping[str, AnyStatistics]) -> Iterator[Any]:
         """Give the rows of an episode, but for videos: a row group at a time, most often of all of them."""
         pyarrow, _ = arrow()
         scalars = self._scalars(episode)
+        for name, values in scalars.items():
+            statistics[name].add(values)
         in_rows = [column for column in self._columns if column.kind != "video"]
         step = max(1, _GROUP_BYTES // sum(column.field.row_bytes for column in in_rows))
         for start in range(0, episode.length, step):
             rows = start, min(start + step, episode.length)
             columns = {}
             for column in in_rows:
-                parts = _parts(episode, column, rows, statistics[column.name])
+                parts = self._parts(episode, column, rows, statistics[column.name])
                 columns[column.name] = arrow_column(column, parts, start)
-            columns |= {name.replace("/", "."): pyarrow.array(episode.read(name, *rows)) for name in self._texts}
+            for name in self._texts:
+                columns[_feature_name(name)] = pyarrow.array(episode.read(name, *rows), pyarrow.string())
+            for name, kind in self._languages.items():
+                where = f"of {name!r} in episode {episode.id!r}"
+                columns[_feature_name(name)] = column_of_texts(episode.read(name, *rows), kind, where)
             yield pyarrow.table(columns | {name: values[slice(*rows)] for name, values in scalars.items()})
 
     def _scalars(self, episode: EpisodeToWrite) -> dict[str, Array]:
         """Give the columns that number the rows, and tell of task and success."""
         length, task = episode.length, self._tasks.index(episode.task)
         frames, found = np.arange(length), dict[str, Array]()
-        if self._has_success:
-            found["next.success"] = (frames == length - 1) & bool(episode.success)
+        for name in self._flags:
+            if name in episode.schema:
+                found[name] = np.asarray(episode.read(name)).reshape(length)
+            else:
+                found[name] = (frames == length - 1) & bool(self._flag(episode, name))
         if self.options["groot"]:
             found[_ANNOTATION] = np.full(length, task)
         numbers = np.full(length, self._num_episodes)
@@ -261,32 +382,33 @@ class Writer(ForeignWriter):
         os.replace(new, path)
 
     def _report(self, episode: EpisodeToWrite) -> None:
-        kept = {column.field.name for column in self._columns} | set(SCALARS)
-        lost = [name for name in episode.schema if name not in kept]
-        deep = [name for name in lost if len(episode.schema[name].shape) > _MAX_LIST_DIMENSIONS]
-        unlike = [name for name in lost if name not in deep]
+        for what in self._shared.changes(episode):
+            self.changed(what, episode)
+        earlier: Any = episode.metadata.get(ABSENT) or ()
+        for name in (name for name in self._absent(episode) if name in self._flags and name not in earlier):
+            self.changed(f"{name!r} is False in episodes that do not tell it", episode)
+        deep = [name for name, field in episode.schema.items() if len(field.shape) > _MAX_LIST_DIMENSIONS]
+        empty = [name for name, field in episode.schema.items() if not field.num_elements]
+        lost_texts = set(self._shared.texts) - {*self._texts, *self._languages, _ANNOTATION}
         numbers = [column for column in self._columns if column.kind == "number" and "image" in column.field.name]
         renamed = [column.field.name for column in numbers if "image" not in column.name]
         for what, names in (
             ("fields of more than five dimensions are left out", deep),
-            ("fields that not all episodes have alike are left out", unlike),
-            ("texts of steps are left out", [name for name in episode.texts if name not in self._texts]),
+            ("fields without a number are left out", empty),
+            ("texts whose Arrow type JSON cannot hold are left out", sorted(lost_texts)),
             ("depth is written as numbers, without 'image' in its name", renamed),
         ):
             if names:
                 self.changed(f"{what} ({', '.join(names)})", episode)
-        other = set(episode.metadata) - {"task", "success", "tasks"}
-        has_success = self._has_success or "next.success" in episode.schema
-        has_rate = self.options["fps"] is not None or "fps" in self.metadata
+        other = set(episode.metadata) - {"task", "success", "tasks", ABSENT, *RATE_KEYS}
+        has_end = (episode.terminated, episode.truncated) != (None, None)
         for what, is_so in (
             ("pictures are stored as video, with loss", any(column.kind == "video" for column in self._columns)),
-            ("how an episode ended is left out", (episode.terminated, episode.truncated) != (None, None)),
+            ("how an episode ended is left out, but for 'next.done'", has_end),
             ("the observation after the last step is left out", episode.final),
             ("only the first task of an episode is written", len(episode.metadata.get("tasks", ())) > 1),
-            ("success is left out, as not all episodes tell it", episode.success is not None and not has_success),
             ("the parts of nested names are joined by dots", any(name.count("/") > 1 for name in episode.schema)),
             ("bfloat16 is written as float32", any(column.field.dtype == "bfloat16" for column in self._columns)),
-            (f"the rate is not known: {_UNKNOWN_FPS} frames a second are written", not has_rate),
             ("metadata of episodes are left out, but for task and success", other),
         ):
             if is_so:
@@ -307,7 +429,7 @@ class Writer(ForeignWriter):
             return
         self._write_lines("tasks", ({"task_index": number, "task": task} for number, task in enumerate(self._tasks)))
         numbers = range(self._num_episodes)
-        self._write_lines("episodes", (_entry(number, self._note(number)) for number in numbers))
+        self._write_lines("episodes", (_entry_2(number, self._note(number)) for number in numbers))
         stats = ({"episode_index": number, "stats": self._note(number)["stats"]} for number in numbers)
         self._write_lines("episodes_stats", stats)
         if self.options["groot"]:
@@ -323,14 +445,34 @@ class Writer(ForeignWriter):
             parquet.write_table(tasks.replace_schema_metadata({b"pandas": json.dumps(pandas)}), new)
         if not self._num_episodes:
             return
-        self._write_json("meta/stats.json", self._stats)
+        if self.is_complete:
+            self._write_json("meta/stats.json", self._total_statistics())
         rows = map(self._entry_3, range(self._num_episodes))
         with self._replaced("meta/episodes/chunk-000/file-000.parquet") as new, ExitStack() as opened:
             file = None
             while some := list(islice(rows, _ENTRIES_AT_ONCE)):
                 table = pyarrow.Table.from_pylist(some, file and file.schema)
+                if ABSENT in table.column_names:  # the lists of the first episodes may all be empty
+                    names = table[ABSENT].cast(pyarrow.list_(pyarrow.string()))
+                    table = table.set_column(table.column_names.index(ABSENT), ABSENT, names)
                 file = file or opened.enter_context(parquet.ParquetWriter(new, table.schema))
                 file.write_table(table)
+
+    def _total_statistics(self) -> dict[str, dict[str, Array]]:
+        """Compute the statistics of all frames; numbers are read again, for the quantiles."""
+        totals: dict[str, AnyStatistics] = {**self._new_statistics(self._num_frames), **self._pictures}
+        read = {name: one for name, one in totals.items() if isinstance(one, NumberStatistics)}
+        columns = {column.name: column for column in self._columns if not column.is_picture}
+        columns |= {
+            name: Column(Field(name, (), dtype.name), name, "number") for name, dtype in self._scalar_dtypes().items()
+        }
+        widths = {name: prod(one.field.shape) if one.kind == "number" else None for name, one in columns.items()}
+        for number in range(self._num_episodes):
+            file = ParquetFile(self.path / self._file(number))
+            for batch in file.batches(widths, 0, file.num_rows):
+                for name, column in columns.items():
+                    read[name].add(read_column(column, batch[name], f"{name!r} of {str(file.path)!r}"))
+        return {name: self._result(one) for name, one in totals.items()}
 
     def _entry_3(self, number: int) -> dict[str, Any]:
         """Describe an episode for the index of version 3: its places, and its statistics.
@@ -345,7 +487,8 @@ class Writer(ForeignWriter):
         found |= {f"stats/{feature}": stats for feature, stats in note["stats"].items()}
         rows = {"dataset_from_index": note["start"], "dataset_to_index": note["start"] + note["length"]}
         places = {f"{group}/{name}": value for group, told in found.items() for name, value in told.items()}
-        return {**_entry(number, note), **rows, **places}
+        absent = {ABSENT: note["absent"]} if self._has_absent else {}
+        return {**_entry(number, note), **absent, **rows, **places}
 
     def _modality(self) -> dict[str, Any]:
         """Say which columns GR00T reads: whole vectors, each camera, and the task."""
@@ -373,10 +516,10 @@ def _entry(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
     return {"episode_index": number, "tasks": [note["task"]], "length": note["length"]}
 
 
-def _parts(episode: EpisodeToWrite, column: Column, rows: tuple[int, int], statistics: Statistics) -> Iterator[Array]:
-    """Read rows of a field a few megabytes at a time, and take their statistics."""
-    step = max(1, _PART_BYTES // max(1, column.field.row_bytes))
-    for start in range(*rows, step):
-        values = np.asarray(episode.read(column.field.name, start, min(start + step, rows[1])))
-        statistics.add(values)
-        yield values
+def _entry_2(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
+    absent = {ABSENT: note["absent"]} if note["absent"] else {}
+    return {**_entry(number, note), **absent}
+
+
+def _feature_name(name: str) -> str:
+    return name.replace("/", ".")

@@ -1,0 +1,84 @@
+"""Arrow types of columns of language, as plain values for metadata, and their texts in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from storage.errors import UsageError
+
+from ..parquet import arrow, plain_type
+
+#: Metadata key of a recording: field of texts -> the Arrow type of its column.
+ARROW_TYPES = "arrow_types"
+_LISTS = ("list", "large_list")
+_PRIMITIVES = (
+    "null", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float", "double",
+    "string", "large_string",
+)  # fmt: skip
+#: Arrow's extension type of JSON texts, and its description.
+_JSON_TYPE, _JSON = "arrow.json", "json"
+#: Name of a primitive in the package `datasets`, where it differs.
+_HUB_NAMES = {"float": "float32", "double": "float64"}
+
+
+def describe(kind: Any) -> Any:
+    """Describe an Arrow type by plain values, as in `{"list": {"struct": {"role": "string"}}}`; None if JSON cannot."""
+    pyarrow, _ = arrow()
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _JSON if kind.extension_name == _JSON_TYPE else describe(kind.storage_type)
+    if pyarrow.types.is_struct(kind):
+        fields = {field.name: describe(field.type) for field in kind}
+        return {"struct": fields} if None not in fields.values() and len(fields) == kind.num_fields else None
+    for name, is_list in zip(_LISTS, (pyarrow.types.is_list, pyarrow.types.is_large_list), strict=True):
+        if is_list(kind):
+            values = describe(kind.value_type)
+            return None if values is None else {name: values}
+    return str(kind) if str(kind) in _PRIMITIVES else None
+
+
+def arrow_type(described: Any) -> Any:
+    """Return the Arrow type that `describe` described.
+
+    Raises:
+        UsageError: The description is of another form.
+    """
+    pyarrow, _ = arrow()
+    if isinstance(described, str) and described in _PRIMITIVES:
+        return pyarrow.type_for_alias(described)
+    if described == _JSON:
+        return pyarrow.json_()
+    if isinstance(described, Mapping) and len(described) == 1:
+        [(name, inner)] = described.items()
+        if name == "struct" and isinstance(inner, Mapping):
+            return pyarrow.struct([(str(field), arrow_type(kind)) for field, kind in inner.items()])
+        if name in _LISTS:
+            return (pyarrow.list_ if name == "list" else pyarrow.large_list)(arrow_type(inner))
+    expected = "a list, a struct or a primitive, as written by this library"
+    raise UsageError("take the Arrow type", f"in the metadata {ARROW_TYPES!r}", expected, repr(described)[:80])
+
+
+def column_of_texts(texts: Sequence[str], kind: Any, where: str) -> Any:
+    """Return the Arrow array of texts in JSON.
+
+    Raises:
+        UsageError: A text is not JSON of this type.
+    """
+    pyarrow, _ = arrow()
+    try:
+        rows = pyarrow.array([json.loads(text) for text in texts], plain_type(kind))
+        return rows.cast(kind)
+    except (ValueError, TypeError, pyarrow.ArrowException) as cause:
+        raise UsageError("write the texts", where, f"JSON of the type {kind}", str(cause)[:200]) from cause
+
+
+def hub_feature(described: Any) -> Any:
+    """Describe a type as the package `datasets` does, in forms that its old releases know."""
+    if isinstance(described, str):
+        described = "string" if described == _JSON else described
+        return {"dtype": _HUB_NAMES.get(described, described), "_type": "Value"}
+    [(name, inner)] = described.items()
+    if name == "struct":
+        return {field: hub_feature(kind) for field, kind in inner.items()}
+    return [hub_feature(inner)]

@@ -1,0 +1,126 @@
+"""A LeRobot set has the frame rate of its recording, or the conversion is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow", reason="the extra `formats` is missing")
+
+import rollout_data
+from rollout_data import RolloutWriter
+from storage.errors import UsageError
+
+
+def record(
+    folder: Path,
+    metadata: dict[str, Any] | None = None,
+    time_hz: float | None = None,
+    notes: dict[str, Any] | None = None,
+    jitter_s: float = 0.0,
+) -> Path:
+    """Record two episodes of 30 frames; `time_hz` adds the field `timestamp`."""
+    rng = np.random.default_rng(0)
+    with RolloutWriter(folder, 1, writer_name=folder.name, durable=False, metadata=metadata) as writer:
+        for frame in range(60):
+            row = np.full((1, 2), frame, np.float32)
+            is_last = frame % 30 == 29
+            fields: dict[str, Any] = {}
+            if time_hz is not None:
+                fields["timestamp"] = np.array([frame % 30 / time_hz + rng.uniform(0, jitter_s)])
+            if notes and is_last:
+                fields["episode"] = [notes]
+            writer.add(observation=row, action=row, terminated=[is_last], **fields)
+    return folder
+
+
+def converted_fps(source: Any, target: Path, **options: Any) -> float:
+    rollout_data.convert(source, target, "lerobot", progress=False, **options)
+    fps: float = json.loads((target / "meta/info.json").read_text())["fps"]
+    return fps
+
+
+STATED: dict[str, tuple[dict[str, Any], float]] = {
+    "frame_rate_hz": ({"metadata": {"frame_rate_hz": 50}}, 50),
+    "fps": ({"metadata": {"fps": 25}}, 25),
+    "frame_rate_hz before fps": ({"metadata": {"frame_rate_hz": 30, "fps": 29.97}}, 30),
+    "a note of the episodes": ({"notes": {"frame_rate_hz": 12.5}}, 12.5),
+    "recorded times": ({"time_hz": 20}, 20),
+    "recorded times that vary": ({"time_hz": 15, "jitter_s": 0.0001}, 15),
+    "a statement before recorded times": ({"metadata": {"fps": 20}, "time_hz": 20.1}, 20),
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_the_rate_of_the_set_is_the_rate_that_is_stated(tmp_path: Path, name: str) -> None:
+    options, expected = STATED[name]
+    found = converted_fps(record(tmp_path / "own", **options), tmp_path / "set")
+    assert found == pytest.approx(expected, rel=2e-3)
+    episode = rollout_data.open(tmp_path / "set")[1]
+    np.testing.assert_allclose(episode["timestamp"], np.arange(30) / found, atol=2e-3)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "nothing": ({}, {}, "Say fps="),
+    "a value that is no rate": ({"metadata": {"frame_rate_hz": "fast"}}, {}, "frame_rate_hz of the recording"),
+    "another fps=": ({"metadata": {"frame_rate_hz": 30}}, {"fps": 10}, "frame_rate_hz of the recording"),
+    "another fps= than the times": ({"time_hz": 20}, {"fps": 50}, "'timestamp' of episode"),
+    "two statements": ({"metadata": {"frame_rate_hz": 30, "fps": 50}}, {}, "fps of the recording"),
+    "times against a statement": ({"metadata": {"fps": 30}, "time_hz": 20}, {}, "'timestamp' of episode"),
+    "a note against the recording": (
+        {"metadata": {"fps": 30}, "notes": {"frame_rate_hz": 20}},
+        {},
+        "of episode 'own:0'",
+    ),
+    "too many frames per second": ({}, {"fps": 5000}, "below 5000 Hz"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_rate_that_is_unknown_contradicted_or_too_high_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    recorded, options, words = REFUSED[name]
+    with pytest.raises(UsageError) as caught:
+        converted_fps(record(tmp_path / "own", **recorded), tmp_path / "set", **options)
+    assert words in str(caught.value)
+    assert not (tmp_path / "set" / "meta" / "info.json").exists()
+
+
+def test_a_rate_within_one_percent_is_written_as_asked_and_named(tmp_path: Path) -> None:
+    source = record(tmp_path / "own", {"frame_rate_hz": 29.97})
+    done = rollout_data.convert(source, tmp_path / "set", "lerobot", fps=30, progress=False)
+    assert done.changes["frames are written as 30 a second instead of 29.97"] == ["own:0", "own:1"]
+
+
+def test_merged_episodes_keep_their_rates_and_one_rate_is_not_made_of_two(tmp_path: Path) -> None:
+    sources = [
+        record(tmp_path / "slow", {"frame_rate_hz": 20, "env": "x"}),
+        record(tmp_path / "fast", {"fps": 50, "env": "x"}),
+        record(tmp_path / "noted", {"frame_rate_hz": 20, "env": "x"}, notes={"frame_rate_hz": 20.1}),
+        record(tmp_path / "silent", {"env": "x"}),
+    ]
+    rollout_data.merge(sources, tmp_path / "all")
+    merged = rollout_data.open(tmp_path / "all")
+    rates = {episode.id: episode.metadata.get("frame_rate_hz") for episode in merged}
+    expected = {"slow": 20, "fast": 50, "noted": 20.1, "silent": None}
+    assert rates == {f"{name}:{number}": rate for name, rate in expected.items() for number in (0, 1)}
+    assert "frame_rate_hz" not in merged.metadata
+    assert merged.metadata["env"] == "x"
+    with pytest.raises(UsageError, match=r"frame_rate_hz of episode 'fast:0'"):
+        converted_fps(merged, tmp_path / "set")
+    fast = merged.filter(lambda episode: episode.id.startswith("fast"))
+    assert converted_fps(fast, tmp_path / "fast_set") == 50
+    rollout_data.merge([tmp_path / "all", sources[1]], tmp_path / "again")
+    again = {one.id: one.metadata.get("frame_rate_hz") for one in rollout_data.open(tmp_path / "again")}
+    assert {name: rate for name, rate in again.items() if name in rates} == rates
+
+
+def test_merged_sets_of_equal_rates_state_it_once(tmp_path: Path) -> None:
+    sources = [record(tmp_path / name, {"frame_rate_hz": 20}) for name in ("a", "b")]
+    rollout_data.merge(sources, tmp_path / "all")
+    merged = rollout_data.open(tmp_path / "all")
+    assert merged.metadata["frame_rate_hz"] == 20
+    assert converted_fps(merged, tmp_path / "set") == 20
