@@ -44,7 +44,7 @@ class Statement(NamedTuple):
 
 def frame_rate(
     episodes: Sequence[EpisodeToWrite], metadata: Mapping[str, Any], fps: float | None
-) -> tuple[float, dict[str, list[str]]]:
+) -> tuple[float, dict[str, set[str]]]:
     """Return the rate of all episodes in Hz, and what was rounded: line of the report -> ids of episodes.
 
     The rate is `fps`, or the first that is stated: `frame_rate_hz` in the metadata of the recording or of its
@@ -70,12 +70,12 @@ def frame_rate(
         raise UsageError("write the recording", where, expected, "none", "Say fps=")
     rate_hz = certain[0].rate_hz
     _check_alike(certain)
-    report: dict[str, list[str]] = {}
+    report: dict[str, set[str]] = {}
     for one in stated:
         if one.rate_hz != rate_hz:
             line = f"frames are written as {rate_hz:g} a second instead of {one.rate_hz:g}"
-            report.setdefault(line, []).extend([one.episode] if one.episode else [each.id for each in episodes])
-    return rate_hz, {line: list(dict.fromkeys(ids)) for line, ids in report.items()}
+            report.setdefault(line, set()).update([one.episode] if one.episode else [each.id for each in episodes])
+    return rate_hz, report
 
 
 def _stated(metadata: Mapping[str, Any], where: str, episode: str = "", has_fps: bool = False) -> Iterator[Statement]:

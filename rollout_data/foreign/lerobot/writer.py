@@ -95,7 +95,9 @@ class Writer(ForeignWriter):
         if fps is not None:
             fps = arguments.real(action, "fps", fps, "> 0", lambda fps: 0 < fps < float("inf"))
         self._fps, rounded = frame_rate(self.episodes, self.metadata, fps)
-        self.report |= rounded
+        for episode in self.episodes if rounded else ():
+            for what, ids in rounded.items():
+                self.changed(what, episode, episode.id in ids)
         if self._fps * 2 * TOLERANCE_S >= 1:
             expected = f"a rate below {0.5 / TOLERANCE_S:g} Hz, as lerobot finds frames within {TOLERANCE_S} s"
             raise UsageError(action, repr(str(self.path)), expected, f"{self._fps:g} Hz")
