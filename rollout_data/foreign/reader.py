@@ -112,6 +112,10 @@ class ForeignReader(ABC):
             DataFileError: They cannot be read.
         """
 
+    def file_of(self, number: int, name: str, step: int) -> Path:
+        """Return the file that holds a field of a step of episode `number`, for errors."""
+        return self.path
+
     def read_fields(self, number: int, names: Sequence[str], start: int, stop: int) -> dict[str, Any]:
         """Read several fields as `read` does: name -> values. A reader that can opens its file once for them."""
         return {name: self.read(number, name, start, stop) for name in names}

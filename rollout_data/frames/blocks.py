@@ -24,10 +24,11 @@ from ..index.metadata import load_metadata
 from ..index.stand_ins import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..remote.access import RemoteFiles
 from ..remote.folder import RemoteFolder
+from .cached import FileFrames, read_block
 from .kind import BlocksInUse, Choice, Kind, Origins, control_modes
 from .remote import RemoteFrames
 from .shared import SharedMemory, Spot, share, shared_at
-from .store import FileFrames, FileMap, FrameStore, MappedFrames, can_map, read_block
+from .store import FileMap, FrameStore, MappedFrames, can_map
 
 
 class Blocks(Kind):

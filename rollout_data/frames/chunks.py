@@ -21,9 +21,10 @@ from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..trajectory_folders.trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
 from ..trajectory_folders.trajectory_listing import ChunkFile, is_trajectory_folder
+from .cached import FileFrames
 from .kind import BlocksInUse, Choice, Kind, Origins, control_modes
 from .shared import Spot
-from .store import GONE, FileFrames, FrameStore, Place
+from .store import GONE, FrameStore, Place
 
 #: What only sets of labelled states have in metadata.json.
 _DAGGER = {"training_policy_logdir", "update_times_scale", "action_sample_std"}

@@ -24,9 +24,10 @@ from ..index.block import Block, Key
 from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import Origin
+from .cached import FileFrames
 from .kind import BlocksInUse, Kind, Origins, control_modes
 from .shared import Spot
-from .store import GONE, FileFrames, FrameStore, Place
+from .store import GONE, FrameStore, Place
 
 #: Rows are read in pieces of about this size, and as much is kept.
 _PIECE_BYTES, _CACHE_BYTES = 4 << 20, 512 << 20
@@ -110,9 +111,12 @@ class Readers(Kind):
                 blocks.append(block)
 
         def read(block: Block, place: Place) -> np.ndarray:
+            return read_part(block, place, 0, int(block.fragments["length"][0]))
+
+        def read_part(block: Block, place: Place, first: int, stop: int) -> np.ndarray:
             number, episode = places[block.key]
             reader, column = self._readers[number], layouts[place[0]].columns[place[1]]
-            start, length = int(block.fragments["start"][0]), int(block.fragments["length"][0])
+            start, length = int(block.fragments["start"][0]) + first, stop - first
             table = np.zeros(length if place[0] == DATA else 1, layouts[place[0]].numpy_dtype(column))
             names = [name for name in column.offsets if name in reader.episodes[episode].schema]
             if place[0] == DATA:
@@ -123,8 +127,23 @@ class Readers(Kind):
                 table[name] = _filled(block, name, values.get(name), table[name].shape)
             return table.view(np.uint8).reshape(len(table), column.row_bytes)
 
-        store = FileFrames(TrajectoryIndex(blocks), layouts, read, (*GONE, DataFileError), _CACHE_BYTES)
+        def file_of(block: Block, place: Place, row: int) -> Path:
+            number, episode = places[block.key]
+            reader, step = self._readers[number], int(block.fragments["start"][0]) + row
+            names = [
+                name for name in layouts[DATA].columns[place[1]].offsets if name in reader.episodes[episode].schema
+            ]
+            for name in names:  # the field that is damaged tells
+                try:
+                    reader.read(episode, name, step, step + 1)
+                except DataFileError:
+                    return reader.file_of(episode, name, step)
+            return reader.file_of(episode, names[0], step) if names else reader.path
+
+        losses = (*GONE, DataFileError)
+        store = FileFrames(TrajectoryIndex(blocks), layouts, read, losses, _CACHE_BYTES, read_part, file_of)
         store.told_tasks = [info.task for _, info in kept]
+        store.told_names = [info.name for _, info in kept]
         return store
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:

@@ -189,6 +189,7 @@ class RemoteFrames(FrameStore):
 
         Raises:
             LostBlockError: The block is gone.
+            AccessError: The store refuses access.
             FetchError: They did not come.
             CorruptFileError: The block is shorter now, or a chunk is damaged.
         """
@@ -200,6 +201,7 @@ class RemoteFrames(FrameStore):
         try:
             yield
         except GONE as cause:
+            self._folders[self.index.blocks[block].path.parent].files.check_access()
             raise self.index.lost_block(block, str(cause) or "it was removed") from cause
 
     def _table(self, block: int, place: Place) -> ChunkTable:

@@ -21,6 +21,7 @@ from ..index.folder import block_entries, read_metadata
 from ..index.index import Int64s, LostBlockError, TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import DataDirs, Origin, RemoteOptions
+from ..remote.fetching import UNANSWERED
 from .blocks import Blocks
 from .cached import CachedFrames
 from .chunks import Chunks
@@ -143,8 +144,11 @@ class Source(Origins):
             Which ones, and why.
 
         Raises:
-            DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True.
+            DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True. A store
+                that refuses access, or does not answer, concerns none of them.
         """
+        if isinstance(problem, UNANSWERED):
+            raise problem
         if isinstance(problem, LostBlockError):
             blocks = [number for number, block in enumerate(store.index.blocks) if block.key == problem.key]
             found: Losses = [(store.index.trajectories_in(blocks), problem)]
@@ -158,6 +162,24 @@ class Source(Origins):
             self.forget(why, len(left))
             store.is_lost[left] = True
         return lost
+
+    def check_readable(self, store: FrameStore, trajectories: Int64s, skips: bool) -> None:
+        """Find one of some trajectories that can be read; those before it that cannot are left out.
+
+        Raises:
+            DataFileError: There is none, or a store refuses access or does not answer.
+        """
+        for trajectory in trajectories.tolist():
+            if store.is_lost[trajectory]:
+                continue
+            try:
+                store.probe(trajectory)
+                return
+            except DataFileError as problem:
+                self.leave_out(store, np.array([trajectory]), problem, skips)
+        where, cause = repr(", ".join(map(str, self.paths))), self.problems[-1] if self.problems else None
+        expected, got = "a trajectory that can be read", f"none of {len(trajectories)}"
+        raise DataFileError("read another frame", f"of {where}", expected, got, str(cause or "")) from cause
 
     def note_loss(self, store: FrameStore, keys: Sequence[tuple[str, int]], problem: DataFileError) -> None:
         """Mark and report trajectories that another process could not read, unless this was known."""
@@ -174,6 +196,8 @@ def _damage(store: FrameStore, trajectory: int) -> DataFileError | None:
     if not store.is_lost[trajectory]:
         try:
             CachedFrames(store, np.array([trajectory]), store.device)
+        except UNANSWERED:
+            raise
         except DataFileError as problem:
             return problem
     return None

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import lcm
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from storage.core.memory import BufferPool
 from storage.core.threads import each
-from storage.errors import DataFileError, UsageError
+from storage.errors import UsageError
 
 from ..format.header import DATA, FINAL, BlockHeader, corrupt, read_header
 from ..format.schema import RowLayout
 from ..index.block import Block, Identity
 from ..index.index import Int64s, Runs, TrajectoryIndex, counted_from
-from ..index.stand_ins import is_stand_in
 from . import arena
 from .arena import PAGE_BYTES, Arena
 from .coded import CHUNK_CACHE_BYTES, ChunkFiles, RowCache
@@ -29,8 +29,6 @@ from .coded import CHUNK_CACHE_BYTES, ChunkFiles, RowCache
 Place = tuple[str, str]
 #: All of a block, as rows of one byte: chunks lie in them.
 _WHOLE = ("", "")
-#: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
-ReadRows = Callable[[Block, Place], np.ndarray]
 #: What a file raises that is gone, or is another's now.
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _CPU = torch.device("cpu")
@@ -135,6 +133,7 @@ class FrameStore:
         is_lost: bool `[M]`, trajectories that could not be read: their rows are asked for no more.
         read_header: Gives the header of a block file of the index.
         told_tasks: The task of each trajectory, where the files are no blocks; None where they are.
+        told_names: The name of the episode of each trajectory, likewise.
     """
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU) -> None:
@@ -142,6 +141,7 @@ class FrameStore:
         self.is_lost = np.zeros(len(index), bool)
         self.read_header: Callable[[Block], BlockHeader] = _header_of
         self.told_tasks: Sequence[str] | None = None
+        self.told_names: Sequence[str] | None = None
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
         """Turn pieces of trajectories into runs of this store's rows (see `TrajectoryIndex.locate`)."""
@@ -158,6 +158,28 @@ class FrameStore:
             self.copy((DATA, column), self.locate(trajectory, frame, count, np.cumsum(count) - count), 0, out)
             self.note_read_once(out.nbytes)
         return out.view(torch.uint8)
+
+    def name_of(self, trajectory: int) -> str:
+        """Name the episode of a trajectory; "writer:number" in block files."""
+        if self.told_names is not None:
+            return self.told_names[trajectory]
+        writer, number = self.index.keys(np.array([trajectory]))[0]
+        return f"{writer[writer.find(':') + 1 :]}:{number}"
+
+    def file_of(self, column: str, trajectory: int, frame: int) -> Path:
+        """Return the file that holds a column of a frame."""
+        one = np.array([trajectory])
+        runs = self.index.locate(one, np.array([frame]), np.ones_like(one), np.zeros_like(one))
+        return self._file_of(self.index.blocks[int(runs.block[0])], (DATA, column), int(runs.row[0]))
+
+    def _file_of(self, block: Block, place: Place, row: int) -> Path:
+        return block.path
+
+    def probe(self, trajectory: int) -> None:
+        """Read the first frame of a trajectory: raise the `DataFileError` that reading it would raise."""
+        for column in list(self.layouts[DATA].columns)[:1]:
+            one = np.array([trajectory])
+            self.rows(column, one, np.zeros_like(one), np.ones_like(one))
 
     def array(self, place: Place, rows: torch.Tensor) -> np.ndarray:
         """Give a field, (table, name), of rows of its column as numpy has it: bfloat16 as float32."""
@@ -325,64 +347,3 @@ def _advise(files: Arena | ChunkFiles, first: Int64s, num_rows: Int64s) -> None:
     num_parts = 1 if len(first) <= _FEW_RUNS else _NUM_ADVISERS
     parts = [(first[part::num_parts], num_rows[part::num_parts]) for part in range(num_parts)]
     each(lambda part: files.will_need(*part), parts, num_parts)
-
-
-class FileFrames(FrameStore):
-    """Rows that are read file by file and kept while they are in use: foreign files, other systems.
-
-    Args:
-        read_rows: Reads all rows of one kind of one block.
-        losses: What it raises where a file is lost for good; a `LostBlockError` is made of it.
-        max_cached_bytes: How much of what was read is kept.
-    """
-
-    def __init__(
-        self,
-        index: TrajectoryIndex,
-        layouts: Mapping[str, RowLayout],
-        read_rows: ReadRows,
-        losses: tuple[type[Exception], ...] = GONE,
-        max_cached_bytes: int = 1 << 30,
-    ) -> None:
-        super().__init__(index, layouts)
-        self._read_rows, self._losses = read_rows, losses
-        self._cache = RowCache(max_cached_bytes, keeps_last=True)
-
-    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
-        windows = (out if out.dim() == 3 else out[None]).view(torch.uint8).numpy()
-        for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
-            rows = self._cache.get((block, place))
-            if rows is None:
-                rows = self._read(block, place)
-                self._cache.put((block, place), rows)
-            window, begin = divmod(to, windows.shape[1])
-            windows[window, begin : begin + count] = rows[row : row + count]
-
-    def _read(self, block: int, place: Place) -> np.ndarray:
-        try:
-            return self._read_rows(self.index.blocks[block], place)
-        except self._losses as cause:
-            raise self.index.lost_block(block, _in_words(cause)) from cause
-        except OSError as cause:
-            lost = self.index.lost_block(block, _in_words(cause))
-            advice = "Try again, or reset these envs"
-            raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
-
-
-def read_block(block: Block, place: Place, layouts: Mapping[str, RowLayout]) -> np.ndarray:
-    """Map or decode one kind of row of one block, where blocks cannot be mapped side by side."""
-    if is_stand_in(block):
-        raise FileNotFoundError("it was removed")
-    offset, num_rows = block.places[place]
-    column = layouts[place[0]].columns[place[1]]
-    if column.is_coded:
-        return read_header(block.path).read_rows(*place, 0, num_rows)
-    if num_rows == 0:
-        return np.zeros((0, column.row_bytes), np.uint8)
-    return np.memmap(block.path, np.uint8, "r", offset, (num_rows, column.row_bytes))
-
-
-def _in_words(cause: Exception) -> str:
-    if isinstance(cause, DataFileError) and cause.expected:
-        return f"{cause.got or 'nothing'} instead of {cause.expected}"
-    return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)

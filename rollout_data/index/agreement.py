@@ -187,6 +187,12 @@ class Board:
             content = os.pread(self._file, num_bytes, start)
         return pickle.loads(content) if content else None
 
+    def names(self) -> list[str]:
+        """List the names of all notes, in the order in which they were first written."""
+        with self._locked(_NOTES):
+            self._catch_up()
+            return list(self._places)
+
     def write(self, name: str, note: Any, is_final: bool = False) -> bool:
         """Leave a note, whole or not at all; one that `is_final` only where there is none: False if there was."""
         content = b"" if note is None and not is_final else pickle.dumps(note)

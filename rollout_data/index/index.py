@@ -245,13 +245,14 @@ class TrajectoryIndex:
         """Writer -> the number of its block of edits, of those that have one."""
         return {block.writer: number for number, block in enumerate(self.blocks) if block.is_edit}
 
-    def lost_block(self, block: int, got: str) -> LostBlockError:
-        """Build the error for a block that cannot be read any more; it names the trajectories."""
+    def lost_block(self, block: int, got: str, is_gone: bool = True) -> LostBlockError:
+        """Build the error for a block that is gone, or damaged; it names the trajectories."""
         keys = self.keys(self.trajectories_in([block]))
         named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
         named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
         action, expected = f"play trajectory {', '.join(named)}", "the file as it was when it was found"
-        advice = "A stream goes on with other trajectories; for windows, open the dataset again"
+        advice = "A stream goes on with other trajectories"
+        advice += "; for windows, open the dataset again" if is_gone else ""
         lost = LostBlockError(action, f"in {str(self.blocks[block].path)!r}", expected, got, advice)
         lost.key, lost.block = self.blocks[block].key, block
         return lost

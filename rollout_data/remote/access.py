@@ -7,8 +7,11 @@ One rule: a URL travels through the library as a `RemotePath`, and only this roo
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any, Protocol
@@ -52,6 +55,9 @@ DataDir = str | os.PathLike[str] | HasOrigin | Origin
 DataDirs = DataDir | Sequence[DataDir]
 #: What file systems call that which changes with a file's content.
 _STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+
+#: A listing of this age in seconds shows that access is granted.
+_RECENT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class RemoteFiles:
         self.path, self.options = path, options
         self.fetcher = Fetcher(options.num_requests, options.timeout_s, options.num_retries)
         self._system: tuple[int, Any] | None = None
+        self._listed_s = -math.inf  # of the monotonic clock
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteFiles, (self.path, self.options)
@@ -195,7 +202,7 @@ class RemoteFiles:
 
         Raises:
             UsageError: There is nothing.
-            DataFileError: It cannot be listed.
+            DataFileError: It cannot be listed; an `AccessError` where the store refuses it.
         """
         url = str(self.path)
 
@@ -210,7 +217,19 @@ class RemoteFiles:
         except OSError as cause:
             expected, advice = "a folder that can be listed", "See to the connection and the rights to read"
             raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
+        self._listed_s = time.monotonic()
         return {one["name"].rpartition("/")[2]: (int(one["size"] or 0), _stamp(one)) for one in found}
+
+    def check_access(self) -> None:
+        """List the files, unless that was done a moment ago: some stores say of what they refuse that it is not there.
+
+        Raises:
+            AccessError: The store refuses to list them.
+            FetchError: It does not answer.
+        """
+        if time.monotonic() - self._listed_s > _RECENT_S:
+            with suppress(UsageError):  # all of it is gone
+                self.listed()
 
 
 def _stamp(entry: Mapping[str, Any]) -> int:

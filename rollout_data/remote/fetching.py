@@ -16,9 +16,11 @@ from typing import Any
 
 from storage.errors import DataFileError, RolloutDataError
 
+from .denial import AccessError, denial
+
 #: Seconds before a request that failed is sent again, doubled each time.
 _FIRST_PAUSE_S = 0.05
-#: What no further attempt would change.
+#: What no further attempt would change, besides an `AccessError`.
 _FINAL = (
     FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RolloutDataError,
 )  # fmt: skip
@@ -26,6 +28,19 @@ _FINAL = (
 
 class FetchError(DataFileError):
     """A store did not answer a request, however often it was sent."""
+
+
+#: What a network raises, and no file: nothing is lost, and the same request may be answered later.
+UNANSWERED = (AccessError, FetchError)
+
+
+def access_error(action: str, where: str, error: BaseException, cause: BaseException) -> AccessError:
+    """Build the error for a request that a store refused, by what the file system raised and the cause of it."""
+    got = f"{type(cause).__name__}: {cause}".removesuffix(": ")
+    advice = "Renew the credentials, or ask for the right; a state of before goes on from there"
+    denied = AccessError(action, where, "the right to do so", got, advice)
+    denied.__cause__ = error
+    return denied
 
 
 class Request:
@@ -75,6 +90,7 @@ class Fetcher:
 
         Raises:
             FetchError: It failed, or took too long, each time.
+            AccessError: The store refused access; it is not asked again, as its file system did that.
             FileNotFoundError, RolloutDataError, ...: What no further attempt would change.
         """
         if self._process != os.getpid():
@@ -124,6 +140,8 @@ class Fetcher:
         """End an attempt: with an answer, with an error that is final, or to send the request again after a pause."""
         self._running.discard(request)
         request.num_attempts += 1
+        if isinstance(error, Exception) and not isinstance(error, RolloutDataError) and (cause := denial(error)):
+            error = access_error(request.action, request.where, error, cause)
         if isinstance(error, Exception) and not isinstance(error, _FINAL):
             if request.num_attempts <= self._num_retries:
                 return self._send(request, _FIRST_PAUSE_S * 2 ** (request.num_attempts - 1))

@@ -23,7 +23,7 @@ from ..format.header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, chec
 from ..index.folder import BlockFolder, FileStamp, counted_metadata
 from ..index.metadata import BAD_METADATA, Metadata
 from .access import RemoteFiles, RemotePath
-from .fetching import FetchError
+from .fetching import UNANSWERED
 
 #: What opens a block of up to 1,300 fragments; of larger ones the rest is asked for when the library wants it.
 HEAD_BYTES, TAIL_BYTES = 128 << 10, 64 << 10
@@ -100,13 +100,17 @@ class RemoteFolder(BlockFolder):
         """Look at the folder again; see `BlockFolder`.
 
         Raises:
-            FetchError: A block cannot be reached; the next call asks for it again.
+            AccessError, FetchError: A block cannot be reached; the next call asks for it again.
         """
         has_changed = super().refresh()
         for name, problem in list(self.problems.items()):
-            if isinstance(problem, FetchError):
-                self._forget(name)
-                raise problem
+            unanswered = problem if isinstance(problem, UNANSWERED) else problem.__cause__
+            if isinstance(unanswered, UNANSWERED):
+                del self.problems[name]
+                self._is_schema_fixed = False
+                if name != METADATA_NAME:
+                    self._forget(name)
+                raise unanswered
         return has_changed
 
     def found_now(self) -> Mapping[str, FileStamp]:
@@ -148,6 +152,8 @@ class RemoteFolder(BlockFolder):
         """Contents of metadata.json with the totals counted in the blocks; made of the blocks where it is damaged."""
         try:
             found = Metadata.from_json(self.read_document())
+        except UNANSWERED:
+            raise
         except BAD_METADATA:
             found = Metadata.of_schema(Schema([]))
         self.refresh()

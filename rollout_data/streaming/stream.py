@@ -25,6 +25,7 @@ from ..index import agreement
 from ..index.agreement import Agree, Board, Shard, current_shard, current_worker, is_in_worker
 from ..index.index import Int64s
 from ..remote.access import Origin
+from ..remote.fetching import UNANSWERED
 from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, ReadAhead
@@ -75,6 +76,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._skip: int | None = None
         self._is_continued = False  # in a worker: iterating goes on with the state that was loaded
         self._is_started = False
+        self._checked = 0, 0  # losses and pass for which some trajectory could still be read
         self.losses: list[Any] = []  # names of trajectories that could not be read, and why
 
     def __getstate__(self) -> dict[str, Any]:
@@ -276,8 +278,19 @@ class RolloutStream(RolloutFileBase[Transition]):
             except DataFileError as problem:
                 self._leave_out(plan, problem)
             else:
+                self._check_readable(position, batch)
                 self.release(position)
                 return batch
+
+    def _check_readable(self, position: Position, batch: Transition) -> None:
+        """Raise if a batch lacks every frame, and no trajectory of the pass can be read any more."""
+        num_lost = self.source.num_lost_trajectories
+        state, deal, _ = position
+        if not num_lost or self._checked == (num_lost, deal.number) or bool(batch.valid.any()):
+            return
+        playing = state.trajectory[state.trajectory >= 0]
+        self.source.check_readable(deal.source, np.union1d(playing, deal.order), self.on_error == "skip")
+        self._checked = self.source.num_lost_trajectories, deal.number
 
     def release(self, position: Position) -> None:
         """Give up files that are gone and not needed at a position."""
@@ -290,6 +303,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             try:
                 played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
                 lost = self.source.leave_out(store, played, problem, self.on_error == "skip")
+            except UNANSWERED:
+                raise
             except DataFileError:
                 continue
             self.losses += [(store.index.keys(left), why) for left, why in lost]

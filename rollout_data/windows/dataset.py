@@ -27,12 +27,24 @@ from ..frames.remote import RemoteFrames
 from ..frames.shared import Spot
 from ..frames.source import Source
 from ..frames.store import FrameStore
-from ..index.index import Int64s
+from ..index.index import Int64s, LostBlockError
 from ..index.notes import Notes
 from ..remote.access import DataDirs, RemoteOptions, origins_of
+from ..remote.fetching import UNANSWERED
 from .chunks import ChunkedOrder, Route
 from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
-from .reader import MASK, MAX_FRAMES, NEXT, NEXT_MASK, WindowPlan, WindowReader, checked_delta, plan_windows
+from .losses import OnError, WindowLosses
+from .reader import (
+    MASK,
+    MAX_FRAMES,
+    NEXT,
+    NEXT_MASK,
+    WindowPlan,
+    WindowReader,
+    checked_delta,
+    damaged_frame,
+    plan_windows,
+)
 from .shared import WindowBatches
 
 
@@ -68,6 +80,8 @@ class WindowDataset(WindowBatches):
         verify_on_open: Check every checksum when a block is first seen.
         chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
         remote: How files behind a network are read.
+        on_error: "skip" leaves out windows whose data are damaged or gone: the batch is shorter by them, perhaps
+            empty, and no other window moves. "raise" names the file, the episode and the frame.
 
     A batch is a nested dict of `[B, L, *shape]` tensors on the CPU, and the caller's: raw fields are views of rows
     gathered for it. `mask` says which frames exist: bool `[B, L]`, or with `delta` a mask for each field, nested like
@@ -79,6 +93,7 @@ class WindowDataset(WindowBatches):
     Attributes:
         problems: What could not be read, was repaired or left out, as exceptions.
         advice: Remarks on data that are read as they are stored, such as copied actions.
+        num_lost_windows: Windows that were skipped, each counted once, those of worker processes included.
         opened_as: What it shows, for `at`: a short list of plain data; the fourth is `len` when it was first opened.
 
     Raises:
@@ -106,7 +121,10 @@ class WindowDataset(WindowBatches):
         verify_on_open: bool = False,
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
         remote: RemoteOptions | None = None,
+        on_error: OnError = "raise",
     ) -> None:
+        self.on_error = choice("open the dataset", "on_error", on_error, get_args(OnError))
+        self.losses, self._intact = WindowLosses(), 0  # the last window that was found to be readable
         self.data_dir, self._origins = data_dir, origins_of(data_dir)
         self.padding = choice("read windows", "padding", padding, get_args(Padding))
         self.length = whole("open the dataset", "length", length, 1, MAX_FRAMES)
@@ -211,12 +229,19 @@ class WindowDataset(WindowBatches):
     @property
     def problems(self) -> list[RolloutDataError]:
         """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
+        for problem in self.losses.new_problems():
+            self._source.report(problem)
         return self._source.problems
 
     @property
     def advice(self) -> list[RolloutDataError]:
         """Remarks on data that are read as they are stored, such as copied actions; see `Recording.advice`."""
         return self._source.advice
+
+    @property
+    def num_lost_windows(self) -> int:
+        """Windows that were skipped because their data are damaged or gone, each counted once."""
+        return len(self.losses)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -320,6 +345,62 @@ class WindowDataset(WindowBatches):
             tasks = torch.from_numpy(self._notes.tasks(self._store)[self.trajectories[place]])
             batch[TASK] = allocate(tasks.shape, tasks.dtype).copy_(tasks)
         return batch
+
+    def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> Int64s:
+        numbers = checked_windows(windows, len(self))
+        problems = [self._problem_of(number) for number in numbers.tolist()]
+        kept: Int64s = numbers[[problem is None for problem in problems]]
+        if len(numbers) and not len(kept):
+            self._check_readable()
+        return kept
+
+    def _check_readable(self) -> None:
+        """Raise if no window can be read any more."""
+        for window in (self._intact, *range(len(self))):
+            trajectory = self.trajectories[self._windows.find(np.array([window]))[0]]
+            if self._store.is_lost[trajectory].any():
+                continue
+            problem = self._failure_of(window)
+            if problem is None:
+                self._intact = window
+                return
+            if isinstance(problem, LostBlockError) and not isinstance(problem.__cause__, DataFileError):  # gone
+                self._store.is_lost[self._store.index.trajectories_in([problem.block])] = True
+        where, got = repr(", ".join(map(str, self._source.paths))), f"none of {len(self)}"
+        cause = self.problems[-1]
+        raise DataFileError("read windows", f"of {where}", "a window that can be read", got, str(cause)) from cause
+
+    def _problem_of(self, window: int) -> DataFileError | None:
+        """Return why a window cannot be read, which is noted; None if it can."""
+        problem = self._damage_of(window)
+        if problem is not None and (name := self.name(window)) not in self.losses:
+            self.losses.add(name, problem)
+            self._source.report(problem)
+        return problem
+
+    def _failure_of(self, window: int) -> DataFileError | None:
+        """Return what reading a window raises; None if it can be read."""
+        place, anchor = self._windows.find(np.array([window]))
+        try:
+            self._reader.read(place, anchor, self._pool.empty)
+        except UNANSWERED:
+            raise
+        except DataFileError as problem:
+            return problem
+        return None
+
+    def _damage_of(self, window: int) -> DataFileError | None:
+        """Return why a window cannot be read, with the file, the episode and the frame; None if it can be read."""
+        problem = self._failure_of(window)
+        if problem is None:
+            return None
+        place, anchor = self._windows.find(np.array([window]))
+        trajectory, length = int(self.trajectories[place[0]]), int(self._windows.lengths[place[0]])
+        return damaged_frame(self._store, self.plan, trajectory, int(anchor[0]), length) or problem
+
+    def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
+        found = (self._damage_of(number) for number in checked_windows(windows, len(self)).tolist())
+        return next((one for one in found if one is not None), problem)
 
     def statistics(
         self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True

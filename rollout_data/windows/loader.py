@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 from storage.core.arguments import choice, whole
 from storage.core.fields import flatten, unflatten
 from storage.core.shown import Shown
-from storage.errors import RolloutDataWarning, UsageError
+from storage.errors import DataFileError, RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 
 from ..format.schema import Allocate
@@ -28,6 +28,7 @@ from ..index.index import Int64s
 from ..remote.access import DataDir, is_one
 from .dataset import WindowDataset
 from .index import Even, arrivals, checked_windows, rank_batches
+from .losses import OnError
 from .shared import WindowBatches, collate_windows
 
 #: Of a state of a loader; in 2 the order was a permutation of numbers, rather than of names.
@@ -73,6 +74,8 @@ class WindowMixture(WindowBatches):
                 raise UsageError("mix datasets", f"with number {number}", "the fields and deltas of number 0", got)
         if problem := mixed_modes(set().union(*(dataset.modes for dataset in self.datasets))):
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
+        if any(dataset.on_error == "skip" for dataset in self.datasets):
+            self.on_error = "skip"
         self._open()
         sizes = np.diff(self._first)
         if ((self.weights > 0) & (sizes == 0)).any():
@@ -130,6 +133,25 @@ class WindowMixture(WindowBatches):
                     out[name] = allocate((len(numbers), *values.shape[1:]), values.dtype)
                 _as_array(out[name])[places] = _as_array(values)
         return unflatten(out)
+
+    @property
+    def num_lost_windows(self) -> int:
+        """Windows of all members that were skipped; see `WindowDataset`."""
+        return sum(dataset.num_lost_windows for dataset in self.datasets)
+
+    def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> Int64s:
+        member, numbers = self.locate(windows)
+        kept = np.ones(len(member), bool)
+        for one in np.unique(member).tolist():
+            dataset, places = self.datasets[one], np.flatnonzero(member == one)
+            if (on_error or dataset.on_error) == "skip":
+                kept[places] = np.isin(numbers[places], dataset.readable(numbers[places]))
+        return (self._first[member] + numbers)[kept]
+
+    def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
+        member, numbers = self.locate(windows)
+        found = (self.datasets[one].damage(numbers[member == one], problem) for one in np.unique(member).tolist())
+        return next((one for one in found if one is not problem), problem)
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowMixture:
         """Give the mixture of its members as they were opened; see `WindowDataset`."""
@@ -253,6 +275,8 @@ class WindowLoader(Shown):
         even: How ranks share n windows of such a batch: "pad" gives each ceil(n / W), less than W of them being the
             first of the epoch again; "drop" gives each floor(n / W); "none" what there is: some may have a batch less.
         shard: "auto" asks torch.distributed, "none" gives each process all windows, (rank, W) gives that share.
+        on_error: "skip" or "raise", for windows whose data are damaged; None does what the dataset does. A batch is
+            shorter by the windows that are skipped, perhaps empty; order, ranks and resume stay the same.
 
     A loader whose epochs have no batch warns (`RolloutDataWarning`), unless its dataset has no window and did.
 
@@ -272,7 +296,9 @@ class WindowLoader(Shown):
         num_ahead: int = 2,
         even: Even = "pad",
         shard: ShardChoice = "auto",
+        on_error: OnError | None = None,
     ) -> None:
+        self.on_error = None if on_error is None else choice("load windows", "on_error", on_error, get_args(OnError))
         if not isinstance(dataset, WindowBatches):
             expected, advice = "a WindowDataset or a WindowMixture", "A RolloutDataset gives its batches itself"
             raise UsageError("load windows", "", expected, type(dataset).__name__, advice)
@@ -314,6 +340,11 @@ class WindowLoader(Shown):
         """Count the batches of a whole epoch of this rank."""
         return int((np.diff(self._bounds(0, len(self.dataset))) > 0).sum())
 
+    @property
+    def num_lost_windows(self) -> int:
+        """Windows of the dataset that were skipped; see `WindowDataset`."""
+        return self.dataset.num_lost_windows
+
     def order(self, epoch: int) -> Int64s:
         """Give the windows of an epoch of all ranks in order, int64."""
         return self._order(epoch)[0]
@@ -344,7 +375,7 @@ class WindowLoader(Shown):
 
         def read(first: int, stop: int) -> Any:
             ahead_of(first, stop)
-            return collate_windows(windows.__getitems__(order.take(np.arange(first, stop), mode="wrap")))
+            return collate_windows(windows.batch(order.take(np.arange(first, stop), mode="wrap"), self.on_error))
 
         batches = (read(first, stop) for first, stop in bounds.tolist() if first < stop)
         items = PipelinedDataCollector(batches, self.device, self.num_ahead)

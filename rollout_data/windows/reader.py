@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from storage.core.fields import unflatten
-from storage.errors import MissingFieldError, UsageError, nearest
+from storage.errors import CorruptFileError, DataFileError, MissingFieldError, UsageError, nearest
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.schema import Allocate, FrameCut, FrameRows, Grid, RowLayout, joined, put
 from ..frames.store import FrameStore
-from ..index.index import Int64s
+from ..index.index import Int64s, LostBlockError
 from .index import WindowShape
 
 MASK, NEXT_MASK = "mask", "next_mask"
@@ -205,6 +205,38 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
             raise UsageError("shift the field", repr(name), f"at least one number, up to {MAX_FRAMES}", repr(values))
         checked[name] = np.array(listed, np.int64)
     return checked
+
+
+def damaged_frame(
+    store: FrameStore, plan: WindowPlan, trajectory: int, anchor: int, length: int
+) -> DataFileError | None:
+    """Find the first frame of a window that is damaged and build the error that names it; None if there is none.
+
+    A file that is gone is no damage: the error that names its trajectories is raised as it is.
+    """
+    one = np.array([trajectory])
+    for column, number in plan.columns.items():
+        frames = np.unique(np.clip(anchor + plan.shapes[number].deltas, 0, length - 1))
+        for frame in frames.tolist():
+            try:
+                store.rows(column, one, np.array([frame]), np.ones_like(one))
+            except DataFileError as problem:
+                return _named_damage(store, column, (trajectory, frame), problem)
+    return None
+
+
+def _named_damage(store: FrameStore, column: str, at: tuple[int, int], problem: DataFileError) -> DataFileError:
+    trajectory, frame = at
+    cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
+    if not isinstance(cause, DataFileError):  # the file is gone
+        return problem
+    action = f"read frame {frame} of episode {store.name_of(trajectory)!r}"
+    expected, got = (cause.expected, cause.got) if cause.got else ("intact data", str(cause))
+    where = f"in {str(store.file_of(column, trajectory, frame))!r}"
+    advice = 'on_error="skip" leaves the windows with this frame out'
+    named = CorruptFileError(action, where, expected, got, advice).of(cause.kind, cause.episode)
+    named.__cause__ = problem
+    return named
 
 
 class WindowReader:

@@ -23,11 +23,14 @@ from storage.core.arguments import is_whole
 from storage.core.fields import flatten, map_leaves, unflatten
 from storage.core.memory import BufferPool
 from storage.core.shown import Shown, described
-from storage.errors import MissingFieldError, UsageError
+from storage.errors import DataFileError, MissingFieldError, UsageError
 
 from ..format.schema import Allocate
 from ..frames.shared import SharedMemory, Spot, shared_memory
 from ..index.agreement import is_in_worker
+from ..index.index import Int64s
+from ..remote.fetching import UNANSWERED
+from .losses import OnError
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
 NUM_PLACES = 8
@@ -64,6 +67,8 @@ class WindowBatch(dict[str, Any]):
 class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
     """A map-style dataset that reads whole batches at once, into memory which a pickled copy makes anew."""
 
+    #: What happens to windows whose data are damaged; see `WindowDataset`.
+    on_error: OnError = "raise"
     #: Attributes that are not pickled, but made by `_open`.
     _made_anew: tuple[str, ...] = ("_pool", "_shared")
 
@@ -86,7 +91,13 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         """
         if not is_whole(window):
             raise UsageError("read a window", "", "a whole number", repr(window))
-        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], self.read([window], self._pool.empty))
+        try:
+            batch = self.read([window], self._pool.empty)
+        except UNANSWERED:
+            raise
+        except DataFileError as problem:
+            raise self.damage([window], problem) from problem
+        found: dict[str, Any] = map_leaves(lambda tensor: tensor[0], batch)
         return found
 
     def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
@@ -96,10 +107,40 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
             IndexError: There is no such window.
             CorruptFileError: A chunk of a coded component is damaged; the text names it.
         """
+        return self.batch(windows)
+
+    def batch(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> dict[str, Any]:
+        """Give a batch as `__getitems__` does; `on_error` None is that of the dataset.
+
+        Raises:
+            DataFileError: A window is damaged and not skipped; names the file, the episode and the frame.
+        """
+        try:
+            return self._made(windows)
+        except UNANSWERED:
+            raise
+        except DataFileError as problem:
+            if (on_error or self.on_error) == "raise":
+                raise self.damage(windows, problem) from problem
+        return self._made(self.readable(windows, on_error))
+
+    def _made(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
         if is_in_worker():
             batch: dict[str, Any] = self._shared.make(lambda allocate: self.read(windows, allocate))
             return batch
         return WindowBatch(self.read(windows, self._pool.empty))
+
+    @abstractmethod
+    def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None) -> Int64s:
+        """Leave out the windows that cannot be read, which are counted.
+
+        Raises:
+            DataFileError: Nothing of the data can be read any more.
+        """
+
+    @abstractmethod
+    def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
+        """Build the error for windows that cannot be read because of a problem, of the first one that is damaged."""
 
     @abstractmethod
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rollout_data.format.header import (
     TRUNCATED,
     layouts_of,
 )  # fmt: skip
-from rollout_data.frames.store import FileFrames
+from rollout_data.frames.cached import FileFrames
 from rollout_data.index.block import Block
 from rollout_data.index.index import End, LostBlockError, TrajectoryIndex
 from storage.core.fields import Field, Schema

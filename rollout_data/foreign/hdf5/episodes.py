@@ -292,6 +292,10 @@ class Hdf5Reader(ForeignReader):
             file.checked.add(group)
         return found
 
+    def file_of(self, number: int, name: str, step: int) -> Path:
+        path: Path = self.episodes[number].source.path
+        return path
+
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         info = self.episodes[number]
         column = info.source.layout.columns[name]

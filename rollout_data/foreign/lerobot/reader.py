@@ -124,10 +124,8 @@ class Reader(ForeignReader):
             feature: Feature | None = None
             if about.get("dtype") == "video":
                 feature = video_feature(source, name, about)
-            elif source in row and (data := encoded(row[source][0].as_py())) is not None:
-                with suppress(CorruptFileError):
-                    pixels = decode_picture(data, f"{source!r} of {str(self.path)!r}")
-                    feature = picture_feature(source, name, about, pixels, data)
+            elif source in row and encoded(row[source][0].as_py()) is not None:
+                feature = self._describe_pictures(source, name, about, first)
             elif source in row:
                 feature = column_feature(source, name, row[source], about)
             if feature is None or not all(name.split("/")) or feature.name in found:
@@ -145,6 +143,17 @@ class Reader(ForeignReader):
         types = self._files[first.file].declared_types if first else {}
         languages = [one for one in self._features.values() if one.kind == "language"]
         return {one.name: describe(types[one.source]) for one in languages}
+
+    def _describe_pictures(self, source: str, name: str, about: Mapping[str, Any], run: Run | None) -> Feature | None:
+        """Describe a column of pictures by the first intact one of an episode; None if there is none."""
+        assert run is not None, "a column has rows"
+        for row in range(run.row, run.row + run.length):
+            values = next(self._files[run.file].batches({source: None}, row, row + 1, 1))[source]
+            with suppress(CorruptFileError):
+                data = encoded(values[0].as_py()) or b""
+                pixels = decode_picture(data, f"{source!r} of {str(self.path)!r}")
+                return picture_feature(source, name, about, pixels, data)
+        return None
 
     def _compare(self, feature: Feature, about: Mapping[str, Any]) -> None:
         """Note where the data have rows of another size, or numbers of another type, than is said."""
@@ -253,6 +262,18 @@ class Reader(ForeignReader):
         features = [one for one in self._features.values() if one.source not in cameras]
         texts = [one.name for one in features if one.kind in _TEXTS]
         return Schema(one.field for one in features if one.name not in texts), tuple(texts)
+
+    def file_of(self, number: int, name: str, step: int) -> Path:
+        source: Source = self.episodes[number].source
+        feature = self._features[name]
+        if feature.kind == "video":
+            return self.path / source.videos[feature.source][0]
+        before = 0
+        for run in source.runs:
+            if step < before + run.length:
+                return self.path / run.file
+            before += run.length
+        return self.path
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         return self.read_fields(number, [name], start, stop)[name]

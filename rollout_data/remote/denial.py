@@ -1,0 +1,91 @@
+"""Whether a store refused access, by the errors of any file system: 401, 403, missing or expired credentials.
+
+File systems raise their own classes, and often a general one that was caused by them. No package of theirs is
+imported here: errors are recognized by their HTTP status, their code, their class name, or in the end by their text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from storage.errors import DataFileError
+
+_STATUSES = (401, 403)
+#: Where classes of HTTP clients keep the status of a response: aiohttp, requests, Azure, Google, urllib.
+_STATUS_NAMES = ("status", "status_code", "code")
+#: Codes of S3 and its relatives, besides "401" and "403".
+_CODES = {
+    "accessdenied", "accessdeniedexception", "accountproblem", "allaccessdisabled", "authenticationfailed",
+    "authfailure", "authorizationfailure", "authorizationpermissionmismatch", "expiredtoken", "expiredtokenexception",
+    "forbidden", "insufficientaccountpermissions", "invalidaccesskeyid", "invalidauthenticationinfo",
+    "invalidclienttokenid", "invalidsecurity", "invalidtoken", "invalidtokenid", "missingauthenticationtoken",
+    "notsignedup", "requestexpired", "requesttimetooskewed", "signaturedoesnotmatch", "tokenrefreshrequired",
+    "unauthorized", "unauthorizedaccess", "unrecognizedclientexception",
+}  # fmt: skip
+#: Classes of clients that found no credentials, or could not renew them.
+_CLASSES = re.compile(
+    r"Credential|Unauthorized|Unauthenticated|Forbidden|AccessDenied|PermissionDenied|AuthenticationError"
+    r"|RefreshError|LoginRefreshRequired|TokenRetrievalError|TokenLoadError|NoAuthToken|GatedRepo"
+)
+#: Texts of general errors. Words are asked for beside the numbers, which may be part of a name.
+_TEXTS = re.compile(
+    r"\b40[13]\b[\s,:(-]*(client error)?[\s,:]*(unauthorized|forbidden)|^\s*(unauthorized|forbidden)\b"
+    r"|\b(status|code|http|error)\b[^a-z0-9]{0,4}40[13]\b|\b(access|permission) denied\b|\bexpiredtoken\b"
+    r"|\b(token|credentials?|signature)\b[^.]{0,40}\bexpired\b|\bexpired (token|credentials?)\b"
+    r"|\b(invalid|missing|no|unable to locate) credentials\b|\bdoes not have [a-z.]*\.objects\.\w+ access\b",
+    re.IGNORECASE,
+)
+_MAX_CAUSES = 16
+
+
+class AccessError(DataFileError):
+    """A store refused access: 401, 403, or missing or expired credentials."""
+
+
+def denial(error: BaseException) -> BaseException | None:
+    """Return the error, or the cause of it, by which a store refused access; None if none did."""
+    return next((cause for cause in _causes(error) if _is_denial(cause)), None)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from, or while handling."""
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _is_denial(error: BaseException) -> bool:
+    if isinstance(error, PermissionError) or _CLASSES.search(type(error).__name__):
+        return True
+    response = getattr(error, "response", None)
+    if _has_status(error) or _has_status(response):
+        return True
+    if isinstance(response, Mapping) and _is_denied_response(response):
+        return True
+    code = getattr(error, "error_code", None)
+    if isinstance(code, str) and code.lower() in _CODES:
+        return True
+    is_general = isinstance(error, (OSError, RuntimeError, ValueError)) and not isinstance(error, FileNotFoundError)
+    return is_general and bool(_TEXTS.search(str(error)))
+
+
+def _has_status(holder: Any) -> bool:
+    for name in _STATUS_NAMES:
+        status = getattr(holder, name, None)
+        if status in _STATUSES or (isinstance(status, str) and status in map(str, _STATUSES)):
+            return True
+    return False
+
+
+def _is_denied_response(response: Mapping[str, Any]) -> bool:
+    """Return whether an answer of boto's refuses access: by its code, or by the HTTP status."""
+    told: Any = response.get("Error")
+    code = told.get("Code") if isinstance(told, Mapping) else None
+    about: Any = response.get("ResponseMetadata")
+    status = about.get("HTTPStatusCode") if isinstance(about, Mapping) else None
+    return status in _STATUSES or str(code) in map(str, _STATUSES) or str(code).lower() in _CODES

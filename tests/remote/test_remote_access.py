@@ -1,0 +1,246 @@
+"""A store that refuses access ends the iteration with one error; it never makes data that vanished."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+pytest.importorskip("fsspec")
+
+from benchmarks.lagging import LaggingFileSystem
+from rollout_data import RemoteOptions, RolloutDataset, WindowDataset, WindowLoader, loader, push
+from rollout_data.remote.denial import AccessError, denial
+from storage.errors import DataFileError
+from tests.files.recorded import drain, record
+
+from .places import Store, far_windows, lagging, store_at, uneven
+
+EXPIRED = "the provided token has expired"
+OPTIONS = RemoteOptions(timeout_s=5, num_retries=3, chunk_bytes=4096, num_chunks=2)
+
+
+class ClientError(Exception):
+    """As botocore raises it, which this test does not need."""
+
+    def __init__(self, code: str, status: int) -> None:
+        super().__init__(f"An error occurred ({code}): {EXPIRED}")
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+class ClientResponseError(Exception):
+    """As aiohttp raises it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"{status}, message={EXPIRED!r}")
+        self.status = status
+
+
+class NoCredentialsError(Exception):
+    """As botocore raises it."""
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+REFUSALS = {
+    "permission": PermissionError(f"403 Forbidden: {EXPIRED}"),
+    "code of an expired token": ClientError("ExpiredTokenException", 400),
+    "status of a client": ClientError("SomethingElse", 401),
+    "wrapped": caused(OSError(5, EXPIRED), ClientError("AccessDenied", 403)),
+    "status of HTTP": ClientResponseError(403),
+    "hidden behind a missing file": caused(FileNotFoundError(EXPIRED), ClientResponseError(403)),
+    "no credentials": NoCredentialsError(EXPIRED),
+    "text": OSError(f"Forbidden: bucket/walk. {EXPIRED}"),
+    "text with a status": OSError(f"request failed with status 401: {EXPIRED}"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return uneven(tmp_path_factory.mktemp("remote") / "walk")
+
+
+def refuse(error: Exception, is_refused=lambda path, start, stop: True, system=LaggingFileSystem) -> list[tuple]:
+    """Refuse requests from now on; return the list of those that were refused, which grows."""
+    refused: list[tuple] = []
+
+    def act(path, start, stop):
+        if is_refused(path, start, stop):
+            refused.append((path, start, stop))
+            raise error
+
+    system.fails = staticmethod(act)
+    return refused
+
+
+def played(url: str, **options) -> RolloutDataset:
+    return RolloutDataset(url, 2, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options)
+
+
+@pytest.mark.parametrize("error", REFUSALS.values(), ids=REFUSALS)
+@pytest.mark.parametrize("moment", ["listing", "headers", "playing", "windows"])
+def test_a_refusal_of_any_file_system_is_one_error_that_names_it_and_is_not_repeated(folder, moment, error):
+    url = lagging(folder)
+    far, windows = played(url), far_windows(url)
+    batches = iter(WindowLoader(windows, 8))
+    far.get_batch(3), next(batches)
+    is_listing = moment == "listing"
+    refused = refuse(error, lambda path, start, stop: (stop is None) == is_listing)
+    with warnings.catch_warnings(), pytest.raises(AccessError, match=EXPIRED) as found:
+        warnings.simplefilter("error")
+        if moment == "windows":
+            list(batches)
+        elif moment == "playing":
+            drain(far, 5)
+        else:
+            played(url).get_batch(3)
+    assert isinstance(found.value, DataFileError) and "Renew the credentials" in str(found.value)
+    assert len(set(refused)) == len(refused) > 0
+    assert far.num_lost_trajectories == 0 and far.problems == []
+
+
+@pytest.mark.parametrize("loops", [1, 2, 0])
+@pytest.mark.parametrize(
+    "options", [{}, {"on_error": "skip"}, {"refresh_s": 0.0}, {"keep_latest_n_trajs": 50}, {"cache": "ram"}], ids=str
+)
+def test_credentials_that_expire_end_a_stream_of_any_length_and_new_ones_continue_it(folder, loops, options):
+    url = lagging(folder)
+    far, near = (
+        RolloutDataset(one, 2, loops, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options)
+        for one in (url, folder)
+    )
+    far.get_batch(5), near.get_batch(5)
+    refuse(REFUSALS["permission"])
+    if options.get("cache") != "ram" or loops == 0:
+        with pytest.raises(AccessError, match=EXPIRED):
+            for _ in range(2000):
+                far.get_batch(5)
+        state = far.state_dict()
+        near.load_state_dict(state)
+    LaggingFileSystem.fails = staticmethod(lambda *request: None)
+    for _ in range(5):
+        assert (far.get_batch(5).observation == near.get_batch(5).observation).all()
+    assert far.num_lost_trajectories == 0
+
+
+@pytest.mark.parametrize("way", ["prefetch", "workers", "windows", "skipped windows"])
+def test_threads_and_workers_hand_a_refusal_to_the_process_that_reads(folder, way):
+    url = lagging(folder)
+    far = played(url, dataset_loops=0)
+    windows = far_windows(url, on_error="skip" if way == "skipped windows" else "raise")
+    batches = {
+        "prefetch": far.prefetch,
+        "workers": lambda: loader(far, num_workers=2, multiprocessing_context="fork"),
+        "windows": lambda: WindowLoader(windows, 8),
+        "skipped windows": lambda: WindowLoader(windows, 8),
+    }[way]()
+    if way == "workers":  # which have a copy of the switch
+        far.get_batch(5)
+        refuse(REFUSALS["permission"], lambda path, start, stop: stop is not None)
+    read = iter(batches)
+    if way != "workers":
+        next(read)
+        refuse(REFUSALS["permission"])
+    with pytest.raises(DataFileError, match=EXPIRED):
+        for _ in range(2000):
+            next(read)
+    if way == "skipped windows":
+        assert windows.num_lost_windows == 0
+
+
+def test_a_missing_block_is_a_refusal_where_the_folder_may_not_be_listed(folder):
+    far = played(lagging(folder))
+    far.get_batch(3)
+
+    def act(path, start, stop):
+        raise FileNotFoundError(path) if stop is not None else PermissionError(EXPIRED)
+
+    far.source.adopt(far.source.sight())
+    far.source.snapshot()
+    LaggingFileSystem.fails = staticmethod(act)
+    import time
+
+    time.sleep(1.1)  # a listing of a moment ago counts as access
+    with pytest.raises(AccessError, match=EXPIRED):
+        drain(far, 5)
+
+
+@pytest.mark.parametrize("loops", [1, 0])
+def test_a_stream_whose_blocks_are_all_gone_raises_and_one_that_lost_some_goes_on(tmp_path, loops):
+    for place in ("all", "some"):
+        record(tmp_path / place, [40] * 12, num_envs=2, flush_every=45)
+    gone, left = (
+        RolloutDataset(lagging_at(tmp_path, place), 2, loops, device="cpu", remote=OPTIONS) for place in ("all", "some")
+    )
+    gone.get_batch(3), left.get_batch(3)
+    for path in (tmp_path / "all").glob("*.h5"):
+        path.unlink()
+    max((tmp_path / "some").glob("*.h5")).unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(DataFileError, match="a trajectory that can be read, got none of"):
+            for _ in range(500):
+                gone.get_batch(5)
+        num_valid = sum(int(left.get_batch(5).valid.sum()) for _ in range(10))
+    assert num_valid > 0
+
+
+def lagging_at(root, name: str) -> str:
+    LaggingFileSystem.start(root, 0.0)
+    return f"lagging://{name}"
+
+
+def test_a_local_stream_of_which_every_trajectory_is_damaged_raises(tmp_path):
+    from .places import coded
+
+    coded(tmp_path / "images")
+    path = next((tmp_path / "images").glob("*.h5"))
+    near = RolloutDataset(tmp_path / "images", 2, 0, device="cpu", on_error="skip")
+    near.get_batch(1)
+    data = bytearray(path.read_bytes())
+    for start in range(30_000, len(data) - 200, 64):
+        data[start] ^= 1
+    with path.open("r+b") as file:  # the mapped file itself
+        file.write(data)
+    with warnings.catch_warnings(), pytest.raises(DataFileError, match="got none of"):
+        warnings.simplefilter("ignore")
+        for _ in range(500):
+            near.get_batch(5)
+
+
+def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
+    store_at(tmp_path, "store")
+    refused = refuse(ClientError("ExpiredToken", 400), lambda path, start, stop: path.endswith(".h5"), Store)
+    with pytest.raises(AccessError, match=f"cannot push .*{EXPIRED}"):
+        push(folder, "store://walk", remote=OPTIONS)
+    assert len(set(refused)) == len(refused)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("the line is down"),
+        FileNotFoundError("/bucket/403/forbidden.h5"),
+        OSError("500 Internal Server Error at /runs/401/x.h5"),
+        TimeoutError("no answer within 403 s"),
+        OSError(5, "Please reduce your request rate"),
+        ValueError("expected 403 bytes, got 401"),
+    ],
+    ids=str,
+)
+def test_other_errors_are_no_refusals(error):
+    assert denial(error) is None
+
+
+def test_windows_of_which_nothing_can_be_read_raise(tmp_path):
+    record(tmp_path / "walk", [40] * 6, num_envs=2)
+    far = WindowDataset(lagging(tmp_path / "walk"), 4, on_error="skip", remote=OPTIONS)
+    for path in (tmp_path / "walk").glob("*.h5"):
+        path.unlink()
+    with warnings.catch_warnings(), pytest.raises(DataFileError, match="got none of"):
+        warnings.simplefilter("ignore")
+        for _ in WindowLoader(far, 16):
+            pass
