@@ -37,7 +37,7 @@ UNANSWERED = (AccessError, FetchError)
 def access_error(action: str, where: str, error: BaseException, cause: BaseException) -> AccessError:
     """Build the error for a request that a store refused, by what the file system raised and the cause of it."""
     got = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-    advice = "Renew the credentials, or ask for the right; a state of before goes on from there"
+    advice = "Renew the credentials, or ask for the right, and continue"
     denied = AccessError(action, where, "the right to do so", got, advice)
     denied.__cause__ = error
     return denied
