@@ -25,11 +25,11 @@ from ..index import agreement
 from ..index.agreement import Agree, Board, Shard, current_shard, current_worker, is_in_worker
 from ..index.index import Int64s
 from ..remote.access import Origin
-from ..remote.fetching import UNANSWERED
 from ..transition import Transition
 from .base import RolloutFileBase
 from .batches import BatchOptions, BatchReader, ReadAhead
 from .cursor import ALL, Deal, Plan, Position, StreamState, deal_next, plan_steps, share_of
+from .losses import ReadableCheck, leave_out
 from .passes import Dealer, PassOptions, Undecided
 from .resume import Misfit, check_settings, position_in, state_at
 
@@ -76,7 +76,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._skip: int | None = None
         self._is_continued = False  # in a worker: iterating goes on with the state that was loaded
         self._is_started = False
-        self._checked = 0, 0  # losses and pass for which some trajectory could still be read
+        self._readable = ReadableCheck()
         self.losses: list[Any] = []  # names of trajectories that could not be read, and why
 
     def __getstate__(self) -> dict[str, Any]:
@@ -276,40 +276,16 @@ class RolloutStream(RolloutFileBase[Transition]):
                 self._readahead.before(plan)
                 batch = self.reader.read(chosen, self._shard.number, without_time)
             except DataFileError as problem:
-                self._leave_out(plan, problem)
+                self.losses += leave_out(self.source, plan, problem, self.on_error == "skip")
             else:
-                self._check_readable(position, batch)
+                self._readable.check(self.source, position, batch, self.on_error == "skip")
                 self.release(position)
                 return batch
-
-    def _check_readable(self, position: Position, batch: Transition) -> None:
-        """Raise if a batch lacks every frame, and no trajectory of the pass can be read any more."""
-        num_lost = self.source.num_lost_trajectories
-        state, deal, _ = position
-        if not num_lost or self._checked == (num_lost, deal.number) or bool(batch.valid.any()):
-            return
-        playing = state.trajectory[state.trajectory >= 0]
-        self.source.check_readable(deal.source, np.union1d(playing, deal.order), self.on_error == "skip")
-        self._checked = self.source.num_lost_trajectories, deal.number
 
     def release(self, position: Position) -> None:
         """Give up files that are gone and not needed at a position."""
         index = position.deal.source.index
         self.source.release(lambda: index.blocks_of(self._dealer.needed(position)))
-
-    def _leave_out(self, plan: Plan, problem: DataFileError) -> None:
-        """Mark the trajectories of a plan that cannot be read; raise `problem` if it is none of them."""
-        for part in plan.parts:
-            try:
-                played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
-                lost = self.source.leave_out(store, played, problem, self.on_error == "skip")
-            except UNANSWERED:
-                raise
-            except DataFileError:
-                continue
-            self.losses += [(store.index.keys(left), why) for left, why in lost]
-            return
-        raise problem
 
     def commit(self, position: Position) -> None:
         """Count what lies before a position as delivered."""
