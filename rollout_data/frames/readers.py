@@ -36,7 +36,7 @@ RESERVED = (
     "done", "timeout", "end_unknown", "is_first", "is_last", "valid", "mask", "next_mask", "stream_id", "extras",
     "next_observation", "next_privileged_observation",
 )  # fmt: skip
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: Its origin's number and its own in the reader.
 _Found = tuple[int, int]
 
@@ -212,12 +212,14 @@ class Fit(NamedTuple):
         left_out: Schemas of episodes that are not streamed -> how they differ.
         lacking: Schemas of other episodes -> names of the fields that are NaN there.
         dropped: Names of fields that are not streamed -> what would be needed.
+        forms: Schemas of the episodes that are streamed, each once.
     """
 
     schema: Schema
     left_out: dict[Schema, str]
     lacking: dict[Schema, list[str]]
     dropped: dict[str, str]
+    forms: list[Schema]
 
 
 def common_fields(schemas: Iterable[Schema]) -> Fit:
@@ -244,14 +246,14 @@ def common_fields(schemas: Iterable[Schema]) -> Fit:
     kept = [schema for schema in counts if schema not in left_out]
     lacking = {schema: names for schema in kept if (names := [name for name in fields if name not in schema])}
     for name in {name for names in lacking.values() for name in names}:
-        if fields[name].dtype not in _FLOATS:
+        if fields[name].dtype not in FLOATS:
             wide = "float64" if fields[name].numpy_dtype.itemsize > 2 else "float32"
             fields[name] = replace(fields[name], dtype=wide)
-    return Fit(Schema(fields.values()), left_out, lacking, dropped)
+    return Fit(Schema(fields.values()), left_out, lacking, dropped, kept)
 
 
 def _can_lack(field: Field) -> bool:
-    return field.dtype in _FLOATS or len(field.shape) <= 1
+    return field.dtype in FLOATS or len(field.shape) <= 1
 
 
 def _difference(fields: Mapping[str, Field], mine: Mapping[str, Field]) -> str:

@@ -22,7 +22,7 @@ from ..foreign.writer import ABSENT, EpisodeToWrite, ForeignWriter, plain
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout
-from ..frames.readers import RESERVED, Fit, common_fields
+from ..frames.readers import FLOATS, RESERVED, Fit, common_fields
 from ..frames.source import Source
 from ..index.folder import block_entries
 from ..index.metadata import ENDS, UNKNOWN
@@ -53,7 +53,7 @@ class OwnWriter(ForeignWriter):
         self._writer: RolloutWriter | None = None
         self._num_bytes, self._is_open = 0, False
         about = [(_renamed(episode.schema), _is_unknown(episode)) for episode in self.episodes]
-        self._fit: Fit = common_fields([schema for schema, _ in about])
+        self._fit: Fit = _without_widening(common_fields([schema for schema, _ in about]))
         self._has_unknown_ends = any(is_unknown for _, is_unknown in about)
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
         # What is counts of 1/255 already stays so, without loss.
@@ -105,8 +105,11 @@ class OwnWriter(ForeignWriter):
         for name in self._fit.dropped.keys() & schema.keys():
             self.changed(f"field {name!r} is left out: expected {self._fit.dropped[name]}", episode)
         for name in episode.schema:
-            if (free := _free_name(name)) != name:
-                self.changed(f"field {name!r} is called {free!r}", episode)
+            free = _free_name(name)
+            self.changed(f"field {name!r} is called {free!r}", episode, free != name and free in self._fit.schema)
+        for name in self._fit.lacking.get(schema, ()):
+            value = "False" if self._fit.schema[name].dtype == "bool" else "NaN"
+            self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
         writer, size = self._opened(), max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
         try:
             for start in range(0, episode.length, size):
@@ -130,7 +133,8 @@ class OwnWriter(ForeignWriter):
         flat: dict[str, Any] = {}
         names = {_free_name(name): name for name in episode.schema}
         for name, field in self._fit.schema.items():
-            values = episode.read(names[name], start, stop) if name in names else np.nan
+            missing = False if field.dtype == "bool" else np.nan
+            values = episode.read(names[name], start, stop) if name in names else missing
             whole = np.broadcast_to(np.asarray(values), (count, *field.shape))
             kind = torch.float32 if field.dtype == "bfloat16" else DTYPES[field.dtype][0]
             rows = torch.from_numpy(whole.astype(torch.empty(0, dtype=kind).numpy().dtype))
@@ -185,6 +189,24 @@ class OwnWriter(ForeignWriter):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _without_widening(fit: Fit) -> Fit:
+    """Return a fit without NaN in flags and integers that some episodes lack: flags stay flags, integers are dropped.
+
+    A stream gives both as floats; a copy would keep other numbers than its source, as floats round large integers.
+    """
+    lacking = {name for names in fit.lacking.values() for name in names}
+    own = {name: field for schema in fit.forms for name, field in schema.items() if name in lacking}
+    fields = [own[name] if name in own and own[name].dtype == "bool" else field for name, field in fit.schema.items()]
+    integers = [name for name, field in own.items() if field.dtype not in (*FLOATS, "bool")]
+    kept = Schema(field for field in fields if field.name not in integers)
+    still = {schema: [name for name in names if name in kept] for schema, names in fit.lacking.items()}
+    return fit._replace(
+        schema=kept,
+        lacking={schema: names for schema, names in still.items() if names},
+        dropped={**fit.dropped, **dict.fromkeys(integers, "a field of all episodes")},
+    )
 
 
 def _is_unknown(episode: EpisodeToWrite) -> bool:

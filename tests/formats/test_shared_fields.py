@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+import torch
 
 import rollout_data
 from rollout_data import RolloutWriter
@@ -214,3 +216,56 @@ def test_d4rl_and_minari_note_the_fields_that_were_filled(tmp_path):
     assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
     back = rollout_data.open(tmp_path / "m")
     assert np.isnan(back[1].observation["touch"]).all() and "observation/touch" in back[1].metadata["absent_fields"]
+
+
+def gaps_with_rewards(folder: Path) -> Any:
+    """Record demos of which the middle one lacks a flag, a float and an integer."""
+    record_with_gaps(folder)
+    with h5py.File(folder, "r+") as file:
+        file["data/demo_1/rewards"] = np.arange(4.0) + 10
+    return rollout_data.open(folder)
+
+
+def test_rlinf_fills_flags_and_floats_and_leaves_integers_out(tmp_path):
+    source = gaps_with_rewards(tmp_path / "gaps.hdf5")
+    changes = convert(source, tmp_path / "r", "rlinf").changes
+    assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
+    assert changes["field 'count' is left out: not all episodes have it"] == ["demo_0", "demo_2"]
+    files = [torch.load(tmp_path / "r" / f"trajectory_{number}_recorded.pt", weights_only=True) for number in range(3)]
+    assert len({tuple(sorted(file)) for file in files}) == 1
+    assert {*files[1]["forward_inputs"]} == {*files[0]["forward_inputs"]} == {"is_held"}
+    assert not files[1]["forward_inputs"]["is_held"].any() and files[2]["forward_inputs"]["is_held"][0].all()
+    assert files[1]["curr_obs"]["touch"].isnan().all() and not files[2]["curr_obs"]["touch"].isnan().any()
+    noted = json.loads((tmp_path / "r" / "metadata.json").read_text())["absent_fields"]
+    assert {number: sorted(names) for number, names in noted.items()} == {"1": ["is_held", "observation/touch"]}
+
+
+def test_trajectory_folders_fill_floats_and_count_what_float32_changes(tmp_path):
+    source = gaps_with_rewards(tmp_path / "gaps.hdf5")
+    with h5py.File(tmp_path / "gaps.hdf5", "r+") as file:
+        file["data/demo_2/obs/low"][0, 0] = 2.0**25 + 1
+    changes = convert(rollout_data.open(tmp_path / "gaps.hdf5"), tmp_path / "t", "trajectory-folders").changes
+    assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
+    line = "field 'observation/low' (float64) is written as float32: 1 value changes, by at most 1"
+    assert changes[line] == ["demo_2"]
+    paths = [tmp_path / "t" / f"trajectory_{number}" / "traj_000000_000004.pickle" for number in range(3)]
+    chunks = [pickle.loads(path.read_bytes()) for path in paths]
+    assert len({tuple(sorted(chunk)) for chunk in chunks}) == 1
+    assert np.isnan(chunks[1]["obs_touch"]).all() and chunks[2]["obs_touch"][:, 0].tolist() == [20, 21, 22, 23]
+    noted = json.loads((tmp_path / "t" / "metadata.json").read_text())["absent_fields"]
+    assert noted == {"trajectory_1": ["observation/touch"]} and len(source) == 3
+    assert changes["the field 'is_held' is left out"] == ["demo_0", "demo_2"]
+
+
+def test_our_format_keeps_flags_as_flags_and_never_turns_integers_into_floats(tmp_path):
+    source = gaps_with_rewards(tmp_path / "gaps.hdf5")
+    changes = convert(source, tmp_path / "own", "rollout-data").changes
+    assert changes["field 'is_held' is False in episodes that lack it"] == ["demo_1"]
+    assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
+    assert changes["field 'count' is left out: expected a field of all episodes"] == ["demo_0", "demo_2"]
+    back = rollout_data.open(tmp_path / "own")
+    assert [one.schema["is_held"].dtype for one in back if "is_held" in one.schema] == ["bool", "bool"]
+    assert "observation/touch" not in back[1].schema and "is_held" not in back[1].schema
+    assert back[2]["is_held"].tolist() == [True, False] * 2
+    batch = rollout_data.RolloutDataset(tmp_path / "own", num_envs=1).get_batch(12)
+    assert batch.extras["is_held"].dtype == torch.bool and not batch.extras["is_held"][4:8].any()

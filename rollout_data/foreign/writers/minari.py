@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from storage.core.durable import sync_path
-from storage.core.fields import Field, unflatten
+from storage.core.fields import Field, Schema, unflatten
 from storage.errors import UsageError
 
-from ..writer import ABSENT, EpisodeToWrite, finals_of, shared_fields
+from ..writer import ABSENT, EpisodeToWrite, SharedFields, finals_of, shared_fields
 from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
 
 _HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
@@ -41,10 +40,11 @@ class Writer(Hdf5Writer):
         datasets: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         attributes: dict[str, dict[str, Any]] = {}
         self._groups = {episode.id: f"episode_{number}" for number, episode in enumerate(self.episodes)}
-        self._fields = shared_fields(self.episodes)
-        if self.options["missing_reward"] is not None:
-            left_out = {name: why for name, why in self._fields.left_out.items() if name != "reward"}
-            self._fields = replace(self._fields, left_out=left_out)
+        shared = shared_fields(self.episodes)
+        is_made = self.options["missing_reward"] is not None
+        left_out = {name: why for name, why in shared.left_out.items() if not (is_made and name == "reward")}
+        kept = Schema(field for field in shared.schema.values() if _place(field))
+        self._fields = SharedFields(kept, shared.texts, left_out)
         for episode in self.episodes:
             group, length = self._groups[episode.id], self._length(episode)
             if not _has_reward(episode) and self.options["missing_reward"] is None:
@@ -56,10 +56,10 @@ class Writer(Hdf5Writer):
             datasets |= {f"{group}/{name}": (np.dtype(bool), (length,)) for name in _FLAGS}
             datasets[f"{group}/rewards"] = np.dtype("<f8"), (length,)
             for field in self._fields.schema.values():
-                if at := _place(field):
-                    shape = () if at == "rewards" else field.shape
-                    num_rows = length + (at.split("/")[0] in _WITH_LAST)
-                    datasets[f"{group}/{at}"] = written_dtype(field), (num_rows, *shape)
+                at = _place(field)
+                shape = () if at == "rewards" else field.shape
+                num_rows = length + (at.split("/")[0] in _WITH_LAST)
+                datasets[f"{group}/{at}"] = written_dtype(field), (num_rows, *shape)
             seed = episode.metadata.get("seed")
             attributes[group] = {"id": len(attributes), "total_steps": length}
             attributes[group] |= {"seed": int(seed)} if isinstance(seed, (int, np.integer)) else {}
@@ -83,13 +83,13 @@ class Writer(Hdf5Writer):
 
     def add(self, episode: EpisodeToWrite) -> None:
         group, length, finals = self._groups[episode.id], self._length(episode), finals_of(episode)
+        lost = "fields besides observation, action and one reward are left out, unless they are infos"
+        self.changed(lost, episode, not all(map(_place, episode.schema.values())))
         for name, field in self._fields.schema.items():
-            lost = "fields besides observation, action and one reward are left out, unless they are infos"
-            self.changed(lost, episode, not (at := _place(field)))
-            if at:
-                num_rows = length + (at.split("/")[0] in _WITH_LAST)
-                self.copy(episode, name, f"{group}/{at}", steps=range(min(num_rows, episode.length)))
-            if at and length == episode.length and name in finals:
+            at = _place(field)
+            num_rows = length + (at.split("/")[0] in _WITH_LAST)
+            self.copy(episode, name, f"{group}/{at}", steps=range(min(num_rows, episode.length)))
+            if length == episode.length and name in finals:
                 self._file.write(f"{group}/{at}", finals[name][None], length)
             elif at.split("/")[0] == "observations" and length == episode.length:  # the episode lacks it
                 self._file.write(f"{group}/{at}", self._fields.read(episode, name, 0, 1), length)

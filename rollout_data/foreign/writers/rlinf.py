@@ -18,7 +18,7 @@ from storage.core.durable import replace_file
 from storage.errors import UsageError
 
 from ..guards import read_object
-from ..writer import EpisodeToWrite, ForeignWriter, finals_of
+from ..writer import ABSENT, EpisodeToWrite, ForeignWriter, finals_of, shared_fields
 
 _WEIGHTS, _INDEX, _METADATA = "recorded", "trajectory_index.json", "metadata.json"
 _ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}
@@ -30,6 +30,7 @@ class Writer(ForeignWriter):
     format = "rlinf"
 
     def begin(self) -> set[str]:
+        self._fields = shared_fields(self.episodes)
         self._numbers = {episode.id: number for number, episode in enumerate(self.episodes)}
         index, there = self._index(self.episodes), self.path / _INDEX
         if (self.path / _METADATA).exists() or (there.exists() and read_object(there) != index):
@@ -69,9 +70,11 @@ class Writer(ForeignWriter):
     def _content(self, episode: EpisodeToWrite) -> dict[str, Any]:
         content: dict[str, Any] = {"max_episode_length": episode.length, "model_weights_id": _WEIGHTS}
         finals = finals_of(episode)
-        for name, field in episode.schema.items():
+        for change in self._fields.changes(episode):
+            self.changed(change, episode)
+        for name, field in self._fields.schema.items():
             head, _, rest = name.partition("/")
-            values = torch.from_numpy(np.array(episode.read(name))).to(field.torch_dtype)
+            values = torch.from_numpy(np.array(self._fields.read(episode, name))).to(field.torch_dtype)
             if head == "observation":
                 content.setdefault("curr_obs", {})[rest or "states"] = values[:, None]
                 if name in finals:
@@ -82,9 +85,9 @@ class Writer(ForeignWriter):
             else:
                 content.setdefault("forward_inputs", {})[name] = values[:, None]
                 self.changed(f"{name!r} is called 'forward_inputs/{name}'", episode)
-        if episode.schema.get("reward") and episode.schema["reward"].shape == (1,):
+        if "reward" in self._fields.schema and self._fields.schema["reward"].shape == (1,):
             self.changed("'reward' is read as numbers, not as rows of one", episode)
-        texts = {name: episode.read(name) for name in episode.texts}
+        texts = {name: episode.read(name) for name in self._fields.texts}
         if episode.task:
             texts["task_descriptions"] = [episode.task] * episode.length
         for name, rows in texts.items():
@@ -103,6 +106,15 @@ class Writer(ForeignWriter):
             return
         episodes = [one for one in self.episodes if one.id in self.written]
         size, total = len(episodes), sum(one.length for one in episodes)
-        about = {"trajectory_format": "pt", "size": size, "total_samples": total, "trajectory_counter": size, "seed": 0}
+        about: dict[str, Any] = {
+            "trajectory_format": "pt",
+            "size": size,
+            "total_samples": total,
+            "trajectory_counter": size,
+            "seed": 0,
+        }
+        absent = {str(self._numbers[one.id]): self._fields.absent(one) for one in episodes}
+        if noted := {number: names for number, names in absent.items() if names}:
+            about[ABSENT] = noted
         self._write(_METADATA, about)
         self._write(_INDEX, self._index(episodes))

@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from storage.core.durable import replace_file
+from storage.core.fields import Schema
 from storage.errors import UsageError
 
-from ..writer import DERIVED, EpisodeToWrite, ForeignWriter, plain
+from ..writer import ABSENT, DERIVED, Array, EpisodeToWrite, ForeignWriter, SharedFields, plain, shared_fields
 
 _KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
 #: The codec of this layout: uint8 counts of 1/255.
@@ -43,23 +44,37 @@ class Writer(ForeignWriter):
         if (self.path / "metadata.json").exists():
             raise UsageError("write", repr(str(self.path)), "a new folder", "a complete set", "Choose another one")
         self._folders = {one.id: self.path / f"trajectory_{number}" for number, one in enumerate(self.episodes)}
+        self._fields = self._chosen_fields()
         for episode in self.episodes:
-            if "action" not in episode.schema or not episode.schema.below("observation"):
-                expected = "an observation and an action"
-                raise UsageError(
-                    "write", f"episode {episode.id!r} as a trajectory folder", expected, repr(episode.schema)
-                )
-            parts = Counter(_component(name.partition("/")[2]) for name in episode.schema.below("observation"))
+            if "action" not in self._fields.schema or not self._fields.schema.below("observation"):
+                expected = "an observation and an action of one dtype and shape in all episodes"
+                reasons = [f"{name!r}: {why}" for name, why in self._fields.left_out.items()]
+                got = "; ".join(reasons) or repr(episode.schema)
+                raise UsageError("write", f"episode {episode.id!r} as a trajectory folder", expected, got)
+            parts = Counter(_component(name.partition("/")[2]) for name in self._fields.schema.below("observation"))
             if twice := [part for part, count in parts.items() if count > 1]:
                 where, got = f"episode {episode.id!r} as a trajectory folder", f"several called {twice[0]!r}"
                 raise UsageError("write", where, "parts of an observation that stay apart without '/'", got)
-            if not episode.schema.below("reward") and self.options["missing_reward"] is None:
+            if "reward" not in self._fields.schema and self.options["missing_reward"] is None:
                 where, advice = f"episode {episode.id!r} as a trajectory folder", "Say missing_reward="
-                raise UsageError("write", where, "a reward", "none", advice)
+                got = self._fields.left_out.get("reward", "none")
+                raise UsageError("write", where, "a reward", got, advice)
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".tmp_*"):
             left.unlink()
         return {name for name, folder in self._folders.items() if folder.is_dir() and any(folder.iterdir())}
+
+    def _chosen_fields(self) -> SharedFields:
+        """Choose the fields of every chunk; no NaN fits into the bytes of a coded component."""
+        shared = shared_fields(self.episodes)
+        coded = [name for name, field in shared.schema.items() if _COUNTS in field.codec]
+        lacking = {name for episode in self.episodes for name in coded if name not in episode.schema}
+        left_out = {**shared.left_out, **dict.fromkeys(sorted(lacking), "not all episodes have it")}
+        if self.options["missing_reward"] is not None:
+            left_out.pop("reward", None)
+        written = [name for name in shared.schema if _is_written(name) and name not in lacking]
+        kept = Schema(shared.schema[name] for name in written)
+        return SharedFields(kept, shared.texts, left_out)
 
     def add(self, episode: EpisodeToWrite) -> None:
         folder, length, chunk = self._folders[episode.id], episode.length, self._chunk(episode)
@@ -79,27 +94,32 @@ class Writer(ForeignWriter):
     def _chunk(self, episode: EpisodeToWrite) -> dict[str, Any]:
         length = episode.length
         chunk: dict[str, Any] = {}
-        for name, field in episode.schema.items():
+        for change in self._fields.changes(episode):
+            self.changed(change, episode)
+        for name in episode.schema:
+            self.changed(f"the field {name!r} is left out", episode, not _is_written(name))
+        for name, field in self._fields.schema.items():
             head, _, rest = name.partition("/")
-            flat = np.array(episode.read(name)).reshape(length, -1)
+            flat = np.array(self._fields.read(episode, name)).reshape(length, -1)
             if len(field.shape) > 1 and name in (*_KEYS, "reward"):
                 self.changed(f"{name!r} is flattened", episode)
             if head == "observation" and rest:
                 if _COUNTS in field.codec and field.dtype != "uint8":
                     flat = np.rint(flat * 255).astype(np.uint8)  # as they are stored, to the bit
-                chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, episode, keeps_bytes=True)
+                chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, name, episode, keeps_bytes=True)
                 if field.dtype == "uint8":
                     self.changed(f"{name!r} is read as float32, a 255th of each value", episode)
                 if "/" in rest:
                     self.changed(f"{name!r} is called {_component(rest)!r}", episode)
             elif name in _KEYS:
-                chunk[_KEYS[name]] = self._narrowed(flat, episode)
-            elif name != "reward":
-                self.changed(f"the field {name!r} is left out", episode)
+                chunk[_KEYS[name]] = self._narrowed(flat, name, episode)
         if "reward" in episode.schema:
-            chunk["rewards"] = self._narrowed(np.array(episode.read("reward")).reshape(length, -1), episode)
+            rewards = np.array(episode.read("reward")).reshape(length, -1)
+            chunk["rewards"] = self._narrowed(rewards, "reward", episode)
         else:
-            chunk["rewards"] = np.full((length, 1), self.options["missing_reward"], np.float32)
+            widths = (one.schema["reward"].num_elements for one in self.episodes if "reward" in one.schema)
+            shape = length, next(widths, 1)
+            chunk["rewards"] = np.full(shape, self.options["missing_reward"], np.float32)
             self.changed("rewards are made up by missing_reward", episode)
         chunk["values"] = np.zeros_like(chunk["rewards"])
         is_last = np.arange(length) == length - 1
@@ -108,20 +128,18 @@ class Writer(ForeignWriter):
         chunk["timeouts"] = is_last & bool(episode.truncated)
         return chunk
 
-    def _narrowed(self, values: np.ndarray[Any, Any], episode: EpisodeToWrite, keeps_bytes: bool = False) -> Any:
+    def _narrowed(self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False) -> Array:
         """Give what the original reader takes: float32, or bytes of a coded component."""
         if values.dtype == np.float32 or (keeps_bytes and values.dtype == np.uint8):
             return values
-        narrow = values.astype(np.float32)
-        is_exact = np.array_equal(narrow.astype(values.dtype), values, equal_nan=values.dtype.kind == "f")
-        self.changed(f"{values.dtype} is written as float32{'' if is_exact else ' and rounded'}", episode)
-        return narrow
+        self.changed(f"{values.dtype} is written as float32", episode)
+        return self.cast(values, np.dtype(np.float32), name, episode)
 
     def close(self) -> None:
         if not self.is_complete:
             return
         episodes = [one for one in self.episodes if one.id in self.written]
-        first = episodes[0].schema if episodes else {}
+        first = self._fields.schema if episodes else Schema([])
         components = {
             _component(name.partition("/")[2]): field
             for name, field in first.items()
@@ -140,6 +158,9 @@ class Writer(ForeignWriter):
             "total_timesteps": sum(one.length for one in episodes),
             "total_trajectories": len(episodes),
         }
+        absent = {self._folders[one.id].name: self._fields.absent(one) for one in episodes}
+        if noted := {folder: names for folder, names in absent.items() if names}:
+            about[ABSENT] = noted
         if components:
             about["obs_segments"] = {name: list(field.shape) for name, field in components.items()}
             coded = [name for name, one in components.items() if _COUNTS in one.codec or one.dtype == "uint8"]
@@ -153,6 +174,11 @@ class Writer(ForeignWriter):
                 os.utime(file, (time_s, time_s))
         with replace_file(self.path / "metadata.json") as temporary:
             temporary.write_text(json.dumps(about, indent=1), "utf-8")
+
+
+def _is_written(name: str) -> bool:
+    """Return whether a chunk has a place for a field."""
+    return name in _KEYS or name == "reward" or name.startswith("observation/")
 
 
 def _component(name: str) -> str:
