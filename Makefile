@@ -4,11 +4,13 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
-INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt tests/formats/readers.txt
+INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
+# Systems whose own classes read our files; tests/readers/NAME.txt says what is installed.
+READERS := minari robomimic
 SOAK_S ?= 1800
 NAMES ?=
 
-.PHONY: demo test test-ray test-trainers lint docs bench soak fuzz clean help
+.PHONY: demo test test-ray test-trainers test-readers lint docs bench soak fuzz clean help
 
 help:
 	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (open demo/report.html first)"
@@ -16,6 +18,7 @@ help:
 	@echo "             apt-get install --no-install-recommends chromium fonts-dejavu-core"
 	@echo "make test-ray  install Ray (500 MB) and run the tests that need it; make test skips them without it"
 	@echo "make test-trainers  the same with accelerate and Lightning"
+	@echo "make test-readers  the classes of other systems read our files: $(READERS), each in an environment of its own"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the site of README, guides and docstrings in out/site"
 	@echo "make bench   all benchmarks against the limit and the installable peers (NAMES='playback record' for some)"
@@ -28,8 +31,8 @@ help:
 $(READY): $(INPUTS)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[codecs,demo,fast,formats,plot,remote,report,test,video,zarr]"
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/remote/s3.txt -r tests/formats/readers.txt \
-		|| echo "the tests against a local S3 server and other systems' readers will be skipped"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r tests/remote/s3.txt \
+		|| echo "the tests against a local S3 server will be skipped"
 	@touch $@
 
 # Peers have wishes of their own about other packages, so they live apart and one by one.
@@ -56,6 +59,18 @@ test-trainers: $(READY)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/files/trainers.txt
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/files/test_trainers.py
 
+# Each asks for packages and versions of its own, and for more than reading needs: a small environment on top of .venv.
+.venv-readers-%/.ready: tests/readers/%.txt constraints.txt $(READY)
+	$(VENV)/bin/python -m venv .venv-readers-$*
+	$(VENV)/bin/python tests/readers/on_top.py .venv-readers-$*
+	.venv-readers-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps -r $<
+	@touch $@
+
+test-readers: $(READERS:%=.venv-readers-%/.ready)
+	set -e; for reader in $(READERS); do \
+		OMP_NUM_THREADS=1 .venv-readers-$$reader/bin/python -m pytest tests/readers/test_$$reader.py; \
+	done
+
 lint: $(READY)
 	$(VENV)/bin/python -m ruff check .
 	$(VENV)/bin/python -m ruff format --check .
@@ -75,4 +90,4 @@ fuzz: $(READY)
 	$(VENV)/bin/python -m pytest -m hypothesis --hypothesis-profile=fuzz --timeout=0
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) out demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) .venv-readers-* out demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

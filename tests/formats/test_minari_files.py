@@ -304,44 +304,6 @@ def test_compressed_tables_are_read_and_bombs_are_refused(tmp_path: Path, codec:
         assert "expected a batch of at most 268435456 bytes" in str(recording.problems[0])
 
 
-@pytest.mark.parametrize("kind", ["hdf5", "arrow", "parquet"])
-def test_what_minari_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    minari, gymnasium = pytest.importorskip("minari"), pytest.importorskip("gymnasium")
-    buffers = pytest.importorskip("minari.data_collector.episode_buffer")
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
-    made = [
-        buffers.EpisodeBuffer(
-            id=number,
-            seed=100 + number,
-            observations={"low": values(number, length + 1), "state": {"n": np.arange(length + 1)}},
-            actions=actions(number, length),
-            rewards=list(rewards(number, length)),
-            terminations=[frame == length - 1 for frame in range(length)],
-            truncations=[False] * length,
-        )
-        for number, length in enumerate(LENGTHS.values())
-    ]
-    low = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
-    state = gymnasium.spaces.Dict({"n": gymnasium.spaces.Discrete(9)})
-    minari.create_dataset_from_buffers(
-        dataset_id="lab/some-v0",
-        buffer=made,
-        observation_space=gymnasium.spaces.Dict({"low": low, "state": state}),
-        action_space=gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32),
-        data_format=kind,
-    )
-    recording = rollout_data.open(tmp_path / "lab" / "some-v0")
-    assert [len(one) for one in recording] == list(LENGTHS.values())
-    for number, episode in enumerate(recording):
-        length = len(episode)
-        np.testing.assert_array_equal(episode.observation["low"], values(number, length))
-        np.testing.assert_array_equal(episode.observation["state"]["n"], np.arange(length))
-        np.testing.assert_array_equal(episode.action, actions(number, length))
-        np.testing.assert_array_equal(episode.reward, rewards(number, length))
-        assert episode.final_observation["state/n"] == length and episode.metadata["seed"] == 100 + number
-        assert (episode.terminated, episode.truncated) == (True, False)
-
-
 def test_real_datasets_of_both_kinds_agree() -> None:
     groups, tables = (rollout_data.open(ROOT / "minari" / f"cartpole-{kind}-v0") for kind in ("hdf5", "parquet"))
     for one, other in zip(groups, tables, strict=True):

@@ -236,37 +236,6 @@ def test_parts_that_would_lie_over_each_other_in_a_trajectory_folder_are_refused
         write(rollout_data.open(tmp_path / "ours"), tmp_path / "folders", "trajectory-folders")
 
 
-def test_minari_reads_what_is_written(tmp_path, monkeypatch):
-    minari = pytest.importorskip("minari", reason="its tests need the package minari")
-    source = record(tmp_path / "ours", dtype=torch.float32)
-    write(source, tmp_path / "root" / "tests" / "walk-v0", "minari")
-    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
-    read = minari.load_dataset("tests/walk-v0")
-    assert (read.total_episodes, read.total_steps) == (len(LENGTHS), sum(LENGTHS))
-    for theirs, mine in zip(read.iterate_episodes(), source, strict=True):
-        assert np.array_equal(theirs.observations["state"][:-1], mine.observation["state"])
-        assert np.array_equal(theirs.observations["images"]["left"][-1], mine.final_observation["images/left"])
-        assert np.array_equal(theirs.actions, mine.action)
-        assert np.array_equal(theirs.rewards, np.asarray(mine.reward).reshape(-1))
-        assert (theirs.terminations[-1], theirs.truncations[-1]) == (mine.terminated, mine.truncated)
-
-
-def test_robomimic_reads_what_is_written(tmp_path):
-    dataset = pytest.importorskip("robomimic.utils.dataset", reason="its tests need the package robomimic")
-    from robomimic.utils import obs_utils
-
-    source = record(tmp_path / "ours", dtype=torch.float32)
-    write(source, tmp_path / "set.hdf5", "robomimic", next_obs=True)
-    obs_utils.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": ["state"]}})
-    keys = {"obs_keys": ["state"], "dataset_keys": ["actions", "rewards", "dones"], "load_next_obs": True}
-    read = dataset.SequenceDataset(
-        str(tmp_path / "set.hdf5"), frame_stack=1, seq_length=1, hdf5_cache_mode=None, **keys
-    )
-    assert len(read) == sum(LENGTHS)
-    assert read[5]["obs"]["state"].tolist() == [[1000, 1001, 1002]]
-    assert read[5]["next_obs"]["state"].tolist() == [[1010, 1011, 1012]]
-
-
 def record_more(folder: Path, **fields: Any) -> Any:
     """Record an episode of three steps with other fields beside the observation."""
     with RolloutWriter(folder, 1, durable=False) as writer:
