@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .core.arguments import path, whole
+from .core.samplers import generator_on, uniform
 from .errors import BufferEmptyError, ClosedError, UsageError
 from .ray_actors.link import Link, LostActorError
 from .ray_actors.packed import join, unpack
@@ -178,7 +179,7 @@ class RemoteBuffer:
 
     def _set_up(self, actors: list[Any], options: RemoteOptions) -> None:
         name, num = secrets.token_hex(8), len(actors)
-        self._options, self._num_pushes, self._rng = options, 0, np.random.default_rng()
+        self._options, self._num_pushes, self._rng = options, 0, generator_on(None)
         self._links = [Link(actor, name, f"shard {at} of {num}", options) for at, actor in enumerate(actors)]
         #: What is drawn -> batches that are here, and requests that are under way.
         self._ahead: dict[str, tuple[deque[Any], deque[Any]]] = {}
@@ -239,9 +240,12 @@ class RemoteBuffer:
             self.flush()
             rows = self._num_rows()
             rows[0] += not sum(rows)  # where there is nothing the first buffer says so in its way
-        num_batches = self._options.batches_per_reply
-        found: list[list[int]] = self._rng.multinomial(size // unit, np.array(rows) / sum(rows), num_batches).T.tolist()
-        return [[unit * part for part in parts] for parts in found]
+        num_batches, num_units, num_shards = self._options.batches_per_reply, size // unit, len(rows)
+        drawn = uniform(sum(rows), num_batches * num_units, self._rng).numpy()
+        shard = np.searchsorted(np.cumsum(rows), drawn, side="right").reshape(num_batches, num_units)
+        counts = [np.bincount(one, minlength=num_shards) for one in shard]
+        parts: list[list[int]] = (unit * np.stack(counts, axis=1)).tolist()
+        return parts
 
     def _received(self, request: list[Any]) -> list[Any]:
         """Wait for the parts of some batches, and join them."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from fractions import Fraction
 from functools import cached_property
+from math import floor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -384,6 +386,15 @@ def stable_order(keys: np.ndarray) -> Int64s:
     packed.sort()
     order: Int64s = (packed & np.uint64((1 << 32) - 1)).view(np.int64)
     return order
+
+
+def share_of(number: int, *shares: float) -> int:
+    """Return the sum of some shares of a number, rounded to the nearest integer, halves up.
+
+    A share is the decimal number that Python shows for it: 0.3 is 3/10, although its float is a little less.
+    """
+    exact = sum((Fraction(repr(float(share))) for share in shares), Fraction())
+    return floor(number * exact + Fraction(1, 2))
 
 
 def counted_from(first: Int64s, count: Int64s) -> Int64s:

@@ -23,7 +23,7 @@ from ..format.header import DATA
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.readers import Readers, chosen_episodes
 from ..frames.source import Source, kind_of
-from ..index.index import Int64s, name_keys, random_keys
+from ..index.index import Int64s, name_keys, random_keys, share_of
 from ..remote.access import Origin
 from .episode import Episode
 from .own import FolderReader
@@ -253,9 +253,8 @@ class Recording(Sequence[Episode]):
             raise UsageError("split", f"{str(self.path)!r}", "shares >= 0 that add up to 1", repr(dict(parts)))
         keys = random_keys(name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed)
         order = np.lexsort((np.array(self.ids), keys)) if len(self) else np.zeros(0, np.int64)
-        stops = np.floor(np.cumsum(shares) * len(self) + 0.5).astype(np.int64)
-        stops[-1] = len(self)
-        pieces = np.split(order, stops[:-1])
+        stops = [share_of(len(self), *shares[:place]) for place in range(1, len(shares))]
+        pieces = np.split(order, stops)
         return {name: self._of(np.sort(piece)) for name, piece in zip(parts, pieces, strict=True)}
 
     def statistics(self, quantiles: Sequence[float] = (0.01, 0.99), **options: Any) -> dict[str, FieldStatistics]:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from storage.core.arguments import whole
+from storage.core.samplers import generator_on
 from storage.core.shown import Shown
 from storage.core.threads import Owner, Unique
 from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError
@@ -141,7 +142,8 @@ class RolloutLoader(Shown):
 
     def __init__(self, dataset: RolloutStream, num_workers: int = 0, **options: Any) -> None:
         self.dataset, self.num_workers = dataset, whole("open the dataset", "num_workers", num_workers, 0)
-        self._options = options
+        # A DataLoader without a generator draws from torch's own.
+        self._options = {"generator": generator_on(None), **options}
         dataset.is_for_workers |= self.num_workers > 0
 
     def set_epoch(self, epoch: int) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from storage.core.samplers import RANDOM_BITS, scaled
 from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
 from ..frames.cached import CachedFrames
@@ -161,8 +162,9 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
     starts = np.zeros(len(pool), np.int64)
     if high > 1:
         room = np.minimum(high, index.lengths[pool]) - low
-        draws = (index.random_keys(pool, _seed(options, number, _STARTS)) >> np.uint64(11)) * 2.0**-53
-        starts = np.where(room > 0, low + (draws * np.maximum(room, 1)).astype(np.int64), 0)
+        keys = index.random_keys(pool, _seed(options, number, _STARTS))
+        bits = (keys >> np.uint64(64 - RANDOM_BITS)).view(np.int64)
+        starts = np.where(room > 0, low + scaled(bits, np.maximum(room, 1)), 0)
     if not options.random_shuffle_traj_order:
         return pool, starts
     place = stable_order(_keys(index.random_keys(pool, _seed(options, number, _ORDER))))

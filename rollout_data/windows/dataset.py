@@ -293,7 +293,7 @@ class WindowDataset(WindowBatches):
 
     # Windows
 
-    def shuffled(self, seed: Sequence[int], until: int | None = None) -> tuple[Int64s, np.ndarray]:
+    def shuffled(self, seed: Sequence[int], until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
         """Give all windows in an order that is a function of `seed` and their names, and the keys that it goes by.
 
         Behind a network it is the order of a `ChunkedOrder`.
@@ -302,7 +302,7 @@ class WindowDataset(WindowBatches):
             return self._chunked(seed).windows(), np.arange(len(self))
         keys = self._windows.random_keys(seed) ^ np.uint64(1 << 63)
         # The same order as signed integers, which torch sorts by their bytes in a third of numpy's time.
-        ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)))
+        ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)), stable=True)
         return windows.numpy(), ordered.numpy()
 
     def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:

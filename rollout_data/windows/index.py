@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,11 +20,13 @@ from storage.core.arguments import choice, real
 from storage.errors import OutOfRangeError, UsageError
 
 from ..index.agreement import Shard
-from ..index.index import Int64s, TrajectoryIndex, counted_from, mixed
+from ..index.index import Int64s, TrajectoryIndex, counted_from, mixed, share_of
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
 Even = Literal["pad", "drop", "none"]
+#: Bits of a time within a turn of `arrivals`; turns are counted above them, in int64.
+_TURN_BITS = 60
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ def choose_trajectories(
     keys = index.random_keys(present, options.seed, with_folder=False)
     if first_of_training is None:
         order = np.lexsort((present, keys))
-        first = order[math.floor(len(present) * options.validation_fraction + 0.5) :][:1].tolist()
+        num_for_validation = share_of(len(present), options.validation_fraction)
+        first = order[num_for_validation : num_for_validation + 1].tolist()
         first_of_training = [int(keys[first[0]]), *index.name(int(present[first[0]]))] if first else []
     is_training = np.zeros(len(present), bool)
     if first_of_training:
@@ -120,25 +125,53 @@ class WindowIndex:
         return int(self.first_window[first] + (step + 1) * (stop - first))
 
 
-def arrivals(keys: np.ndarray, rate: float, until: float) -> tuple[Int64s, np.ndarray]:
-    """Let each of some things arrive at random times, `rate` times per unit; all until `until`, in no order.
+def arrivals(keys: np.ndarray, mean: Fraction, turn: int) -> tuple[Int64s, Int64s]:
+    """Draw how often each of some things arrives within one turn, and when.
 
-    The times of a thing are a function of its key, uint64, alone. All together are a Poisson process, in which each
-    arrival is that of any of the things with equal probability, independently of the others: draws with replacement.
+    The arrivals of a thing are a function of its key alone. All together are a Poisson process, in which
+    each arrival is that of any of the things with equal probability, independently of the others: draws
+    with replacement. Integers only, so that every processor draws the same.
+
+    Args:
+        keys: uint64 `[n]`, one for each thing and turn.
+        mean: Arrivals of each thing in a turn, on average.
+        turn: Number of the turn, 0, 1, ...: its times lie between those of its neighbours.
 
     Returns:
-        Number of the thing and time of each arrival, int64 and float64 `[K]`.
+        Number of the thing, ascending, and time of each arrival: int64 `[K]` each.
     """
-    place, last, copies = np.arange(len(keys)), np.zeros(len(keys)), np.arange(1 + int(rate * until), dtype=np.uint64)
-    found = []
-    while len(place):
-        bits = mixed(keys[place][:, None] + copies) >> np.uint64(11)
-        times = last[:, None] + np.cumsum(-np.log1p(-(bits * 2.0**-53)), axis=1) / rate
-        row, column = np.nonzero(times <= until)
-        found.append((place[row], times[row, column]))
-        goes_on = times[:, -1] <= until
-        place, last, copies = place[goes_on], times[goes_on, -1], copies + np.uint64(len(copies))
-    return np.concatenate([places for places, _ in found]), np.concatenate([times for _, times in found])
+    # A turn is cut into 2**num_halvings parts, in each of which a thing arrives once at most, on average.
+    num_halvings = max(0, math.ceil(mean) - 1).bit_length()
+    parts = np.arange(1 << num_halvings, dtype=np.uint64)
+    part_keys = mixed(keys[:, None] + parts).ravel()
+    counts = _poisson_bounds(mean / len(parts)).searchsorted(part_keys, side="right")
+    place = np.repeat(np.arange(len(part_keys)), counts)
+    number = counted_from(np.zeros_like(counts), counts).astype(np.uint64)
+    within = mixed(part_keys[place] + number) >> np.uint64(64 - _TURN_BITS + num_halvings)
+    part = place & (len(parts) - 1)
+    times = (turn << _TURN_BITS) + (part << (_TURN_BITS - num_halvings)) + within.astype(np.int64)
+    return place >> num_halvings, times
+
+
+def turn_of(time: int) -> int:
+    """Return the turn of `arrivals` that a time belongs to."""
+    return time >> _TURN_BITS
+
+
+@lru_cache(maxsize=64)
+def _poisson_bounds(mean: Fraction) -> np.ndarray:
+    """Return uint64 `[K]`: as many of them as a Poisson variable of this mean is are at most a random uint64.
+
+    `bounds[n]` is 2**64 times the probability of n or less, rounded down, in fixed-point arithmetic of 192 bits.
+    """
+    term = 1 << 192
+    terms = []
+    while term:
+        terms.append(term)
+        term = term * mean.numerator // (mean.denominator * len(terms))
+    total = sum(terms)
+    bounds = [(below << 64) // total for below in accumulate(terms)]
+    return np.array([bound for bound in bounds if bound < 1 << 64], np.uint64)
 
 
 def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool) -> Int64s:

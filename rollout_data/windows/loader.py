@@ -6,8 +6,11 @@ stand is two numbers: the epoch, and the key of the last window that was deliver
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import count
 from typing import Any, get_args
 
 import numpy as np
@@ -16,6 +19,7 @@ from torch.utils.data import Sampler
 
 from storage.core.arguments import choice, whole
 from storage.core.fields import flatten, unflatten
+from storage.core.samplers import RANDOM_BITS, scaled, whole_weights
 from storage.core.shown import Shown
 from storage.errors import DataFileError, RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
@@ -27,7 +31,7 @@ from ..index.agreement import ShardChoice, agreement_of, checked_shard, current_
 from ..index.index import Int64s
 from ..remote.access import DataDir, is_one
 from .dataset import WindowDataset
-from .index import Even, arrivals, checked_windows, rank_batches
+from .index import Even, arrivals, checked_windows, rank_batches, turn_of
 from .losses import OnError
 from .shared import WindowBatches, collate_windows
 
@@ -41,7 +45,9 @@ class WindowMixture(WindowBatches):
     Args:
         datasets: The members: `WindowDataset`s, paths and `Recording`s, or one of them. Their windows are numbered one
             after the other.
-        weights: How probable each member is, of any sum; None makes all windows equally probable.
+        weights: How probable each member is, of any sum; None makes all windows equally probable. They become whole
+            numbers once, when the mixture is made: multiplied by a power of two and rounded, so that the largest of
+            n has about 62 - log2(n) bits. What is above 0 becomes at least 1.
         **options: Of `WindowDataset`, for the members that are paths or recordings.
 
     `draw`, `sampler()` and `WindowLoader` go by the weights; numbers and `len` do not.
@@ -93,9 +99,17 @@ class WindowMixture(WindowBatches):
             given = np.zeros(0)
         if given.shape != sizes.shape or not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
             raise UsageError("mix datasets", "", f"{len(sizes)} weights >= 0, some of them above", repr(self._given))
-        #: Arrivals of each window in the time of one draw.
-        self._rates = given / given.sum() / np.maximum(sizes, 1)
-        self.weights, self._num_draws = given / given.sum(), int(sizes.sum())
+        whole_parts = whole_weights(given)
+        self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
+        total = int(self._ends[-1])
+        self.weights = whole_parts / total
+        # A turn holds more draws than an epoch has, save for one in 10^9.
+        num_expected = self._num_draws + 6 * math.isqrt(self._num_draws) + 10
+        #: Arrivals of each window of a member in one turn, on average.
+        self._means = [
+            Fraction(num_expected * part, total * max(size, 1))
+            for part, size in zip(whole_parts.tolist(), sizes.tolist(), strict=True)
+        ]
         self.opened_as = [dataset.opened_as for dataset in self.datasets]
         self._first = np.append(0, np.cumsum([len(dataset) for dataset in self.datasets]))
 
@@ -162,24 +176,32 @@ class WindowMixture(WindowBatches):
         earlier.__setstate__({**self.__getstate__(), "datasets": members})
         return earlier
 
-    def shuffled(self, seed: Sequence[int], until: float | None = None) -> tuple[Int64s, np.ndarray]:
+    def shuffled(self, seed: Sequence[int], until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
         """Draw as many windows as there are, with replacement and by the weights; and when each is drawn, ascending.
 
-        A function of `seed` and of the names of the windows: see `arrivals`. With `until` those up to this time.
+        A function of `seed` and of the names of the windows: see `arrivals`. With `until`, a time and the name of a
+        window, those up to this draw.
         """
-        limit = self._num_draws + 6 * self._num_draws**0.5 + 10 if until is None else until
-        while True:
-            found = [
-                arrivals(dataset.random_keys([*seed, member]), rate, limit)
-                for member, (dataset, rate) in enumerate(zip(self.datasets, self._rates.tolist(), strict=True))
-            ]
-            windows = np.concatenate([first + place for first, (place, _) in zip(self._first, found, strict=False)])
-            if until is not None or len(windows) >= self._num_draws:
+        draws = times = np.zeros(0, np.int64)
+        for turn in count():
+            later, later_times = self._arrivals(seed, turn)
+            draws = np.append(draws, later)
+            times = np.append(times, later_times)
+            is_enough = len(draws) >= self._num_draws if until is None else turn >= turn_of(until[0])
+            if is_enough:
                 break
-            limit *= 1.1
-        times, order = torch.sort(torch.from_numpy(np.concatenate([times for _, times in found])))
-        num_draws = self._num_draws if until is None else len(windows)
-        return windows[order.numpy()[:num_draws]], times.numpy()[:num_draws]
+        num_draws = self._num_draws if until is None else num_upto_draw(self, draws, times, until)
+        return draws[:num_draws], times[:num_draws]
+
+    def _arrivals(self, seed: Sequence[int], turn: int) -> tuple[Int64s, Int64s]:
+        """Draw windows for one turn: their numbers, and their times, ascending."""
+        windows, times = [], []
+        for member, dataset in enumerate(self.datasets):
+            place, time = arrivals(dataset.random_keys([*seed, member, turn]), self._means[member], turn)
+            windows.append(self._first[member] + place)
+            times.append(time)
+        ordered, order = torch.sort(torch.from_numpy(np.concatenate(times)), stable=True)
+        return np.concatenate(windows)[order.numpy()], ordered.numpy()
 
     def name(self, window: int) -> list[Any]:
         """Name a window: its member, and its name there."""
@@ -200,11 +222,10 @@ class WindowMixture(WindowBatches):
 
     def draw(self, num_samples: int, generator: np.random.Generator) -> Int64s:
         """Draw windows with replacement: a member by weight, then one of its windows, all equally probable."""
-        member = generator.choice(len(self.datasets), num_samples, p=self.weights)
+        bits = generator.integers(1 << RANDOM_BITS, size=(num_samples, 2))
+        member = np.searchsorted(self._ends, scaled(bits[:, 0], int(self._ends[-1])), side="right")
         sizes = np.diff(self._first)[member]
-        windows: Int64s = self._first[member] + np.minimum(
-            (generator.random(num_samples) * sizes).astype(np.int64), sizes - 1
-        )
+        windows: Int64s = self._first[member] + scaled(bits[:, 1], sizes)
         return windows
 
     def sampler(
@@ -249,6 +270,20 @@ class MixtureSampler(Shown, Sampler[int]):
         order = self.mixture.draw(self.num_samples, np.random.default_rng([self.seed, self.epoch]))
         self.epoch += 1
         return iter(order.take(self._places(), mode="wrap").tolist())
+
+
+def num_upto_draw(windows: Any, draws: Int64s, keys: Int64s, last: Sequence[Any]) -> int:
+    """Count the draws up to one, which may be gone.
+
+    Args:
+        windows: A `WindowDataset` or `WindowMixture`.
+        draws: int64 `[K]`, numbers of its windows, in order.
+        keys: int64 `[K]`, ascending; draws of equal keys are in the order of their numbers.
+        last: Key of the draw, and the name of its window.
+    """
+    key, *name = last
+    first, stop = np.searchsorted(keys, key), np.searchsorted(keys, key, side="right")
+    return int(first + np.count_nonzero(draws[first:stop] < windows.num_upto(name)))
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -351,15 +386,12 @@ class WindowLoader(Shown):
 
     def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:
         """The windows of an epoch, and the ascending keys that a shuffled order goes by."""
-        windows = self._windows
+        windows = self._windows if epoch == self.epoch else self.dataset
         if not self.shuffle:
             return np.arange(len(windows)), None
-        if not self._is_of_version_2 or epoch != self.epoch:
-            return windows.shuffled([self.seed, epoch], self._until if epoch == self.epoch else None)
-        generator = np.random.default_rng([self.seed, epoch])
-        if isinstance(windows, WindowMixture):
-            return windows.draw(len(windows), generator), None
-        return generator.permutation(len(windows)), None
+        if self._is_of_version_2 and epoch == self.epoch:
+            return np.random.default_rng([self.seed, epoch]).permutation(len(windows)), None
+        return windows.shuffled([self.seed, epoch], self._until if epoch == self.epoch else None)
 
     def _bounds(self, start: int, stop: int) -> Int64s:
         return rank_batches(start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last)
@@ -399,8 +431,11 @@ class WindowLoader(Shown):
             self._ordered = self._ordered or self._order(self.epoch)
             order, keys = self._ordered
             last = self._position - 1
-            place["after"] = self._windows.name(int(order[last])) if keys is None else keys[last].item()
-            place["until"] = None if keys is None else keys[-1].item()
+            place["after"] = self._windows.name(int(order[last]))
+            place["until"] = None
+            if keys is not None:
+                place["after"] = [int(keys[last]), *place["after"]]
+                place["until"] = [int(keys[-1]), *self._windows.name(int(order[-1]))]
         settings = {"num_windows": len(self._windows), "shuffle": self.shuffle, "seed": self.seed}
         return {"version": 2 if self._is_of_version_2 else _VERSION, **place, **settings}
 
@@ -420,6 +455,12 @@ class WindowLoader(Shown):
             raise UsageError("resume the loader", "", f"a state of version 2 or {_VERSION}", repr(version))
         position = whole("open the dataset", "position", state.get("position"), 0)
         windows = self.dataset
+        after: Any = state.get("after")
+        # States of earlier versions hold the key of the last window alone, or nothing.
+        has_name = isinstance(after, (list, tuple))
+        if position and self.shuffle and isinstance(windows, WindowMixture) and not has_name:
+            advice = "Its order was another one then: set_epoch begins an epoch"
+            raise UsageError("resume an epoch", "of a mixture", "a state of this version", "an earlier one", advice)
         if version == _VERSION and position:
             windows = self._as_rank_0_has(windows, state["windows"])
         elif position:
@@ -434,7 +475,11 @@ class WindowLoader(Shown):
         self._is_of_version_2 = version != _VERSION
         self._ordered = order, keys = self._order(self.epoch)
         if lacks_some:
-            after = state["after"]
-            self._position = windows.num_upto(after) if keys is None else int(np.searchsorted(keys, after, "right"))
+            if keys is None:
+                self._position = windows.num_upto(after)
+            elif has_name:
+                self._position = num_upto_draw(windows, order, keys, after)
+            else:
+                self._position = int(np.searchsorted(keys, after, "right"))
         if position and not len(self._bounds(self._position, len(order))):
             self._go_to(self.epoch + 1)

@@ -86,7 +86,7 @@ class RslRlStorage(RolloutStorage):
         device: torch.device | str = "cpu",
         *,
         compat: bool = True,
-        generator: torch.Generator | int | None = 0,
+        generator: torch.Generator | int | None = None,
     ) -> None:
         self.training_type = arguments.choice(arguments.creating(self), "training_type", training_type, _COLUMNS)
         self.compat = compat
@@ -163,7 +163,7 @@ class RslRlStorage(RolloutStorage):
             path: torch.empty((0, *shape), dtype=DTYPES[dtype][0]) for path, shape, dtype in given.pop("obs_shape")
         }
         ((_, actions_shape, _),) = given.pop("actions_shape")
-        return cls(**given, obs=unflatten(observations), actions_shape=tuple(actions_shape), device=device)
+        return cls(**given, obs=unflatten(observations), actions_shape=tuple(actions_shape), device=device, generator=0)
 
     def _get_state(self) -> State:
         state = super()._get_state()

@@ -10,12 +10,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..core import arguments
 from ..core.fields import flatten, unflatten
 from ..core.memory import as_given
+from ..core.samplers import generator_on, uniform
 from ..errors import BufferEmptyError
 
 
@@ -24,7 +24,8 @@ class TransferQueueBuffer:
 
     Args:
         partition: Its name.
-        seed: Of the draws of this client; None for another one each time.
+        seed: Of the draws of this client. None: of `torch.initial_seed()` and the number of objects made since
+            that changed.
 
     It joins the queue of the cluster of Ray that this process is connected to, or starts one as `transfer_queue.init()`
     does, which waits for as long as the cluster lacks a processor for each of its actors.
@@ -33,7 +34,7 @@ class TransferQueueBuffer:
     def __init__(self, partition: str, seed: int | None = None) -> None:
         import transfer_queue
 
-        self.partition, self._rng, self._queue = partition, np.random.default_rng(seed), transfer_queue
+        self.partition, self._rng, self._queue = partition, generator_on(seed), transfer_queue
         self._collector, self._num_added = secrets.token_hex(8), 0
         self._queue.init()
 
@@ -55,8 +56,8 @@ class TransferQueueBuffer:
         keys, size = self._keys(), arguments.whole("sample", "batch_size", batch_size, 1)
         if not keys:
             raise BufferEmptyError("sample", f"from the partition {self.partition!r}", "rows", "none")
-        drawn, rows = np.unique(self._rng.integers(len(keys), size=size), return_inverse=True)
-        found = self._queue.kv_batch_get([keys[number] for number in drawn], self.partition)
+        drawn, rows = torch.unique(uniform(len(keys), size, self._rng), return_inverse=True)
+        found = self._queue.kv_batch_get([keys[number] for number in drawn.tolist()], self.partition)
         return unflatten({name: torch.stack(leaf.unbind())[rows] for name, leaf in found.items()})
 
     def clear(self) -> None:

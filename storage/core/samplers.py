@@ -1,11 +1,19 @@
 """Index producers: who is drawn, as tensors of indices. Nothing here moves a row.
 
-One rule: a producer is a pure function of its arguments and a generator that is handed in. Windows
-are drawn in `ring/windows.py`, which alone knows their bounds.
+One rule: a producer is a pure function of its arguments and a generator that is handed in, by
+integer arithmetic, so that every processor draws the same. Windows are drawn in `ring/windows.py`,
+which alone knows their bounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import UsageError
@@ -14,12 +22,58 @@ from . import arguments
 #: Up to this many rows 32 random bits are enough; this many more bits make torch draw 64 for more rows, any version:
 #: some take 64 bits for 2 ** 28 numbers and more, others for 2 ** 32 and more.
 _MAX_SHORT, _MORE_BITS = 1 << 20, 12
+#: Random bits of a draw by `scaled`. Sums of whole weights stay below this power of two.
+RANDOM_BITS = 62
+_HALF_BITS = RANDOM_BITS // 2
+_LOW_HALF = (1 << _HALF_BITS) - 1
+
+
+class _SeedSource:
+    """Seeds for objects without a generator of their own.
+
+    Args:
+        initial_seed: What seeds are made from, with a running number; None takes `torch.initial_seed()`.
+    """
+
+    def __init__(self, initial_seed: int | None = None) -> None:
+        self._initial_seed = initial_seed
+        #: Initial seed -> numbers of the objects made since torch has had it; of the latest seed only.
+        self._numbers: dict[int, count[int]] = {}
+
+    def next_seed(self) -> int:
+        """Return the seed of the next object. Reads torch's default generator, and draws nothing from it."""
+        initial_seed = torch.initial_seed() if self._initial_seed is None else self._initial_seed
+        # One step for the interpreter: threads get different numbers without a lock, which forks would inherit.
+        number = next(self._numbers.setdefault(initial_seed, count()))
+        for other in [seed for seed in self._numbers if seed != initial_seed]:
+            self._numbers.pop(other, None)
+        return int(np.random.SeedSequence([initial_seed, number]).generate_state(1, np.uint64)[0] >> 1)
+
+
+_seeds = _SeedSource()
+
+
+@contextmanager
+def seeds_from(initial_seed: int) -> Iterator[None]:
+    """Seed objects that are made in the block from a number, in the place of `torch.initial_seed()`."""
+    global _seeds
+    before = _seeds
+    _seeds = _SeedSource(initial_seed)
+    try:
+        yield
+    finally:
+        _seeds = before
 
 
 def generator_on(generator: torch.Generator | int | None, device: torch.device | None = None) -> torch.Generator:
-    """Take a generator, seed a new one, or seed one once from torch's default generator.
+    """Return a given generator, or a new one.
 
-    It is on `device`; if that is None, a given one is anywhere, and a new one on the CPU.
+    Args:
+        generator: A `torch.Generator`, or a seed. None seeds the new generator from
+            `torch.initial_seed()` and the number of objects made since that value changed: a
+            program that calls `torch.manual_seed` first repeats, and two objects draw differently.
+            torch's default generator is read, never used up or seeded.
+        device: Device of the generator. None: a given one is anywhere, a new one on the CPU.
     """
     if isinstance(generator, torch.Generator):
         if device is not None and generator.device.type != device.type:
@@ -27,10 +81,51 @@ def generator_on(generator: torch.Generator | int | None, device: torch.device |
             raise UsageError("use the generator", "", expected, f"one on {generator.device}")
         return generator
     if generator is None:
-        seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+        seed = _seeds.next_seed()
     else:
         seed = arguments.seed("create a generator", "a torch.Generator, None or a seed", generator)
     return torch.Generator(device or "cpu").manual_seed(seed)
+
+
+def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.int64]:
+    """Turn weights into whole numbers whose sum is below `2 ** num_bits`.
+
+    All weights are multiplied by one power of two and rounded, so that the largest of n has about
+    `num_bits - log2(n)` bits. A weight above 0 becomes at least 1. The result is the same on every
+    processor, because these operations are exact.
+
+    Args:
+        weights: `[n]`, n > 0, finite and >= 0.
+        num_bits: At most 62.
+    """
+    values = np.asarray(weights, np.float64)
+    largest_bits = num_bits - len(values).bit_length()
+    # A largest weight of m * 2**e, 0.5 <= m < 1, becomes m * 2**largest_bits.
+    _, exponent = np.frexp(values.max())
+    found = np.rint(np.ldexp(values, largest_bits - int(exponent))).astype(np.int64)
+    found[(found == 0) & (values > 0)] = 1
+    return found
+
+
+def scaled(bits: Any, choices: Any) -> Any:
+    """Return `bits * choices / 2**62`, rounded down: numbers below `choices` from 62 random bits.
+
+    The number of bits that lead to the same number differs by one at most.
+
+    Args:
+        bits: int64 array or tensor of numbers in [0, 2**62).
+        choices: Number, or array or tensor like `bits`, in [0, 2**62].
+    """
+    high, low = bits >> _HALF_BITS, bits & _LOW_HALF
+    choices_high, choices_low = choices >> _HALF_BITS, choices & _LOW_HALF
+    middle = high * choices_low + (low * choices_low >> _HALF_BITS)
+    rest = (middle & _LOW_HALF) + low * choices_high
+    return high * choices_high + (middle >> _HALF_BITS) + (rest >> _HALF_BITS)
+
+
+def random_bits(num_draws: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw `[num_draws]` int64 in [0, 2**62)."""
+    return torch.randint(1 << RANDOM_BITS, (num_draws,), generator=generator, device=generator.device)
 
 
 def uniform(num_rows: int, num_draws: int, generator: torch.Generator, first: int = 0) -> torch.Tensor:
@@ -59,25 +154,26 @@ class Weighted:
     """Draw indices in proportion to weights, with replacement.
 
     Args:
-        weights: `[num]`, finite and >= 0, not all 0; few enough for sums in float64.
+        weights: `[num]`, finite and >= 0, not all 0. They become whole numbers once: see `whole_weights`.
 
     An index of weight 0 is never drawn.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
-        masses = weights.to(torch.float64)
-        self._sums = masses.cumsum(0)
-        if not len(masses) or not bool(torch.isfinite(self._sums[-1])) or bool((masses < 0).any()):
+        values = weights.to(torch.float64).cpu().numpy()
+        if not len(values) or not np.isfinite(values).all() or (values < 0).any():
             raise UsageError("draw by weight", "", "finite weights >= 0", str(weights.tolist())[:60])
-        if float(self._sums[-1]) <= 0:
+        if not values.any():
             raise UsageError("draw by weight", "", "a weight above 0", "none")
-        self._last = int(masses.nonzero()[-1])
+        ends = np.cumsum(whole_weights(values))
+        self._total = int(ends[-1])
+        self._ends = torch.from_numpy(ends).to(weights.device)
 
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor:
         """Draw `[num_draws]` int64."""
-        points = torch.rand(num_draws, dtype=torch.float64, generator=generator, device=generator.device)
-        # The first sum above the point: an index without weight has the sum of the one before it.
-        return torch.searchsorted(self._sums, points * self._sums[-1], right=True).clamp_(max=self._last)
+        points = scaled(random_bits(num_draws, generator), self._total)
+        # The first end above the point: an index without weight has the end of the one before it.
+        return torch.searchsorted(self._ends, points, right=True)
 
 
 def distinct(num_rows: int, num_draws: int, generator: torch.Generator) -> torch.Tensor:

@@ -60,8 +60,8 @@ class ManagedBuffer(Store):
         name: First part of the ids that items get; any non-empty string.
         device: Where tensors are kept.
         output_device: Where samples are given; None for where they are kept.
-        generator: Draws the samples: a `torch.Generator` on `device`, a seed, or None for one of its
-            own that is seeded once from torch's.
+        generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
+            `torch.initial_seed()` and the number of objects made since that changed.
         monitor: Is told of pushes and samples; None for no monitor.
         rate_limiter: Lets pushes and samples pass, wait, or not; or the arguments of one.
     """

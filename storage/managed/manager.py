@@ -50,8 +50,8 @@ class BufferManager(Store):
             `sample_ratio`: name -> share of a sample, >= 0, together 1; names may be left out. With one
             buffer it may be missing.
         device: Where buffers are that do not say.
-        generator: Chooses among the buffers: a `torch.Generator` on the CPU, a seed, or None for one of
-            its own that is seeded once from torch's. Buffers have their own.
+        generator: Chooses among the buffers: a `torch.Generator` on the CPU or a seed. None: seeded from
+            `torch.initial_seed()` and the number of objects made since that changed. Buffers have their own.
 
     Threads may push, sample and update at once, also while a limiter lets one of them wait.
     """

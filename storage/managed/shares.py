@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..core import arguments
+from ..core.samplers import RANDOM_BITS, random_bits, scaled, whole_weights
 from ..errors import UsageError
 from .items import UNIQUE_ID, listed, raise_unknown, split_unique_id
 
@@ -44,15 +45,19 @@ def checked_ratio(ratio: Any, names: Collection[str]) -> dict[str, float]:
 def share_out_sample(size: int, ratio: Mapping[str, float], rng: torch.Generator) -> tuple[list[int], dict[str, int]]:
     """Draw the buffer of each item, one from each of `size` equal intervals, and the order of all items.
 
+    Shares become whole numbers first: see `whole_weights`.
+
     Returns:
         A uniform permutation of the items of all buffers, one buffer after another, so that every position is of each
         buffer with the probability of its share; and the number of items by name, of those with a share.
     """
     shares = {name: share for name, share in ratio.items() if share > 0}
-    ends = np.cumsum(list(shares.values()))
-    drawn = torch.rand(size, dtype=torch.float64, generator=rng, device="cpu").numpy()
-    points = (np.arange(size) + drawn) / max(size, 1)
-    places = np.minimum(np.searchsorted(ends, points * ends[-1], side="right"), len(shares) - 1)
+    # So few bits that places in `size` intervals are counted in int64.
+    num_bits = RANDOM_BITS - size.bit_length()
+    ends = np.cumsum(whole_weights(list(shares.values()), num_bits))
+    total = int(ends[-1])
+    points = np.arange(size) * total + scaled(random_bits(size, rng).numpy(), total)
+    places = np.searchsorted(ends * size, points, side="right")
     counts = np.bincount(places, minlength=len(shares)).tolist()
     order = torch.randperm(size, generator=rng, device="cpu").tolist()
     return order, dict(zip(shares, counts, strict=True))

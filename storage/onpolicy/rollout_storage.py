@@ -58,8 +58,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
         num_rewards: R, reward heads.
         device: Where everything is kept.
-        generator: Draws the permutations: a `torch.Generator`, a seed, or None for a generator of
-            its own that is seeded once from torch's.
+        generator: Draws the permutations: a `torch.Generator` or a seed. None: seeded from
+            `torch.initial_seed()` and the number of objects made since that changed.
         policy_outputs: What a policy that is not Gaussian gives instead of `action_mean` and `action_sigma`, which
             are then neither taken nor kept: `{"logits": (7,), "option": ((), torch.int64)}`, or {} for nothing.
         output_device: Where mini-batches are delivered; None for `device`. From the CPU to a GPU they

@@ -325,8 +325,8 @@ class PrioritizedRing:
     def _set(self, places: Any, priorities: Any, largest: float) -> None:
         """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts."""
         priorities = last_copies(places, priorities, self._num_places)
-        weights = priorities**self.rule.alpha
-        if self.rule.alpha > 1:  # otherwise none is less than its priority below 1
+        weights = self.rule.weights(priorities)
+        if self.rule.alpha != 1:  # powers and their rounding may end at 0
             weights = weights.clip(min=priorities.clip(max=_LEAST_WEIGHT))
         self._own_priorities[places] = priorities
         self._least.note(places, self._weights.exchange(places, weights), weights)

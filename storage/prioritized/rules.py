@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
+
+import numpy as np
+import torch
 
 from ..core import arguments
+from .power import rounded_power
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,15 @@ class PriorityRule:
             else:
                 arguments.real("prioritize rows", name, value, ">= 0", lambda number: 0 <= number < inf)
 
+    def weights(self, priorities: Any) -> Any:
+        """Return priorities ** alpha of what `own` gives; inf where float64 ends."""
+        if isinstance(priorities, torch.Tensor):
+            return priorities**self.alpha
+        return rounded_power(priorities, self.alpha)
+
     def weight(self, priority: float) -> float:
-        """Give priority ** alpha; inf where float64 ends."""
-        try:
-            return float(priority**self.alpha)
-        except OverflowError:
-            return inf
+        """Return priority ** alpha; inf where float64 ends."""
+        return float(rounded_power(np.array([priority], np.float64), self.alpha)[0])
 
 
 @dataclass(frozen=True)

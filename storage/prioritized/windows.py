@@ -39,8 +39,8 @@ class PrioritizedWindows(Store):
             list of those; an empty list if nothing does.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
         device: Where everything is.
-        generator: Draws the samples: a `torch.Generator` on `device`, a seed, or None for one of its own
-            that is seeded once from torch's.
+        generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
+            `torch.initial_seed()` and the number of objects made since that changed.
 
     What a recurrent learner needs at the first step of a window (its hidden state then) is a field like
     any other. All methods may be called from any thread.

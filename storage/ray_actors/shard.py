@@ -25,6 +25,7 @@ from ..core.arguments import is_whole, real, whole
 from ..core.durable import read_json, replace_file, write_json
 from ..core.fields import flatten
 from ..core.memory import BufferPool
+from ..core.samplers import seeds_from
 from ..errors import BufferEmptyError, UsageError
 from ..live.rates import RateLimitedError, RateLimiter
 from .packed import Packed, is_numbers, join, map_tree, pack, unpack
@@ -89,7 +90,6 @@ class Shard:
         self, make: Callable[[], Any], place: tuple[int, int], folder: str | None, options: RemoteOptions
     ) -> None:
         torch.set_num_threads(1)
-        torch.manual_seed(options.seed * place[1] + place[0])  # every process starts with the same seed
         self._place, self._folder, self._options, self._life = place, folder, options, secrets.token_hex(8)
         self._limiter = None if options.rate_limiter is None else RateLimiter(**options.rate_limiter)
         #: Where a reply's batches wait for each other: memory of their own would be new each time, at 4 times the cost.
@@ -104,7 +104,8 @@ class Shard:
         self._names: list[str] = []
         self._failure: Exception | None = None
         try:
-            self._made = self._checked(make())
+            with seeds_from(options.seed * place[1] + place[0]):
+                self._made = self._checked(make())
             unit, self._has_ids = _has(self._made, "sample", "seq_length"), _has(self._made, "update_priorities", "ids")
             has_steps = getattr(self._made, "end_key", None) is not None or hasattr(self._made, "seq_length")
             self._traits = Traits(has_steps, unit and int(self._made.seq_length or 1))

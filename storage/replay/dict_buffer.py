@@ -40,8 +40,8 @@ class DictBuffer(RingBuffer):
         contiguous: Whether leaves of samples are contiguous; otherwise they are strided views of one
             new tensor per sample, which takes a third less time.
         output_device: Where samples are given; None for `device`.
-        generator: Draws the samples: a `torch.Generator` on `device`, a seed, or None for one of
-            its own that is seeded once from torch's.
+        generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
+            `torch.initial_seed()` and the number of objects made since that changed.
 
     Threads may extend and sample at once: no sample holds a torn row. On CUDA events order the streams.
     """

@@ -31,7 +31,8 @@ class ReplayBuffer(Store):
         obs_dim: Shape of a state; a number for a vector.
         buffer_size: Pairs that fit.
         device: Where they are kept.
-        generator: Draws the samples: a `torch.Generator`, a seed, or None for one of its own.
+        generator: Draws the samples: a `torch.Generator` or a seed. None: seeded from
+            `torch.initial_seed()` and the number of objects made since that changed.
 
     Attributes:
         states, next_states: `[buffer_size, *obs_dim]` float32 on `device`; rows below `num_samples` are valid.

@@ -89,6 +89,8 @@ def test_the_permutation_comes_from_the_storages_own_generator():
     assert order(make_storage(generator=3)) != order(make_storage(generator=4))
     torch.manual_seed(0)
     first = order(make_storage(generator=None))
+    torch.manual_seed(1)
+    assert first != order(make_storage(generator=None))
     torch.manual_seed(0)
     assert first == order(make_storage(generator=None))
 
