@@ -12,8 +12,10 @@ import mmap
 import os
 import pickle
 import struct
+import sys
 import time
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,7 +28,8 @@ from ..core import arguments
 from ..core.arguments import whole
 from ..core.durable import crc32, replace_file
 from ..core.threads import num_processors
-from ..errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError
+from ..errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
+from .allowed import NotLoadedError, allowed_globals, reason
 
 #: Added to the path of a compressed checkpoint.
 SUFFIX = ".lz4"
@@ -81,24 +84,33 @@ def save_to(obj: Any, file: IO[bytes] | Lz4Writer) -> None:
         raise
 
 
-def load_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu", weights_only: bool = True) -> Any:
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    map_location: Any = "cpu",
+    weights_only: bool = True,
+    *,
+    device: torch.device | str | None = None,
+) -> Any:
     """Load a checkpoint.
 
     Args:
         path: What was given to `save_async`: of `path` and `path` + ".lz4" the one saved last is read.
             A path that ends in ".lz4" names that file alone.
         map_location: As for `torch.load`.
-        weights_only: Load nothing but tensors, numbers, strings and plain containers. Turn it off only
-            for files that you trust: loading then runs what the file says.
+        weights_only: Load nothing but tensors, numbers, strings, plain containers, numpy's arrays and scalars,
+            `argparse.Namespace`, and members of enums whose classes are imported already. Turn it off only for files
+            that you trust: loading then runs what the file says.
+        device: Another name of `map_location`, for one device.
 
     Raises:
         MissingCheckpointError: There is neither file.
         CorruptFileError: The file is cut off, a checksum is wrong, it declares more than it can hold, or
             holds no pickle.
         ForeignFileError: It is neither a zip archive of `torch.save` nor an LZ4 frame.
-        UnsafeFileError: It holds something else than weights.
+        UnsafeFileError: It holds something else, which is named.
+        UsageError: `device` and `map_location` differ, or `device` is not available.
     """
-    return load_checkpoint_parallel(path, map_location, weights_only, num_threads=1)
+    return load_checkpoint_parallel(path, map_location, weights_only, num_threads=1, device=device)
 
 
 def load_checkpoint_parallel(
@@ -107,6 +119,7 @@ def load_checkpoint_parallel(
     weights_only: bool = True,
     *,
     num_threads: int | None = None,
+    device: torch.device | str | None = None,
 ) -> Any:
     """Load a checkpoint like `load_checkpoint`; compressed blocks decode in `num_threads` threads.
 
@@ -115,6 +128,10 @@ def load_checkpoint_parallel(
     if num_threads is None:
         num_threads = min(8, num_processors())
     whole("load a checkpoint", "num_threads", num_threads, 1)
+    if device is not None:
+        if map_location not in ("cpu", device):
+            raise UsageError(_LOAD, repr(str(path)), "device or map_location", f"{device!r} and {map_location!r}")
+        map_location = arguments.device(_LOAD, "device", device)
     found = _find(path)
     where, expected = repr(str(found)), "what torch.save makes"
     with open(found, "rb") as file:
@@ -125,19 +142,30 @@ def load_checkpoint_parallel(
         content.seek(0)
         try:
             # Runs code only where the caller asked for it: `weights_only` is True unless given.
-            return torch.load(content, map_location=map_location, weights_only=weights_only)
+            with allowed_globals(content) if weights_only else nullcontext():
+                return torch.load(content, map_location=map_location, weights_only=weights_only)
         except pickle.UnpicklingError as cause:
             if not weights_only:
                 raise CorruptFileError(_LOAD, where, "a pickle", str(cause)) from cause
-            got = str(cause).splitlines()[-1] if "WeightsUnpickler error" in str(cause) else "something else"
-            advice = "Pass weights_only=False if you trust the file"
-            raise UnsafeFileError(_LOAD, where, "tensors and plain containers", got, advice) from cause
+            raise _unsafe(where, cause) from cause
         except (RuntimeError, EOFError) as cause:
             raise DataFileError(_LOAD, where, expected, str(cause) or "nothing") from cause
         except _NONSENSE as cause:
             if isinstance(cause, AttributeError) and not weights_only:
                 raise  # a class that is not here is no damage
             raise _damaged(where, expected, f"{type(cause).__name__}: {cause}") from cause
+
+
+def _unsafe(where: str, cause: pickle.UnpicklingError) -> UnsafeFileError:
+    got = reason(cause)
+    advice = "Pass weights_only=False if you trust the file"
+    if isinstance(cause, NotLoadedError):
+        got = str(cause)
+        modules = sorted({name.rpartition(".")[0] for name in cause.names} - sys.modules.keys())
+        if modules:
+            advice = f"If it is an enum, import {modules[0]!r} before loading. {advice}"
+    expected = "tensors and plain containers, numpy's values, namespaces and enums that are imported"
+    return UnsafeFileError(_LOAD, where, expected, got, advice)
 
 
 def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:

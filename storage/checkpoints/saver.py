@@ -30,6 +30,7 @@ from ..core.memory import BufferPool
 from ..core.threads import Owned, Worker
 from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
 from ..live.monitors import PerformanceMonitor
+from .allowed import refused_part
 from .files import SUFFIX, write_checkpoint
 
 ON_FULL = ("block", "drop_oldest", "raise")
@@ -93,39 +94,51 @@ class AsyncCheckpointSaver(Owned):
         return self._worker.num_pending
 
     def save_async(
-        self, obj: Any, path: str | os.PathLike[str], compress: bool = False, level: int = 0, meta: Any = None
+        self,
+        checkpoint: Any,
+        path: str | os.PathLike[str],
+        compress: bool = False,
+        level: int = 0,
+        meta: Any = None,
+        *,
+        weights_only: bool = True,
     ) -> Future[Path]:
-        """Copy `obj` as it is now and write the copy to `path` in the background, by `torch.save`.
+        """Copy `checkpoint` as it is now and write the copy to `path` in the background, by `torch.save`.
 
         Args:
-            obj: Nested dicts, lists, tuples, named tuples, dataclasses of tensors on any device and of
-                anything else that can be deep-copied and pickled. Tensors that share memory are copied,
-                and stored, once.
+            checkpoint: Nested dicts, lists, tuples and sets of tensors on any device, numbers, texts, arrays and
+                scalars of numpy, random states of torch, numpy and Python, `argparse.Namespace` and members of enums.
+                Tensors that share memory are copied, and stored, once.
             path: The file; an earlier one is replaced as a whole. Missing folders are made.
             compress: Write an LZ4 frame to `path` + ".lz4" instead. Worth it for what repeats itself
                 (masks, images, integer counters); weights in float32 hardly shrink.
             level: Of LZ4: 0 fast, 3 to 12 smaller and much slower.
             meta: JSON-able; `load_checkpoint_meta` reads it without the tensors.
+            weights_only: Refuse what `load_checkpoint` would refuse by default. False saves anything that can be
+                deep-copied and pickled, to be loaded with `weights_only=False`.
 
         Returns:
-            A future of the path that was written. When this method returns, `obj` may be changed.
+            A future of the path that was written. When this method returns, `checkpoint` may be changed.
 
         Raises:
             CheckpointError: An earlier save failed; nothing was saved now.
             QueueFullError: With `on_full="raise"`.
             ClosedError: After `shutdown`.
-            UsageError: `path` is none, or `meta` is not what JSON can hold.
+            UsageError: `path` is no path, JSON cannot hold `meta`, or a part of the checkpoint would not be loaded: the
+                text names its path in the checkpoint.
         """
         self._owner.check()
         target = arguments.path("save the checkpoint", "", path).absolute()  # the process may go elsewhere
         check_level(level)
         text = None if meta is None else _to_json(meta, target)
+        if weights_only:
+            _check_loadable(checkpoint, target)
         if compress:
             target = target.with_name(target.name + SUFFIX)
         with self._saving:
             self._wait_for_room(target)
             with self._monitor.timer("checkpoint/copy"):
-                held = [copy_object(obj, self._pool)]
+                held = [copy_object(checkpoint, self._pool)]
             future = self._worker.submit(self._write, held, target, level if compress else None, text)
             self._waiting.append((future, held))
         return future
@@ -211,6 +224,15 @@ def _finish_open_savers() -> None:
 
 # Everything that was accepted has been written by then; this raises what failed.
 atexit.register(_finish_open_savers)
+
+
+def _check_loadable(checkpoint: Any, target: Path) -> None:
+    if (refused := refused_part(checkpoint)) is None:
+        return
+    path, got = refused
+    expected = f"what load_checkpoint loads by default as {path}"
+    advice = "Save its numbers or its state_dict(), or pass weights_only=False to save and to load it"
+    raise UsageError("save the checkpoint", repr(str(target)), expected, got, advice)
 
 
 def _to_json(meta: Any, target: Path) -> bytes:

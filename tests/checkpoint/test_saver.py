@@ -67,7 +67,7 @@ def test_what_changes_during_the_save_is_not_in_it(tmp_path: Path, gate: Gate, c
     """Trap N1."""
     with AsyncCheckpointSaver() as saver:
         state = gate.state_of(1)
-        future = saver.save_async(state, tmp_path / "a.pt", compress=compress)
+        future = saver.save_async(state, tmp_path / "a.pt", compress=compress, weights_only=False)
         state["model"]["w"].fill_(2)
         state["model"]["b"][0].fill_(2)
         state["model"]["b"].append("late")
@@ -97,7 +97,7 @@ def test_no_checkpoint_is_torn_while_training_goes_on(tmp_path: Path) -> None:
 def test_one_path_gets_its_checkpoints_in_order(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=10) as saver:
         for value in range(8):
-            saver.save_async(gate.state_of(value), tmp_path / "a.pt", compress=value % 3 == 0)
+            saver.save_async(gate.state_of(value), tmp_path / "a.pt", compress=value % 3 == 0, weights_only=False)
         gate.open.set()
         saver.wait()
         assert value_of(load_checkpoint(tmp_path / "a.pt")) == 7
@@ -107,11 +107,13 @@ def test_one_path_gets_its_checkpoints_in_order(tmp_path: Path, gate: Gate) -> N
 def test_shutdown_writes_everything_accepted_and_is_idempotent(tmp_path: Path, gate: Gate) -> None:
     """Trap N2."""
     saver = AsyncCheckpointSaver(max_queue_size=3)
-    futures = [saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt") for value in range(4)]
+    futures = [
+        saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt", weights_only=False) for value in range(4)
+    ]
     saver.shutdown(wait=False)
     assert saver.num_pending == 4 and not any(future.done() for future in futures)
     with pytest.raises(ClosedError):
-        saver.save_async(gate.state_of(9), tmp_path / "9.pt")
+        saver.save_async(gate.state_of(9), tmp_path / "9.pt", weights_only=False)
     gate.open.set()
     saver.shutdown()
     saver.shutdown()
@@ -139,9 +141,9 @@ def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(tmp_
     """Trap N3."""
     (tmp_path / "folder.pt").mkdir()
     saver = AsyncCheckpointSaver()
-    saver.save_async(gate.state_of(0), tmp_path / "good.pt")
-    bad = saver.save_async(state_of(1), tmp_path / "folder.pt")
-    good = saver.save_async(gate.state_of(2), tmp_path / "good.pt")
+    saver.save_async(gate.state_of(0), tmp_path / "good.pt", weights_only=False)
+    bad = saver.save_async(state_of(1), tmp_path / "folder.pt", weights_only=False)
+    good = saver.save_async(gate.state_of(2), tmp_path / "good.pt", weights_only=False)
     gate.open.set()
     text = (
         r"^cannot save the checkpoint '.*folder.pt': got cannot save to '.*': expected a file or nothing, got a folder"
@@ -152,12 +154,12 @@ def test_a_failure_is_in_its_future_and_raised_once_and_the_thread_survives(tmp_
         saver.wait()
     assert caught.value is bad.exception() and isinstance(caught.value, (OSError, BackgroundError))
     saver.wait()
-    saver.save_async(gate.state_of(3), tmp_path / "good.pt").result(20)
-    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt").exception(20)
+    saver.save_async(gate.state_of(3), tmp_path / "good.pt", weights_only=False).result(20)
+    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt", weights_only=False).exception(20)
     with pytest.raises(CheckpointError, match=r"bad\.pt"):
-        saver.save_async(gate.state_of(4), tmp_path / "good.pt")
+        saver.save_async(gate.state_of(4), tmp_path / "good.pt", weights_only=False)
     assert value_of(load_checkpoint(tmp_path / "good.pt")) == 3
-    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt").exception(20)
+    saver.save_async({"unpicklable": lambda: 0}, tmp_path / "bad.pt", weights_only=False).exception(20)
     with pytest.raises(CheckpointError):
         saver.shutdown()
     saver.shutdown()
@@ -190,9 +192,9 @@ def test_a_full_disk_is_one_clear_error_and_keeps_the_old_checkpoint(
 def test_raise_refuses_when_as_many_wait_as_may(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=2, on_full="raise") as saver:
         for value in range(3):
-            saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt")
+            saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt", weights_only=False)
         with pytest.raises(QueueFullError, match=r"^cannot save the checkpoint .*: expected at most 2 waiting"):
-            saver.save_async(gate.state_of(3), tmp_path / "3.pt")
+            saver.save_async(gate.state_of(3), tmp_path / "3.pt", weights_only=False)
         gate.open.set()
         saver.wait()
         assert len(list(tmp_path.iterdir())) == 3
@@ -200,9 +202,12 @@ def test_raise_refuses_when_as_many_wait_as_may(tmp_path: Path, gate: Gate) -> N
 
 def test_drop_oldest_gives_up_the_one_that_waits_longest(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=2, on_full="drop_oldest") as saver:
-        futures = [saver.save_async(gate.state_of(0), tmp_path / "0.pt")]
+        futures = [saver.save_async(gate.state_of(0), tmp_path / "0.pt", weights_only=False)]
         assert gate.entered.acquire(timeout=20)
-        futures += [saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt") for value in range(1, 6)]
+        futures += [
+            saver.save_async(gate.state_of(value), tmp_path / f"{value}.pt", weights_only=False)
+            for value in range(1, 6)
+        ]
         assert saver.num_dropped == 3
         gate.open.set()
         saver.wait(20)
@@ -214,9 +219,9 @@ def test_drop_oldest_gives_up_the_one_that_waits_longest(tmp_path: Path, gate: G
 
 def test_block_waits_for_a_place(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver(max_queue_size=1, on_full="block") as saver:
-        saver.save_async(gate.state_of(0), tmp_path / "0.pt")
+        saver.save_async(gate.state_of(0), tmp_path / "0.pt", weights_only=False)
         assert gate.entered.acquire(timeout=20)
-        saver.save_async(gate.state_of(1), tmp_path / "1.pt")
+        saver.save_async(gate.state_of(1), tmp_path / "1.pt", weights_only=False)
         thread = threading.Thread(target=saver.save_async, args=(gate.state_of(2), tmp_path / "2.pt"))
         thread.start()
         thread.join(0.05)
@@ -231,13 +236,13 @@ def test_a_blocked_save_hears_of_a_failure(tmp_path: Path, gate: Gate) -> None:
     """Trap N3: a dead worker and a full queue must not be the end."""
     gate.fails = True
     with AsyncCheckpointSaver(max_queue_size=1) as saver:
-        saver.save_async(gate.state_of(0), tmp_path / "0.pt")
-        saver.save_async(state_of(1), tmp_path / "1.pt")
+        saver.save_async(gate.state_of(0), tmp_path / "0.pt", weights_only=False)
+        saver.save_async(state_of(1), tmp_path / "1.pt", weights_only=False)
         caught: list[BaseException] = []
 
         def save() -> None:
             try:
-                saver.save_async(state_of(2), tmp_path / "2.pt")
+                saver.save_async(state_of(2), tmp_path / "2.pt", weights_only=False)
             except CheckpointError as error:
                 caught.append(error)
 
@@ -253,7 +258,7 @@ def test_a_blocked_save_hears_of_a_failure(tmp_path: Path, gate: Gate) -> None:
 def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gate) -> None:
     with AsyncCheckpointSaver() as saver:
         saver.wait(timeout=0)
-        future = saver.save_async(gate.state_of(1), tmp_path / "a.pt")
+        future = saver.save_async(gate.state_of(1), tmp_path / "a.pt", weights_only=False)
         with pytest.raises(WaitTimeoutError, match=r"^cannot wait for checkpoints: expected all of them within 0.01 s"):
             saver.wait(timeout=0.01)
         gate.open.set()
@@ -264,11 +269,11 @@ def test_wait_gives_up_after_its_time_and_nothing_else(tmp_path: Path, gate: Gat
 def test_wait_returns_although_another_thread_goes_on_saving(tmp_path: Path) -> None:
     first, second = Gate(), Gate()
     with AsyncCheckpointSaver(max_queue_size=9) as saver:
-        saver.save_async({"gate": first}, tmp_path / "0.pt")
+        saver.save_async({"gate": first}, tmp_path / "0.pt", weights_only=False)
         waiting = threading.Thread(target=saver.wait)
         waiting.start()
         waiting.join(0.05)
-        later = saver.save_async({"gate": second}, tmp_path / "1.pt")
+        later = saver.save_async({"gate": second}, tmp_path / "1.pt", weights_only=False)
         assert waiting.is_alive()
         first.open.set()
         waiting.join(20)
@@ -281,7 +286,7 @@ def test_a_refused_call_leaves_no_place_taken(tmp_path: Path) -> None:
     with AsyncCheckpointSaver(max_queue_size=1, on_full="raise") as saver:
         for _ in range(5):
             with pytest.raises(TypeError):
-                saver.save_async({"lock": threading.Lock()}, tmp_path / "a.pt")
+                saver.save_async({"lock": threading.Lock()}, tmp_path / "a.pt", weights_only=False)
             with pytest.raises(UsageError, match="level"):
                 saver.save_async({}, tmp_path / "a.pt", compress=True, level=17)
             with pytest.raises(UsageError, match="a meta that JSON can hold"):
@@ -305,15 +310,15 @@ def test_copies_are_given_back_also_after_failures_and_of_what_is_dropped(tmp_pa
     (tmp_path / "folder").mkdir()
     with AsyncCheckpointSaver() as saver:
         for path in ("a.pt", "folder", "b.pt", "folder", "c.pt"):
-            future = saver.save_async({"x": Copied()}, tmp_path / path)
+            future = saver.save_async({"x": Copied()}, tmp_path / path, weights_only=False)
             with suppress(CheckpointError):
                 saver.wait()
             assert future.done() and not Copied.copies, path
     with AsyncCheckpointSaver(max_queue_size=1, on_full="drop_oldest") as saver:
-        saver.save_async({"gate": gate}, tmp_path / "a.pt")
+        saver.save_async({"gate": gate}, tmp_path / "a.pt", weights_only=False)
         assert gate.entered.acquire(timeout=20)
         for _ in range(5):
-            saver.save_async({"x": Copied()}, tmp_path / "b.pt")
+            saver.save_async({"x": Copied()}, tmp_path / "b.pt", weights_only=False)
         assert len(Copied.copies) == 1 and saver.num_dropped == 4
         gate.open.set()
 

@@ -1,0 +1,257 @@
+"""What `load_checkpoint` loads by default: weights, plain containers, numpy's values, namespaces and enums.
+
+No code of a file runs: names in a file stand for the functions in this module, and an enum's name for a lookup among
+the members of a class that the program has imported already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import io
+import pickle
+import sys
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
+
+#: Kinds of numpy's dtypes that are loaded; structured ones may describe memory that is not there.
+_KINDS = "biufcSUmMO"
+#: Leaves that torch loads whatever they hold.
+_PLAIN = (type(None), bool, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
+#: Longer integers have a form that torch does not load.
+_MOST_INT = 1 << 2000
+#: By this name protocol 2 reaches what is within a class.
+_GETATTR = "builtins.getattr"
+#: What no name in a file can hold: it ends there.
+_NO_NAME = "\n"
+#: Torch keeps one list of allowed names per process: one load after the other adds to it.
+_loading = threading.Lock()
+
+
+class NotLoadedError(pickle.UnpicklingError):
+    """A file names something that is not loaded by default."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+@contextmanager
+def allowed_globals(content: IO[bytes]) -> Iterator[None]:
+    """Let torch load what is allowed of the names in a checkpoint while the block runs.
+
+    Raises:
+        NotLoadedError: It needs something else.
+    """
+    with ExitStack() as held:
+        held.enter_context(_loading)  # before the names are compared: another load may have added them for itself
+        needed = get_unsafe_globals_in_checkpoint(content)
+        content.seek(0)
+        found = _meanings(needed)
+        if lacking := sorted(set(needed) - found.keys()):
+            raise NotLoadedError(lacking)
+        if found:
+            added: list[Any] = [(one, name) for name, one in found.items()] + _BUILT
+            known = get_safe_globals()
+            held.enter_context(safe_globals([one for one in added if one not in known]))
+        else:
+            held.close()  # weights alone are loaded in parallel
+        yield
+
+
+def _meanings(names: list[str]) -> dict[str, Any]:
+    """Return what stands for the names of a file, as far as they are allowed."""
+    found: dict[str, Any] = {name: _MEANINGS[name] for name in names if name in _MEANINGS}
+    inner: dict[type, Callable[..., Any]] = {}
+    for name in set(names) - found.keys():
+        kind = _imported_class(name)
+        if kind is not None and issubclass(kind, enum.Enum):
+            found[name] = partial(_member, kind)
+        elif kind is not None and _GETATTR in names:
+            lookups = {one: partial(_member, one) for one in _enums_in(kind)}
+            if lookups:
+                inner |= lookups
+                found[name] = _Outer(kind)
+    if inner:  # a file has an enum within a class as `getattr(class, name)`
+        found[_GETATTR] = partial(_inner_enum, inner)
+        found |= {f"{kind.__module__}.{kind.__qualname__}{_NO_NAME}": one for kind, one in inner.items()}
+    return found
+
+
+def _imported_class(name: str) -> type | None:
+    """Return a class that the program has imported already; nothing is imported for it."""
+    module, _, attribute = name.rpartition(".")
+    found = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    return found if isinstance(found, type) else None
+
+
+class _Outer:
+    """Stands for a class that is named only because of the enums within it."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __call__(self, *_: Any) -> Any:
+        raise pickle.UnpicklingError(f"{self.kind.__module__}.{self.kind.__qualname__}, which is no enum")
+
+
+def _enums_in(kind: type) -> list[type[enum.Enum]]:
+    """List the enums that are defined within a class, at any depth."""
+    found: list[type[enum.Enum]] = []
+    for one in vars(kind).values():
+        if isinstance(one, type) and one.__qualname__.startswith(f"{kind.__qualname__}."):
+            found += [one] if issubclass(one, enum.Enum) else _enums_in(one)
+    return found
+
+
+def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) -> Any:
+    """Return the lookup of an enum within a class, or the class within it that holds one."""
+    found = vars(owner.kind).get(name) if isinstance(owner, _Outer) else None
+    if isinstance(found, type) and found in lookups:
+        return lookups[found]
+    if isinstance(found, type) and _enums_in(found):
+        return _Outer(found)
+    raise pickle.UnpicklingError(f"getattr(..., {name!r}), which is no enum")
+
+
+def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
+    """Return the member of a value without calling the class, whose `_missing_` could do anything."""
+    for member in kind.__members__.values():
+        if type(member.value) is type(value) and member.value == value:
+            return member
+    is_flag = issubclass(kind, enum.Flag) and "_missing_" not in {name for one in _own(kind) for name in vars(one)}
+    if is_flag and type(value) is int:
+        return kind(value)  # several members together
+    raise pickle.UnpicklingError(f"{kind.__module__}.{kind.__qualname__} has no member of the value {value!r}")
+
+
+def _own(kind: type) -> list[type]:
+    """Return the classes of an enum that are not Python's."""
+    return [one for one in kind.__mro__ if one.__module__ not in ("enum", "builtins")]
+
+
+def _array() -> None:
+    """Stand for `numpy.ndarray` where a file names the class of an array."""
+
+
+def _empty_array(kind: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
+    """Begin an array, whose values come with its state."""
+    if kind is not _array or shape != (0,):
+        raise pickle.UnpicklingError("a subclass of numpy.ndarray")
+    return np.empty(0, np.int8)
+
+
+def _no_bytes() -> bytes:
+    """Return bytes without a content, which pickles hold as a call."""
+    return b""
+
+
+def _dtype(code: Any, *_: Any) -> np.dtype[Any]:
+    found: np.dtype[Any] = np.dtype(code, copy=True) if isinstance(code, str) and code.isalnum() else np.dtype("V1")
+    if found.kind not in _KINDS:
+        raise pickle.UnpicklingError(f"the numpy dtype {code!r}")
+    return found
+
+
+def _scalar(dtype: Any, value: Any) -> Any:
+    if not isinstance(dtype, np.dtype) or not isinstance(value, bytes) or len(value) != dtype.itemsize:
+        raise pickle.UnpicklingError("a numpy scalar without its bytes")
+    return np.frombuffer(value, dtype)[0]
+
+
+#: Name in a file -> what stands for it. numpy 1 and 2 name the same things differently.
+_MEANINGS: dict[str, Callable[..., Any]] = {
+    "argparse.Namespace": argparse.Namespace,
+    "builtins.bytes": _no_bytes,
+    "numpy.ndarray": _array,
+    "numpy.dtype": _dtype,
+    **{f"numpy.{core}.multiarray._reconstruct": _empty_array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+}
+_DTYPE_CLASSES: set[type] = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUmMO"}
+#: What a file may give a state to, but cannot name.
+_BUILT: list[tuple[Any, str]] = [(kind, f"{kind.__name__}{_NO_NAME}") for kind in {np.ndarray, *_DTYPE_CLASSES}]
+
+
+# What a checkpoint may hold
+
+
+def refused_part(checkpoint: Any) -> tuple[str, str] | None:
+    """Find the first part of a checkpoint that `load_checkpoint` would refuse with its defaults.
+
+    Returns:
+        Its path, such as `checkpoint['agent'][0]`, and what it is; None if all is loaded.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("checkpoint", checkpoint)]
+    while waiting:
+        path, part = waiting.pop()
+        kind = type(part)
+        if kind in _PLAIN or (kind is int and abs(part) < _MOST_INT) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        inner = _parts(path, part)
+        if inner is not None:
+            waiting += reversed(inner)
+        elif not _is_loaded_leaf(part) and (why := _why_refused(part)):
+            return path, why
+    return None
+
+
+def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
+    """Return the parts of a container that is loaded, with their paths; None of anything else."""
+    kind = type(part)
+    if kind in (dict, OrderedDict, Counter):
+        keys = [(f"key {key!r:.80} of {path}", key) for key in part]
+        values = [(f"{path}[{key!r:.80}]", value) for key, value in part.items()]
+        return keys + values + [(f"{path}.{name}", value) for name, value in getattr(part, "__dict__", {}).items()]
+    if kind in (list, tuple):
+        return [(f"{path}[{place}]", value) for place, value in enumerate(part)]
+    if kind is set:
+        return [(f"{path}, {value!r:.80}", value) for value in part]
+    if kind is argparse.Namespace:
+        return [(f"{path}.{name}", value) for name, value in vars(part).items()]
+    if kind is np.ndarray and part.dtype.kind == "O":
+        return [(f"{path}[{', '.join(map(str, place))}]", part[place]) for place in np.ndindex(part.shape)]
+    return None
+
+
+def _is_loaded_leaf(part: Any) -> bool:
+    """Whether a leaf is loaded for sure, without trying it."""
+    if isinstance(part, torch.Tensor):
+        is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
+        return is_plain and not part.is_quantized and not part.is_nested and not part.__dict__
+    is_numpy = type(part) is np.ndarray or (isinstance(part, np.generic) and type(part) is part.dtype.type)
+    return is_numpy and part.dtype.kind in _KINDS and part.dtype.kind != "O"
+
+
+def reason(cause: BaseException) -> str:
+    """Return what torch's loader says of a name or value, without its advice."""
+    text = str(cause).rpartition("WeightsUnpickler error: ")[2] or type(cause).__name__
+    return text.splitlines()[0].strip()
+
+
+def _why_refused(part: Any) -> str:
+    """Save and load a part, and say what it is if it does not come back; "" if it does."""
+    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+    content = io.BytesIO()
+    try:
+        torch.save(part, content)
+        content.seek(0)
+        with allowed_globals(content):
+            torch.load(content, map_location="cpu", weights_only=True)
+    except Exception as cause:  # noqa: BLE001 - code of the part runs as it is pickled
+        names = getattr(cause, "names", [])
+        if names and names != [kind]:
+            return f"{kind} (with {', '.join(names)})"
+        return kind if names else f"{kind} ({reason(cause)[:200]})"
+    return ""
