@@ -138,6 +138,18 @@ class RolloutDataWarning(UserWarning):
     """Data was repaired, skipped or lost; the text says which and how much."""
 
 
+class TargetError(RolloutDataError, OSError):
+    """A file or folder cannot be written: read-only, full, not permitted, or in the way of a file."""
+
+    def __init__(
+        self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
+    ) -> None:
+        super().__init__(action, where, expected, got, advice, message)
+        # `OSError` takes the first arguments for its own attributes.
+        self.args = (action, where, expected, got, advice, *([message] if message else []))
+        self.errno = self.strerror = self.filename = self.filename2 = None
+
+
 def nearest(name: str, options: Iterable[str], most: int | None = None) -> str:
     """List the valid options as text, or `most` of them, the nearest match to `name` first."""
     listed = sorted(map(str, options))

@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import shutil
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from storage.core.durable import read_text, sync_path
 from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 
+from .conversion_note import (
+    NOTE_NAME,
+    ConversionNote,
+    SummedEpisode,
+    described,
+    left_out_line,
+    line_of,
+    shortened,
+)
 from .pictures import axes_of
+from .plain import plain as plain
 
 Array = np.ndarray[Any, Any]
 
@@ -59,11 +73,22 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NOTHING: tuple[Any, ...] = ("unknown", "", None, [], {})
 
 
+#: Metadata of a recording that change when it gains episodes.
+_OF_ALL = frozenset((
+    "total", "total_chunks", "total_episodes", "total_frames", "total_samples", "total_steps", "total_tasks",
+    "total_timesteps", "total_trajectories", "total_videos", "size", "splits", "tasks", "trajectory_counter",
+))  # fmt: skip
+_MAX_NOTE_BYTES = 1 << 30
+
+
 class ForeignWriter(ABC):
     """Write episodes one after the other; made by `formats.writer_class(name)(path, episodes, metadata, options)`.
 
     All are known from the beginning, without a row of theirs, and are given to `add` in their order. A path that this
     class has begun with the same episodes is taken up: `written` tells which are there already.
+
+    The target has a note inside itself (`conversion_note.py`). An episode is noted before it becomes present, so an
+    episode that is present without a line in the note does not exist; a line without its episode counts as nothing.
 
     Attributes:
         format: Key of `formats.WRITERS`.
@@ -71,29 +96,150 @@ class ForeignWriter(ABC):
         episodes: All that are to be written.
         metadata: Of the recording that is written.
         options: Arguments of `convert` for this format.
+        conversion: The note of the target.
         written: Ids of the episodes that are there.
+        num_earlier: Episodes that an earlier conversion had written, also if they have to be written again.
         left_out: Ids of those whose `add` failed, as they cannot be read; `convert` fills it.
     """
 
     format: ClassVar[str]
+    #: Counts changes of what this class writes: another version does not resume a conversion.
+    VERSION: ClassVar[int] = 1
     #: Names of the arguments that `convert(..., **options)` takes for this format, with their defaults.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     #: Names in the metadata of a recording that the format holds; None is all.
     HOLDS: ClassVar[frozenset[str] | None] = frozenset()
     #: All places are chosen before a row is written: leaving out an episode means to begin again without it.
     is_laid_out_first: ClassVar[bool] = False
+    #: A complete target takes episodes that its source has gained.
+    can_grow: ClassVar[bool] = False
+    #: Patterns of the files and folders in the target that are removed to begin again.
+    MADE: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self, path: Path, episodes: Sequence[EpisodeToWrite], metadata: Mapping[str, Any], options: Mapping[str, Any]
+        self,
+        path: Path,
+        episodes: Sequence[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+        options: Mapping[str, Any],
+        conversion: ConversionNote | None = None,
     ) -> None:
         self.path, self.episodes, self.metadata = path, episodes, metadata
         self.options = {**self.OPTIONS, **options}
         self._noted: dict[str, list[str]] = {}
         self._casts: dict[tuple[str, str, str], _Cast] = {}
-        self.left_out: set[str] = set()
-        self.written: set[str] = self.begin()
+        self.conversion = self._own_note() if conversion is None else conversion
+        self.left_out: set[str] = set(self.conversion.left_out)
+        self._num_removed = 0
+        is_new = self.begin_note()
+        try:
+            self.written: set[str] = self.begin() & self.conversion.rows.keys()
+        except UsageError:  # before anything else was written
+            if is_new:
+                (self.note_folder / NOTE_NAME).unlink()
+                with suppress(OSError):
+                    self.note_folder.rmdir()
+            raise
+        self.num_earlier = len(self.written) or self._num_removed
         if self.HOLDS is not None and (lost := sorted(_told(metadata) - self.HOLDS)):
             self._noted[f"metadata of the recording are left out: {', '.join(lost)}"] = [one.id for one in episodes]
+
+    def _own_note(self) -> ConversionNote:
+        noted = self.noted(self.path)
+        if noted is not None and self.is_finished(self.path):
+            raise occupied(self.path, "the complete target of a conversion")
+        note = self.planned(self.episodes, self.metadata, self.options)
+        note.rows = {} if noted is None else noted.rows
+        return note
+
+    @classmethod
+    def planned(
+        cls, episodes: Iterable[EpisodeToWrite], metadata: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> ConversionNote:
+        """Return the note of a conversion that has written nothing yet."""
+        return ConversionNote(
+            format=cls.format,
+            version=cls.VERSION,
+            options=plain({**cls.OPTIONS, **options}),
+            metadata=shortened(metadata, without=_OF_ALL),
+            episodes=[described(episode) for episode in episodes],
+        )
+
+    @classmethod
+    def noted(cls, path: Path) -> ConversionNote | None:
+        """Return the note in a target; None if nothing is there.
+
+        Raises:
+            UsageError: Something without a note is there.
+        """
+        return note_in_folder(path, path)
+
+    @classmethod
+    def is_finished(cls, path: Path) -> bool:
+        """Return whether a target with a note is complete."""
+        return False
+
+    @property
+    def note_folder(self) -> Path:
+        """The folder with the note."""
+        return self.path
+
+    def begin_note(self) -> bool:
+        """Write the note with the lines of the episodes that are there; without them remove what else is there.
+
+        Returns:
+            Whether there was no note.
+        """
+        self.note_folder.mkdir(parents=True, exist_ok=True)
+        place = self.note_folder / NOTE_NAME
+        text = self.conversion.text()
+        is_new = not place.exists()
+        if not is_new and self.conversion.rows and place.read_text("utf-8") == text:
+            return is_new
+        new = self.note_folder / f"{NOTE_NAME}.new"
+        new.write_text(text, "utf-8")
+        sync_path(new)
+        os.replace(new, place)
+        sync_path(self.note_folder)
+        if not is_new and not self.conversion.rows:
+            for pattern in self.MADE:
+                for path in self.note_folder.glob(pattern):
+                    remove(path)
+        return is_new
+
+    def begin_again(self) -> None:
+        """Forget and remove all episodes that are there."""
+        self._num_removed = len(self.conversion.rows)
+        self.conversion.rows.clear()
+        self.begin_note()
+
+    def note(self, episode: EpisodeToWrite) -> None:
+        """Note the checksums of an episode; called when all of it is written, before it takes its place.
+
+        Raises:
+            DataFileError: A part of the episode that the writer did not read cannot be read.
+        """
+        summed = episode if isinstance(episode, SummedEpisode) else SummedEpisode(episode)
+        sums = summed.sums()
+        self.save_line(episode.id, line_of(episode.id, sums))
+        self.conversion.rows[episode.id] = sums
+
+    def leave_out(self, episode: EpisodeToWrite) -> None:
+        """Note that an episode cannot be read."""
+        self.left_out.add(episode.id)
+        self.conversion.left_out.add(episode.id)
+        if not self.is_laid_out_first:
+            self.save_line(episode.id, left_out_line(episode.id))
+
+    def save_line(self, episode: str, line: str) -> None:
+        """Append the line of an episode to the note."""
+        descriptor = os.open(self.note_folder / NOTE_NAME, os.O_WRONLY | os.O_APPEND)
+        data = line.encode()
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
 
     @abstractmethod
     def begin(self) -> set[str]:
@@ -101,7 +247,7 @@ class ForeignWriter(ABC):
 
     @abstractmethod
     def add(self, episode: EpisodeToWrite) -> None:
-        """Write an episode; afterwards it is there, whatever happens.
+        """Write an episode and `note` it; afterwards it is there, whatever happens.
 
         Raises:
             DataFileError: It cannot be read; nothing of it is there.
@@ -198,6 +344,40 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
     pairs = zip(old.tolist(), new.tolist(), strict=True)
     differing = [abs(int(two) - one) if np.isfinite(two) else math.inf for one, two in pairs if one != two]
     return len(differing), max(differing, default=0)
+
+
+def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
+    """Return the note in a folder of a target; None if the target is not there, or an empty folder.
+
+    Raises:
+        UsageError: Something without a note is there.
+    """
+    place = folder / NOTE_NAME
+    if place.is_file():
+        note = ConversionNote.parse(read_text(place, max_bytes=_MAX_NOTE_BYTES))
+        if note is None:
+            raise occupied(target, f"a folder whose {NOTE_NAME!r} cannot be read")
+        return note
+    if target.is_dir():
+        if {path.name for path in target.iterdir()} - {f"{NOTE_NAME}.new"}:
+            raise occupied(target, f"a folder without {NOTE_NAME!r}")
+    elif target.exists():
+        raise occupied(target, "a file")
+    return None
+
+
+def occupied(path: Path, got: str) -> UsageError:
+    """Return the error of a target that is no target of an earlier conversion."""
+    expected, advice = "an empty folder, or one of an earlier conversion", "Choose another place, or remove it"
+    return UsageError("write", repr(str(path)), expected, got, advice)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -327,18 +507,3 @@ def _told(metadata: Mapping[str, Any]) -> set[str]:
     """Name what tells something; arrays, which do not compare as one, always do."""
     plain = {name: value for name, value in metadata.items() if isinstance(value, (str, list, dict, type(None)))}
     return metadata.keys() - DERIVED - {name for name, value in plain.items() if value in _NOTHING}
-
-
-def plain(value: Any) -> Any:
-    """Give a value as JSON has it: arrays as lists, bytes as text, what is not finite as text."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(part) for part in value]
-    if isinstance(value, (np.ndarray, np.generic)):
-        return plain(value.tolist())
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from storage.core import arguments
-from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
+from storage.core.locks import only_writer_of
+from storage.errors import BackgroundError, DataFileError, RolloutDataError, TargetError, UsageError, nearest
 
+from ..foreign.conversion_note import SummedEpisode, UnreadableEpisode
 from ..foreign.formats import EXPORTS, WRITERS, writer_class
 from ..foreign.writer import ForeignWriter
 from ..format.header import damaged_fragments, read_header
 from ..index.folder import BlockFolder
 from ..remote.access import DataDir, RemotePath
+from .episode import Episode
 from .opening import open
 from .own_writer import OWN, OwnWriter
 from .recording import Recording
+from .same_source import check_nothing_gained, check_same_source, source_state, unreadable_episodes
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,10 @@ def convert(
 ) -> Conversion:
     """Write the episodes of a recording in another format; in memory there is a part of one episode at a time.
 
-    A conversion that was stopped goes on when it is called again: episodes that are there are not written again.
+    A conversion that was stopped or killed is resumed when it is called again with the same source and options. The
+    target keeps a note of both and checksums of all rows, with which every episode that is there is compared; rows are
+    not read again if no file of the source has changed. A complete target is left as it is. A source that has gained
+    episodes at its end is converted into a target that is not complete, or is of block files.
 
     Args:
         source: A path of any format, or a `Recording`.
@@ -60,41 +68,121 @@ def convert(
         What was changed or left out. An episode that cannot be read is left out and is among the problems.
 
     Raises:
-        UsageError: The format or an option is not known, or the target holds something else.
+        UsageError: The format or an option is not known; the target holds something else, or was converted from another
+            source or with other options; or another process is converting into it.
         DataFileError: The source cannot be read.
+        TargetError: The target cannot be written.
     """
+    kind = _writer_of(to, options)
+    recording = source if isinstance(source, Recording) else open(source)
+    path = arguments.path("convert", "", target).absolute()
+    if recording.path in (path, *path.parents):
+        raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
+    with ExitStack() as held:
+        with errors_of_target(path):
+            held.enter_context(only_writer_of(path, "convert into"))
+        return _convert(recording, path, kind, options, progress)
+
+
+def _writer_of(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
     if to not in (formats := (OWN, *WRITERS, *EXPORTS)):
         raise UsageError("convert", f"to {to!r}", nearest(to, formats), repr(to))
     kind: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
     if unknown := [name for name in options if name not in kind.OPTIONS]:
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
         raise UsageError("convert", f"to {to!r}", known, repr(unknown[0]))
-    recording = source if isinstance(source, Recording) else open(source)
-    path = arguments.path("convert", "", target).absolute()
-    if recording.path in (path, *path.parents):
-        raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
-    problems, damaged = list(recording.problems), _damaged(recording)
+    return kind
+
+
+def _convert(
+    recording: Recording, path: Path, kind: type[ForeignWriter], options: Mapping[str, Any], progress: bool
+) -> Conversion:
+    """Convert into a target that nobody else writes."""
+    damaged = _damaged(recording)
+    plan = kind.planned(recording, recording.metadata, options)
+    plan.source = source_state(recording)  # before a row is read: what changes later is another state
+    with errors_of_target(path):
+        there = kind.noted(path)
+        is_complete = there is not None and kind.is_finished(path)
+    problems = list(recording.problems)
+    if there is not None and (is_complete or there.rows):
+        check_same_source(there, plan, recording, path, progress)
+        unread = unreadable_episodes(there.left_out, recording, damaged)
+        readable = sorted(there.left_out - unread.keys())
+        if is_complete:
+            check_nothing_gained(there, plan, readable, path)
+            problems += unread.values()
+            return Conversion(len(there.rows), len(there.rows), {}, problems, list(recording.advice))
+        if kind.can_grow:
+            plan.rows = there.rows
+        elif not readable:  # otherwise an episode would come after later ones
+            plan.rows = there.rows
+            plan.left_out = set(unread)
+            problems += unread.values()
+    num_present = -1
     while True:
-        writer = kind(path, recording, recording.metadata, options)
-        num_present = len(writer.written)
+        chosen = recording
+        if kind.is_laid_out_first and plan.left_out:
+            chosen = recording.select(one for one in recording.ids if one not in plan.left_out)
+        with errors_of_target(path):
+            writer = kind(path, chosen, recording.metadata, options, plan)
+        num_present = writer.num_earlier if num_present < 0 else num_present
         try:
-            for episode in tqdm(recording, desc="convert", unit=" episodes", disable=not progress):
-                try:
-                    if episode.id in damaged:  # in the result they would have right checksums
-                        raise damaged[episode.id]
-                    if episode.id not in writer.written:
-                        writer.add(episode)
-                except DataFileError as problem:
-                    problems.append(problem)
-                    writer.left_out.add(episode.id)
+            for episode in tqdm(chosen, desc="convert", unit=" episodes", disable=not progress):
+                if episode.id not in writer.written | writer.left_out:
+                    problem = damaged.get(episode.id) or _added(writer, episode)
+                    if problem is not None:  # damaged rows would have right checksums in the result
+                        problems.append(problem)
+                        with errors_of_target(path):
+                            writer.leave_out(episode)
         finally:
-            writer.close()
-        if not (writer.left_out and kind.is_laid_out_first):
+            with errors_of_target(path):
+                writer.close()
+        if not kind.is_laid_out_first or len(chosen) + len(plan.left_out) == len(recording):
             break
-        recording = recording.select(one for one in recording.ids if one not in writer.left_out)
-    unread = {one for what, ids in writer.report.items() if what.startswith("the episode is left out") for one in ids}
-    num_episodes = len(recording) - len(unread | writer.left_out)
+        plan.rows = {}
+    unwritten = set(writer.left_out)
+    for change, ids in writer.report.items():
+        if change.startswith("the episode is left out"):
+            unwritten.update(ids)
+    num_episodes = len(recording) - len(unwritten)
     return Conversion(num_episodes, num_present, writer.report, problems, list(recording.advice))
+
+
+def _added(writer: ForeignWriter, episode: Episode) -> DataFileError | None:
+    """Write an episode; return the error of an episode that cannot be read."""
+    try:
+        with errors_of_target(writer.path):
+            writer.add(SummedEpisode(episode))
+    except UnreadableEpisode as error:
+        return error.problem
+    return None
+
+
+@contextmanager
+def errors_of_target(path: Path) -> Iterator[None]:
+    """Turn what goes wrong in the block into a `TargetError`, except for callers' mistakes and errors of the source."""
+    try:
+        yield
+    except (UnreadableEpisode, UsageError, TargetError):
+        raise
+    except Exception as cause:
+        reason = _reason(cause)
+        if reason is None:
+            raise
+        error = TargetError("write", repr(str(path)), "a place that can be written", str(reason))
+        error.errno = getattr(reason, "errno", None)
+        raise error from cause
+
+
+def _reason(error: Exception) -> BaseException | None:
+    """Return what an error says of a file that could not be written; None if it says something else."""
+    if isinstance(error, (DataFileError, BackgroundError, OSError)):
+        return error
+    if isinstance(getattr(error, "errno", None), int):  # FFmpeg's
+        return error
+    # torch.save fails once more after the error of the file.
+    return error.__context__ if isinstance(error.__context__, OSError) else None
 
 
 def _damaged(recording: Recording) -> dict[str, DataFileError]:

@@ -1,6 +1,7 @@
 """Episodes of any recording as a folder of block files.
 
-One rule: a published block holds whole episodes, so that a conversion that was killed goes on where it stood.
+One rule: a published block holds whole episodes, or a part of a single one that is larger than a block. So a killed
+conversion leaves whole episodes, and blocks that are removed when it is resumed.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from storage.core.fields import DTYPES, Schema, unflatten
-from storage.errors import RolloutDataWarning, UsageError
+from storage.errors import RolloutDataWarning
 
-from ..foreign.writer import ABSENT, EpisodeToWrite, ForeignWriter, plain
+from ..foreign.conversion_note import NOTE_NAME, ConversionNote
+from ..foreign.plain import plain
+from ..foreign.writer import ABSENT, EpisodeToWrite, ForeignWriter, occupied
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout
 from ..frames.readers import FLOATS, RESERVED, Fit, common_fields
 from ..frames.source import Source
+from ..frames.store import FrameStore
 from ..index.folder import block_entries
+from ..index.index import TrajectoryIndex
 from ..index.metadata import ENDS, UNKNOWN
 from ..index.notes import Notes
 from ..remote.access import Origin
@@ -47,7 +53,17 @@ class OwnWriter(ForeignWriter):
 
     format = OWN
     HOLDS = None
+    can_grow = True
+    MADE = ("metadata.json", "rollout_*.h5", ".rollout_*")
     OPTIONS: ClassVar[Mapping[str, Any]] = {"obs_disassemble_mapping": {}}
+
+    @classmethod
+    def noted(cls, path: Path) -> ConversionNote | None:
+        if path.is_dir() and not (path / NOTE_NAME).exists():
+            if block_entries(path):
+                raise occupied(path, f"a folder of block files without {NOTE_NAME!r}")
+            return None
+        return super().noted(path)
 
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
@@ -65,19 +81,33 @@ class OwnWriter(ForeignWriter):
         return self._there() if self.path.is_dir() and block_entries(self.path) else set()
 
     def _there(self) -> set[str]:
-        """Give the episodes that are in the folder.
+        """Return the ids of the episodes in the folder; remove the blocks of one that is not whole.
 
         Raises:
-            UsageError: It holds something else.
+            UsageError: Other trajectories are there.
         """
+        store = self._snapshot()
+        is_whole = store.index.is_complete()
+        if not is_whole.all():
+            self._remove_parts(store.index)
+            store = self._snapshot()
+            is_whole = store.index.is_complete()
+        found = {str(one) for one in Notes().column(store, SOURCE_ID)}
+        if not is_whole.all() or found - self.conversion.rows.keys():
+            raise occupied(self.path, "other trajectories")
+        return found
+
+    def _snapshot(self) -> FrameStore:
         source = Source(Origin(self.path, OWN))
         source.refresh()
-        store = source.snapshot()
-        found = Notes().column(store, SOURCE_ID)
-        if any(not isinstance(one, str) for one in found) or not store.index.is_complete().all():
-            expected, got = "an empty folder, or one of an earlier conversion", "other trajectories"
-            raise UsageError("convert into", repr(str(self.path)), expected, got)
-        return set(found)
+        return source.snapshot()
+
+    def _remove_parts(self, index: TrajectoryIndex) -> None:
+        """Remove the blocks in which a killed conversion left a part of an episode, and nothing else."""
+        is_whole = np.repeat(index.is_complete(), np.diff(index.first_fragment))
+        needed = set(index.fragment_block[is_whole].tolist())
+        for number in sorted(set(index.fragment_block[~is_whole].tolist()) - needed, reverse=True):
+            index.blocks[number].path.unlink(missing_ok=True)
 
     def _opened(self) -> RolloutWriter:
         if self._writer is None:
@@ -87,14 +117,17 @@ class OwnWriter(ForeignWriter):
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
             is_motion = not self._fit.schema.below("action")
-            self._writer = RolloutWriter(
-                self.path,
-                1,
-                metadata=context,
-                obs_disassemble_mapping=self._mapping or None,
-                block_age_s=1e9,
-                without_action=is_motion,
-            )
+            with warnings.catch_warnings():
+                # The episodes that a killed conversion had not published are converted again.
+                warnings.filterwarnings("ignore", ".*ended without close", RolloutDataWarning)
+                self._writer = RolloutWriter(
+                    self.path,
+                    1,
+                    metadata=context,
+                    obs_disassemble_mapping=self._mapping or None,
+                    block_age_s=1e9,
+                    without_action=is_motion,
+                )
         return self._writer
 
     def add(self, episode: EpisodeToWrite) -> None:
@@ -111,21 +144,31 @@ class OwnWriter(ForeignWriter):
             value = "False" if self._fit.schema[name].dtype == "bool" else "NaN"
             self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
         writer, size = self._opened(), max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
+        num_bytes = episode.length * self._layout.frame_bytes
+        if self._num_bytes + num_bytes > _PUBLISHED_BYTES:
+            self._publish(writer)  # if it fills a block, no other episode is in that block
         try:
             for start in range(0, episode.length, size):
+                stop = min(start + size, episode.length)
+                steps = self._steps(episode, start, stop)
+                if stop == episode.length:
+                    self.note(episode)
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", ".*as an extra field", RolloutDataWarning)
-                    writer.add_rollout(**self._steps(episode, start, min(start + size, episode.length)))
+                    writer.add_rollout(**steps)
         except BaseException:  # Ctrl-C too: no part of an episode is published
             writer.discard([0])
             raise
         if self._is_open:
             writer.discard([0], leave_open=True)
             self._is_open = False
-        self._num_bytes += episode.length * self._layout.frame_bytes
+        self._num_bytes += num_bytes
         if self._num_bytes >= _PUBLISHED_BYTES:
-            writer.flush()
-            self._num_bytes = 0
+            self._publish(writer)
+
+    def _publish(self, writer: RolloutWriter) -> None:
+        writer.flush()
+        self._num_bytes = 0
 
     def _steps(self, episode: EpisodeToWrite, start: int, stop: int) -> dict[str, Any]:
         """Read steps as `add_rollout` takes them, `[T, 1, ...]`; with the last one, what is said of the episode."""

@@ -453,17 +453,15 @@ def test_episodes_without_actions_are_refused(tmp_path: Path) -> None:
         written(ROOT / "motion_npz/clips", tmp_path / "set")
 
 
-def test_a_set_that_is_complete_or_of_others_is_not_written_over(tmp_path: Path) -> None:
-    written(ROOT / "lerobot_v3/vectors", tmp_path / "set")
-    with pytest.raises(UsageError, match="a complete set"):
-        written(ROOT / "lerobot_v3/vectors", tmp_path / "set")
+def test_a_folder_of_others_is_not_written_over_and_a_refused_option_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").touch()
-    with pytest.raises(UsageError, match="one with files"):
+    with pytest.raises(UsageError, match=r"a folder without 'rollout_conversion\.jsonl'"):
         written(ROOT / "lerobot_v3/vectors", tmp_path / "other")
     for options in ({"version": "v1"}, {"video": "mpeg"}, {"fps": 0}):
         with pytest.raises(UsageError):
             written(ROOT / "lerobot_v3/vectors", tmp_path / "third", **options)
+        assert not (tmp_path / "third").exists()
 
 
 KILLED = """

@@ -16,6 +16,7 @@ import numpy as np
 from storage.core import arguments
 from storage.errors import CorruptFileError, UsageError
 
+from ..conversion_note import NOTE_DATASET
 from ..reader import EpisodeInfo
 from ..writer import ABSENT
 from .files import OpenFile, matches
@@ -53,7 +54,7 @@ class Reader(FlatReader):
         return [_with_absent_fields(info, noted.get(info.name)) for info in self._cut()]
 
     def _take_group(self, file: OpenFile, group: str) -> None:
-        found = file.survey(group)
+        found = {path: one for path, one in file.survey(group).items() if path != f"{_METADATA}{NOTE_DATASET}"}
         told = {path: file.whole(f"{group}/{path}", one) for path, one in found.items() if path.startswith(_METADATA)}
         known = {path.removeprefix(_METADATA): one for path, one in told.items() if one is not None}
         self.metadata = {**known, **self.metadata}

@@ -85,6 +85,12 @@ class Writer(ForeignWriter):
     ))  # fmt: skip
     OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": "", "groot": False}
 
+    MADE: ClassVar[tuple[str, ...]] = ("data", "meta", "videos", _UNFINISHED_FILES)
+
+    @classmethod
+    def is_finished(cls, path: Path) -> bool:
+        return (path / INFO_NAME).exists() and not read_object(path / INFO_NAME).get(UNFINISHED)
+
     def begin(self) -> set[str]:
         action, options = "write a LeRobot dataset", self.options
         self._version = arguments.choice(action, "version", options["version"], ("v3.0", "v2.1"))
@@ -114,17 +120,14 @@ class Writer(ForeignWriter):
         }
         self._num_episodes = self._num_frames = 0
         info = self._info()
-        if not (self.path / INFO_NAME).exists():
-            if self.path.exists() and any(self.path.iterdir()):
-                raise UsageError("write", repr(str(self.path)), "a new folder", "one with files", "Choose another one")
-            self._write_tables()
-            self._write_json(INFO_NAME, {**info, UNFINISHED: True})
-            return set()
-        found = read_object(self.path / INFO_NAME)
-        if not found.get(UNFINISHED) or found.get("features") != json.loads(json.dumps(info["features"])):
-            got = "a set of other features" if found.get(UNFINISHED) else "a complete set"
-            raise UsageError("write", repr(str(self.path)), "a new folder", got, "Choose another one")
-        return self._take_up()
+        if (self.path / INFO_NAME).exists():
+            features = read_object(self.path / INFO_NAME).get("features")
+            if features == json.loads(json.dumps(info["features"])):
+                return self._take_up()
+            self.begin_again()  # the source has gained episodes, and not all have the same fields
+        self._write_tables()
+        self._write_json(INFO_NAME, {**info, UNFINISHED: True})
+        return set()
 
     def _take_up(self) -> set[str]:
         found = set()
@@ -132,6 +135,8 @@ class Writer(ForeignWriter):
             try:
                 note = self._note(self._num_episodes)
             except CorruptFileError:  # a power failure: the file is written again
+                break
+            if note["id"] not in self.conversion.rows:
                 break
             self._take(note)
             found.add(note["id"])
@@ -268,6 +273,7 @@ class Writer(ForeignWriter):
     def add(self, episode: EpisodeToWrite) -> None:
         with ExitStack() as made:  # the data file comes to its place after the videos, or none of them does
             note = self._write(episode, made.enter_context(self._replaced(self._file(self._num_episodes))), made)
+            self.note(episode)
         self._take(note)
         self.written.add(episode.id)
         self._report(episode)

@@ -15,8 +15,9 @@ import numpy as np
 from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 
+from ..conversion_note import NOTE_DATASET
 from ..writer import ABSENT, Array, EpisodeToWrite, finals_of, shared_fields
-from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
+from .hdf5_file import Hdf5Writer, written_dtype
 
 _FLAT = {"observation": "observations", "action": "actions", "reward": "rewards"}
 
@@ -29,6 +30,8 @@ class Writer(Hdf5Writer):
     """
 
     format = "d4rl"
+    #: A group that readers of this format do not take for steps.
+    NOTE: ClassVar[str] = f"metadata/{NOTE_DATASET}"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"missing_reward": None}
 
     def begin(self) -> set[str]:
@@ -48,8 +51,7 @@ class Writer(Hdf5Writer):
         absent = {number: self._fields.absent(episode) for number, episode in enumerate(self.episodes)}
         noted = json.dumps({str(number): names for number, names in absent.items() if names})
         contents = {f"metadata/{ABSENT}": np.bytes_(noted.encode())} if any(absent.values()) else {}
-        self._file = EpisodeFile(self.path, datasets, contents, {"/": {}})
-        return self._file.written
+        return self.make_file(datasets, contents, {"/": {}})
 
     def _form(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Return dtype and shape of a row of each dataset.
@@ -97,7 +99,7 @@ class Writer(Hdf5Writer):
         for change in self._fields.changes(episode):
             self.changed(change, episode)
         self._write_ends(episode, first)
-        self._file.note(episode.id)
+        self.note(episode)
 
     def _write_rewards(self, episode: EpisodeToWrite, first: int) -> None:
         """Write the rewards of an episode of a recording in which not all have some."""

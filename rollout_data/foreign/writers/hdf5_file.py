@@ -1,27 +1,28 @@
 """An HDF5 file of episodes whose structure is known before a row is read.
 
 One rule: the structure is made in memory and rows go to their places, so nothing is copied twice. Until the file is
-complete it has a name with a dot, and a list beside it of the episodes that are in it; a killed process is taken up.
+complete it has a name with a dot; the note of the conversion in it says which episodes are there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import h5py
 import numpy as np
 
 from storage.core.durable import sync_path
 from storage.core.fields import Field
-from storage.errors import UsageError
-from storage.saving.hdf5 import SparseFile, begin_file, reserve, write_at
+from storage.errors import CorruptFileError
+from storage.saving.hdf5 import SparseFile, begin_file, member, open_hdf5, reserve, write_at
 
-from ..writer import EpisodeToWrite, ForeignWriter, SharedFields
+from ..conversion_note import NOTE_DATASET, ConversionNote
+from ..writer import EpisodeToWrite, ForeignWriter, SharedFields, occupied
 
 Array = np.ndarray[Any, Any]
 _ALIGNMENT = 64
@@ -36,12 +37,11 @@ class EpisodeFile:
         datasets: Name -> dtype and shape; rows come later, by `write`.
         contents: Name -> small datasets that are known.
         attributes: Group -> its attributes.
+        conversion: The note of the conversion.
+        note_name: Dataset of the note: bytes, with room for the line of each episode.
 
     Attributes:
         written: Ids of the episodes that are in it.
-
-    Raises:
-        UsageError: There is a file of that name.
     """
 
     def __init__(
@@ -50,40 +50,64 @@ class EpisodeFile:
         datasets: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]],
         contents: Mapping[str, Any],
         attributes: Mapping[str, Mapping[str, Any]],
+        conversion: ConversionNote,
+        note_name: str = NOTE_DATASET,
     ) -> None:
-        if path.exists():
-            raise UsageError("write", repr(str(path)), "a free name", "an existing file", "Choose another name")
-        self.path, self._datasets, header = path, datasets, SparseFile()
-        self._partial = path.with_name(f".{path.name}.partial")
-        self._list = path.with_name(f".{path.name}.written")
+        lines = conversion.blank_lines()
+        first = conversion.first_line().encode()
+        places = np.cumsum([len(first), *map(len, lines.values())]).tolist()
+        self._places = dict(zip(lines, places[:-1], strict=True))
+        self._note_name = note_name
+        self._datasets = {**datasets, note_name: (np.dtype("u1"), (places[-1],))}
+        self.path, header = path, SparseFile()
         with begin_file(header, _ALIGNMENT, keeps_order=True) as file:
-            parents = {str(one) for name in (*datasets, *contents) for one in PurePosixPath(name).parents}
+            names = (*self._datasets, *contents)
+            parents = {str(one) for name in names for one in PurePosixPath(name).parents}
             for name in sorted(parents - {"."}):
                 _make_group(file, name)
-            self._offsets = {name: reserve(file, name, dtype, shape) for name, (dtype, shape) in datasets.items()}
+            self._offsets = {name: reserve(file, name, dtype, shape) for name, (dtype, shape) in self._datasets.items()}
             for name, content in contents.items():
                 file.create_dataset(name, data=content)
             for group, told in attributes.items():
                 file.require_group(group).attrs.update(told)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.written = set[str]()
-        if self._is_mine(header):
-            lines = self._list.read_text("utf-8").splitlines(keepends=True)
-            self.written = {json.loads(line) for line in lines if line.endswith("\n")}
-        self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT, 0o666)
-        if not self.written:
-            os.ftruncate(self._file, 0)
-            header.write_to(self._file)
-            self._list.write_text("", "utf-8")
+        # Minari's file has its name before the description of the dataset is there.
+        self._partial = path if path.exists() else partial_of(path)
+        noted = self._note_of_mine(header, conversion)
+        self.written = set[str]() if noted is None else {*noted.rows}
+        if noted is None:
+            self._partial = partial_of(path)
+            blank = b"".join(b" " * (len(line) - 1) + b"\n" for line in lines.values())
+            self._begin(header, first + blank)
+        self._file = os.open(self._partial, os.O_RDWR)
 
-    def _is_mine(self, header: SparseFile) -> bool:
-        """True if a file was begun with just this structure."""
+    def _begin(self, header: SparseFile, note: bytes) -> None:
+        """Create the file with its structure and note, which appears as a whole."""
+        new = self.path.with_name(f".{self.path.name}.begun")
+        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            header.write_to(descriptor)
+            write_at(descriptor, memoryview(note), self._offsets[self._note_name])
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(new, self._partial)
+
+    def _note_of_mine(self, header: SparseFile, conversion: ConversionNote) -> ConversionNote | None:
+        """Return the note of a file that was begun with just this structure; None if there is no such file."""
         try:
             with open(self._partial, "rb") as begun:
                 same = all(os.pread(begun.fileno(), len(data), offset) == data for offset, data in _last(header))
-                return same and os.fstat(begun.fileno()).st_size == header.size and self._list.exists()
-        except OSError:
-            return False
+                if not same or os.fstat(begun.fileno()).st_size != header.size:
+                    return None
+                size = prod(self._datasets[self._note_name][1])
+                text = os.pread(begun.fileno(), size, self._offsets[self._note_name]).decode()
+        except (OSError, UnicodeDecodeError):
+            return None
+        noted = ConversionNote.parse(text)
+        if noted is None or replace(noted, rows={}, source="") != replace(conversion, rows={}, source=""):
+            return None
+        return noted
 
     def write(self, name: str, rows: Array, start: int = 0) -> None:
         """Write rows of a dataset from row `start` on."""
@@ -91,11 +115,9 @@ class EpisodeFile:
         data = np.ascontiguousarray(rows, dtype).reshape(-1).view(np.uint8).data
         write_at(self._file, data, self._offsets[name] + start * dtype.itemsize * prod(shape[1:]))
 
-    def note(self, episode: str) -> None:
+    def note(self, episode: str, line: str) -> None:
         """Note that all rows of an episode are there."""
-        with open(self._list, "a", encoding="utf-8") as listed:
-            listed.write(json.dumps(episode) + "\n")
-        self.written.add(episode)
+        self.write(self._note_name, np.frombuffer(line.encode(), np.uint8), self._places[episode])
 
     def close(self, is_complete: bool) -> None:
         """Give the file its name, if it is complete. Idempotent."""
@@ -103,8 +125,8 @@ class EpisodeFile:
             return
         if is_complete:
             os.fsync(self._file)
-            os.rename(self._partial, self.path)
-            self._list.unlink(missing_ok=True)
+            if self._partial != self.path:
+                os.rename(self._partial, self.path)
             sync_path(self.path.parent)
         os.close(self._file)
         self._file = -1
@@ -126,13 +148,73 @@ def _last(header: SparseFile) -> Iterator[tuple[int, bytes]]:
         yield offset, bytes(written[offset : offset + len(data)])
 
 
+def partial_of(path: Path) -> Path:
+    """Return where a file is until it is complete."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def note_in_file(path: Path, name: str) -> ConversionNote | None:
+    """Return the note in an HDF5 file; None if it has none."""
+    try:
+        with open_hdf5(path) as (file, _):
+            if name not in file:
+                return None
+            text = member(file, name, path)[()].tobytes().decode()
+    except (CorruptFileError, UnicodeDecodeError, AttributeError):
+        return None
+    return ConversionNote.parse(text)
+
+
 class Hdf5Writer(ForeignWriter):
     """Writes a file whose structure is that of all episodes; `begin` makes it."""
 
     is_laid_out_first = True
+    #: Dataset of the note.
+    NOTE: ClassVar[str] = NOTE_DATASET
     _file: EpisodeFile
 
     _fields: SharedFields
+
+    @classmethod
+    def file_at(cls, path: Path) -> Path:
+        """Return the HDF5 file of a target."""
+        return path
+
+    @classmethod
+    def noted(cls, path: Path) -> ConversionNote | None:
+        file = cls.file_at(path)
+        for place in (file, partial_of(file)):
+            if place.exists():
+                note = note_in_file(place, cls.NOTE) if place.is_file() else None
+                if note is None:
+                    raise occupied(place, f"something without the dataset {cls.NOTE!r} of a conversion")
+                return note
+        return None
+
+    @classmethod
+    def is_finished(cls, path: Path) -> bool:
+        return cls.file_at(path).exists()
+
+    def begin_note(self) -> bool:
+        """Do nothing: the note is made with the structure of the file."""
+        return False
+
+    def make_file(
+        self,
+        datasets: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]],
+        contents: Mapping[str, Any],
+        attributes: Mapping[str, Mapping[str, Any]],
+    ) -> set[str]:
+        """Make the file, or take it up; return the ids of the episodes that are in it."""
+        path = self.file_at(self.path)
+        self._file = EpisodeFile(path, datasets, contents, attributes, self.conversion, self.NOTE)
+        if self.conversion.rows and not self._file.written:
+            self.begin_again()
+        return {*self._file.written}
+
+    def save_line(self, episode: str, line: str) -> None:
+        self._file.note(episode, line)
+        self.written.add(episode)
 
     def copy(
         self, episode: EpisodeToWrite, name: str, dataset: str, first: int = 0, steps: range | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,8 +18,9 @@ from storage.core.durable import sync_path
 from storage.core.fields import Field, Schema, unflatten
 from storage.errors import UsageError
 
-from ..writer import ABSENT, EpisodeToWrite, SharedFields, finals_of, shared_fields
-from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
+from ..conversion_note import ConversionNote
+from ..writer import ABSENT, EpisodeToWrite, SharedFields, finals_of, occupied, shared_fields
+from .hdf5_file import Hdf5Writer, written_dtype
 
 _HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 _WITH_LAST = ("observations", "infos")
@@ -35,6 +37,21 @@ class Writer(Hdf5Writer):
 
     format = "minari"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"dataset_id": None, "missing_reward": None}
+
+    @classmethod
+    def file_at(cls, path: Path) -> Path:
+        return path / "data" / "main_data.hdf5"
+
+    @classmethod
+    def is_finished(cls, path: Path) -> bool:
+        return (path / "data" / "metadata.json").exists()
+
+    @classmethod
+    def noted(cls, path: Path) -> ConversionNote | None:
+        note = super().noted(path)
+        if note is None and cls.is_finished(path):
+            raise occupied(path, "a dataset whose data are elsewhere")
+        return note
 
     def begin(self) -> set[str]:
         datasets: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
@@ -64,8 +81,7 @@ class Writer(Hdf5Writer):
             attributes[group] = {"id": len(attributes), "total_steps": length}
             attributes[group] |= {"seed": int(seed)} if isinstance(seed, (int, np.integer)) else {}
             attributes[group] |= {ABSENT: json.dumps(absent)} if absent else {}
-        self._file = EpisodeFile(self.path / "data" / "main_data.hdf5", datasets, {}, attributes)
-        return self._file.written
+        return self.make_file(datasets, {}, attributes)
 
     def _length(self, episode: EpisodeToWrite) -> int:
         """Steps that are written: without the last one where what follows it is not known."""
@@ -99,7 +115,7 @@ class Writer(Hdf5Writer):
         what = "the last step is left out, as the observation after it is not known"
         self.changed(what, episode, length < episode.length)
         self._write_ends(episode, length)
-        self._file.note(episode.id)
+        self.note(episode)
 
     def _write_missing_reward(self, episode: EpisodeToWrite, dataset: str, length: int) -> None:
         """Write rewards of an episode if not all episodes have rewards."""
@@ -138,6 +154,7 @@ class Writer(Hdf5Writer):
             }
             temporary = self.path / "data" / ".metadata.json"
             temporary.write_text(json.dumps(about, indent=2), "utf-8")
+            sync_path(temporary)
             os.replace(temporary, self.path / "data" / "metadata.json")
             sync_path(self.path / "data")
 

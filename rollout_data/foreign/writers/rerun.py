@@ -18,12 +18,14 @@ import numpy as np
 
 from storage.core.durable import sync_path
 from storage.core.fields import Field
-from storage.errors import UsageError
 
-from ..guards import optional
+from ..conversion_note import ConversionNote
+from ..guards import damage_named, optional
 from ..pictures import axes_of
-from ..writer import EpisodeToWrite, ForeignWriter, plain
+from ..plain import plain
+from ..writer import EpisodeToWrite, ForeignWriter, note_in_folder, occupied, remove
 
+_NOTE_ENTITY = "/rollout_conversion"
 #: Rows that are read at once.
 _PORTION_BYTES = 16 << 20
 #: Last part of the name of a field -> its values are seconds.
@@ -38,12 +40,31 @@ class Writer(ForeignWriter):
 
     format, HOLDS = "rerun", None
 
+    MADE = ("*.rrd", "*.tmp")
+
+    @classmethod
+    def noted(cls, path: Path) -> ConversionNote | None:
+        if not path.exists():
+            return note_in_folder(_parts_of(path), _parts_of(path))
+        text = _note_in(path) if path.is_file() else None
+        note = None if text is None else ConversionNote.parse(text)
+        if note is None:
+            raise occupied(path, f"something without the entity {_NOTE_ENTITY!r} of a conversion")
+        if _parts_of(path).exists():
+            remove(_parts_of(path))  # a conversion was killed after the file was complete
+        return note
+
+    @classmethod
+    def is_finished(cls, path: Path) -> bool:
+        return path.exists()
+
+    @property
+    def note_folder(self) -> Path:
+        return _parts_of(self.path)
+
     def begin(self) -> set[str]:
         self._rr = optional("rerun", "rerun-sdk", "rerun", "or write recordings of Rerun")
-        if self.path.exists():
-            raise UsageError("write", repr(str(self.path)), "a new file", "one that is there", "Choose another name")
-        self._folder = self.path.with_name(f".{self.path.name}.parts")
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder = self.note_folder
         return {episode.id for episode in self.episodes if self._part(episode).exists()}
 
     def _part(self, episode: EpisodeToWrite) -> Path:
@@ -56,6 +77,7 @@ class Writer(ForeignWriter):
             self._log(stream, episode)
         finally:
             stream.disconnect()
+        self.note(episode)
         os.replace(part.with_suffix(".tmp"), part)
         self.written.add(episode.id)
 
@@ -126,6 +148,8 @@ class Writer(ForeignWriter):
         stream = self._stream(temporary)
         about = self._rr.AnyValues(metadata=json.dumps(plain(self.metadata)))
         stream.log("/recording", about, static=True)
+        # Text of a static component; `close` writes it once, when all episodes are noted.
+        stream.log(_NOTE_ENTITY, self._rr.AnyValues(note=self.conversion.text()), static=True)
         chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
         for episode in self.episodes:
             if episode.id in self.written:
@@ -135,6 +159,23 @@ class Writer(ForeignWriter):
         sync_path(temporary)
         os.replace(temporary, self.path)
         shutil.rmtree(self._folder)
+
+
+def _parts_of(path: Path) -> Path:
+    """Return the folder of the episodes until they become one file."""
+    return path.with_name(f".{path.name}.parts")
+
+
+def _note_in(path: Path) -> str | None:
+    """Return the text of the note in a recording; None if it has none."""
+    chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
+    with damage_named("read", repr(str(path)), "a recording of Rerun", OSError, RuntimeError, ValueError):
+        for chunk in chunks.RrdReader(path).stream():
+            if chunk.entity_path == _NOTE_ENTITY:
+                for name, values in chunk.to_record_batch().to_pydict().items():
+                    if name.endswith("note"):
+                        return str(values[0][0])
+    return None
 
 
 def _changes(field: Field) -> Iterator[str]:

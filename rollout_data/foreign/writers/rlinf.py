@@ -15,9 +15,7 @@ import numpy as np
 import torch
 
 from storage.core.durable import replace_file
-from storage.errors import UsageError
 
-from ..guards import read_object
 from ..writer import ABSENT, EpisodeToWrite, ForeignWriter, finals_of, shared_fields
 
 _WEIGHTS, _INDEX, _METADATA = "recorded", "trajectory_index.json", "metadata.json"
@@ -28,14 +26,16 @@ class Writer(ForeignWriter):
     """A folder of trajectories; the order of the episodes is that of their ids 0, 1, ..."""
 
     format = "rlinf"
+    MADE = (_INDEX, "trajectory_*.pt")
+
+    @classmethod
+    def is_finished(cls, path: Path) -> bool:
+        return (path / _METADATA).exists()
 
     def begin(self) -> set[str]:
         self._fields = shared_fields(self.episodes)
         self._numbers = {episode.id: number for number, episode in enumerate(self.episodes)}
-        index, there = self._index(self.episodes), self.path / _INDEX
-        if (self.path / _METADATA).exists() or (there.exists() and read_object(there) != index):
-            raise UsageError("write", repr(str(self.path)), "a new folder", "a complete set", "Choose another one")
-        self._write(_INDEX, index)
+        self._write(_INDEX, self._index(self.episodes))
         return {episode.id for episode in self.episodes if self._file(episode).exists()}
 
     def _file(self, episode: EpisodeToWrite) -> Path:
@@ -61,6 +61,7 @@ class Writer(ForeignWriter):
     def add(self, episode: EpisodeToWrite) -> None:
         with replace_file(self._file(episode)) as temporary:
             torch.save(self._content(episode), temporary)
+            self.note(episode)
         self.written.add(episode.id)
         if episode.metadata.keys() - {"task"}:
             self.changed("metadata of episodes is left out", episode)
@@ -116,5 +117,5 @@ class Writer(ForeignWriter):
         absent = {str(self._numbers[one.id]): self._fields.absent(one) for one in episodes}
         if noted := {number: names for number, names in absent.items() if names}:
             about[ABSENT] = noted
-        self._write(_METADATA, about)
         self._write(_INDEX, self._index(episodes))
+        self._write(_METADATA, about)

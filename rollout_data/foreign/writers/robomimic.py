@@ -18,7 +18,7 @@ from storage.errors import UsageError
 
 from ..hdf5.names import OBS_NAMES, REPEATED, flat_key
 from ..writer import ABSENT, Array, EpisodeToWrite, SharedFields, finals_of, has_open_end, plain, shared_fields
-from .hdf5_file import EpisodeFile, Hdf5Writer, written_dtype
+from .hdf5_file import Hdf5Writer, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
 #: Our name of a group of fields -> its group in a demo.
@@ -69,8 +69,7 @@ class Writer(Hdf5Writer):
             for mask in episode.metadata.get("mask", ()):
                 masks.setdefault(f"mask/{mask}", []).append(demo)
         contents = {mask: np.array(demos, "S") for mask, demos in masks.items()}
-        self._file = EpisodeFile(self.path, datasets, contents, attributes)
-        return self._file.written
+        return self.make_file(datasets, contents, attributes)
 
     def chosen_fields(self) -> SharedFields:
         """Choose the fields of every demo; `dones` and made-up rewards are written whatever a demo has."""
@@ -157,7 +156,7 @@ class Writer(Hdf5Writer):
         for at, values in self.extras(episode).items():
             self._file.write(f"{group}/{at}", values)
         self._report(episode)
-        self._file.note(episode.id)
+        self.note(episode)
 
     def _write_next(self, episode: EpisodeToWrite, name: str, dataset: str, final: Array | None) -> None:
         """Write the observations after each step; the last one again if no later one is known."""

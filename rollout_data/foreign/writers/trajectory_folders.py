@@ -11,6 +11,7 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,9 +41,13 @@ class Writer(ForeignWriter):
     HOLDS = None
     OPTIONS: ClassVar[Mapping[str, Any]] = {"env": "", "policy": "", "missing_reward": None}
 
+    MADE = ("trajectory_*",)
+
+    @classmethod
+    def is_finished(cls, path: Path) -> bool:
+        return (path / "metadata.json").exists()
+
     def begin(self) -> set[str]:
-        if (self.path / "metadata.json").exists():
-            raise UsageError("write", repr(str(self.path)), "a new folder", "a complete set", "Choose another one")
         self._folders = {one.id: self.path / f"trajectory_{number}" for number, one in enumerate(self.episodes)}
         self._fields = self._chosen_fields()
         for episode in self.episodes:
@@ -83,6 +88,7 @@ class Writer(ForeignWriter):
             pickle.dump(chunk, out, protocol=4)
             out.flush()
             os.fsync(out.fileno())
+        self.note(episode)
         folder.mkdir(exist_ok=True)
         os.rename(temporary, folder / f"traj_{0:06d}_{length:06d}.pickle")
         self.written.add(episode.id)
