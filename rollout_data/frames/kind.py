@@ -28,6 +28,7 @@ from ..index.metadata import ENDS, UNKNOWN
 from ..index.notes import parsed
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import DataDirs, Origin, RemoteOptions, origins_of
+from ..remote.mirror import local_origin
 from .coded import CHUNK_CACHE_BYTES
 from .shared import Spot
 from .store import FrameStore
@@ -60,7 +61,9 @@ class Origins:
         chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
         remote: RemoteOptions | None = None,
     ) -> None:
-        self.origins, self.remote = origins_of(data_dir), remote or RemoteOptions()
+        given = origins_of(data_dir)
+        self.remote = remote or given[0].remote or RemoteOptions()
+        self.origins = [local_origin(origin, self.remote) for origin in given]
         self.paths = [origin.path for origin in self.origins]
         self.labels = [""] if len(self.paths) == 1 else [f"{number}:" for number in range(len(self.paths))]
         self.verify_on_open, self.chunk_cache_bytes = verify_on_open, chunk_cache_bytes

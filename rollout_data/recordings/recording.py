@@ -24,7 +24,8 @@ from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.readers import Readers, chosen_episodes
 from ..frames.source import Source, kind_of
 from ..index.index import Int64s, name_keys, random_keys, share_of
-from ..remote.access import Origin
+from ..remote.access import Origin, RemoteOptions
+from ..remote.mirror import local_origin
 from .episode import Episode
 from .own import FolderReader
 from .table import as_table, column_of, kept_rows
@@ -284,6 +285,7 @@ def open_origin(origin: Origin) -> ForeignReader:
     Raises:
         DataFileError: It is of no known format, or cannot be read.
     """
+    origin = local_origin(origin, origin.remote or RemoteOptions())
     kind = kind_of(origin)
     if kind is None or kind is Readers:
         return open_foreign(origin.path, origin.format, **origin.options)

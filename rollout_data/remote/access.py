@@ -35,12 +35,14 @@ class Origin:
         format: Its format; None where its content tells.
         options: Of the format.
         ids: Names of the trajectories that are read; None is all.
+        remote: How it is read if it is a URL; None leaves that to who reads it.
     """
 
     path: Path
     format: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     ids: tuple[str, ...] | None = None
+    remote: RemoteOptions | None = None
 
 
 class HasOrigin(Protocol):
@@ -73,6 +75,8 @@ class RemoteOptions:
         num_requests: Requests under way at once. Together they must cover bandwidth times latency.
         timeout_s: How long an attempt may take.
         num_retries: How often a request that failed or took too long is sent again.
+        cache_bytes: Disk space for copies of LeRobot sets and HDF5 files in the user's cache folder; block files are
+            never copied.
         storage_options: For the file system, as fsspec takes them: keys, `endpoint_url`, ...
 
     Raises:
@@ -84,10 +88,17 @@ class RemoteOptions:
     num_requests: int = 32
     timeout_s: float = 30.0
     num_retries: int = 3
+    cache_bytes: int = 32 << 30
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, low in (("chunk_bytes", 1 << 12), ("num_chunks", 1), ("num_requests", 1), ("num_retries", 0)):
+        for name, low in (
+            ("chunk_bytes", 1 << 12),
+            ("num_chunks", 1),
+            ("num_requests", 1),
+            ("num_retries", 0),
+            ("cache_bytes", 0),
+        ):
             whole("read remote files", name, getattr(self, name), low)
         real("read remote files", "timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: seconds > 0)
 
@@ -218,7 +229,7 @@ class RemoteFiles:
             expected, advice = "a folder that can be listed", "See to the connection and the rights to read"
             raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
         self._listed_s = time.monotonic()
-        return {one["name"].rpartition("/")[2]: (int(one["size"] or 0), _stamp(one)) for one in found}
+        return {one["name"].rpartition("/")[2]: (int(one["size"] or 0), stamp_of_entry(one)) for one in found}
 
     def check_access(self) -> None:
         """List the files, unless that was done a moment ago: some stores say of what they refuse that it is not there.
@@ -232,6 +243,6 @@ class RemoteFiles:
                 self.listed()
 
 
-def _stamp(entry: Mapping[str, Any]) -> int:
+def stamp_of_entry(entry: Mapping[str, Any]) -> int:
     """Make a number of what tells a file's content from another one's."""
     return crc32(repr([str(entry[name]) for name in _STAMPS if entry.get(name)]).encode())

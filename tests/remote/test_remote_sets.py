@@ -1,0 +1,175 @@
+"""LeRobot sets and HDF5 files at a URL: the numbers of the local ones; every other format is refused by its name."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+pytest.importorskip("fsspec")
+pytest.importorskip("pyarrow")
+
+import fsspec
+
+import rollout_data
+from benchmarks.lagging import LaggingFileSystem
+from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset
+from rollout_data.foreign.formats import FORMATS
+from rollout_data.remote.denial import AccessError
+from rollout_data.remote.mirror import COPIED
+from storage.errors import ForeignFileError, UsageError
+
+WRITTEN = {"lerobot": {"fps": 10}, "robomimic": {}, "isaaclab": {}, "minari": {}, "d4rl": {}}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "rollout_data" / "remote"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets") / "own"
+    with RolloutWriter(folder, 1, writer_name="arm", durable=False) as writer:
+        for episode, length in enumerate((5, 6, 7)):
+            for t in range(length):
+                row = np.array([[episode, t, 1]], np.float32)
+                writer.add(observation=row, action=row[:, :2] + 1, reward=row[:, 0], terminated=[t == length - 1])
+    return folder
+
+
+def converted(own, target, form):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rollout_data.convert(own, target, form, progress=False, **WRITTEN[form])
+    return target
+
+
+def at_url(path, name: str) -> str:
+    system = fsspec.filesystem("memory")
+    if system.exists(f"/{name}"):
+        system.rm(f"/{name}", recursive=True)
+    system.put(str(path), f"/{name}", recursive=path.is_dir())
+    return f"memory://{name}"
+
+
+def check_same(near, far):
+    assert far.ids == near.ids and len(near) == 3 and far.format == near.format
+    for expected, got in zip(near, far, strict=True):
+        assert got.schema == expected.schema and got.task == expected.task
+        for name in expected.schema:
+            assert np.array_equal(got.read(name), expected.read(name))
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_a_set_at_a_url_gives_the_numbers_of_the_local_one(own, tmp_path, form):
+    path = converted(own, tmp_path / ("set.hdf5" if form in ("robomimic", "isaaclab", "d4rl") else "set"), form)
+    url = at_url(path, f"bucket/{path.name}")
+    check_same(rollout_data.open(path), rollout_data.open(url))
+    near, far = WindowDataset(path, 2), WindowDataset(url, 2)
+    everything = range(len(near))
+    assert len(far) == len(near) > 0
+    assert all(
+        (near.__getitems__(everything)[name] == far.__getitems__(everything)[name]).all() for name in ("action",)
+    )
+    batches = (RolloutDataset(one, 2, device="cpu").get_batch(4) for one in (path, url, rollout_data.open(url)))
+    first, *others = (batch.observation for batch in batches)
+    assert all((first == other).all() for other in others)
+
+
+def test_every_format_is_either_copied_or_refused():
+    assert set(COPIED) <= set(FORMATS)
+    assert {name for name, module in FORMATS.items() if module.startswith("hdf5.")} <= set(COPIED)
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (["data.zarr/.zgroup", "data.zarr/data/.zgroup"], "zarr"),
+        (["data/.zarray", "meta/episode_ends/.zarray"], "zarr"),
+        (["1.0.0/dataset_info.json", "1.0.0/features.json", "1.0.0/x-train.tfrecord-00000-of-00001"], "rlds"),
+        (["run.mcap"], "mcap"),
+        (["walk.npz"], "ogbench or motion"),
+        (["motions/walk.json"], "motion"),
+        (["rank_0/x.pt"], "rlinf"),
+        (["trajectory_0/chunk_0.npz"], "trajectory folders|ogbench"),
+        (["README.txt"], "unknown, with files such as README.txt"),
+        (["data/part-0.arrow", "metadata.json"], "minari of Arrow or Parquet files"),
+    ],
+)
+@pytest.mark.parametrize("way", ["open", "windows", "stream", "named"])
+def test_another_format_at_a_url_is_refused_by_its_name(files, name, way):
+    system = fsspec.filesystem("memory")
+    if system.exists("/refused"):
+        system.rm("/refused", recursive=True)
+    for file in files:
+        system.pipe_file(f"/refused/{file}", b"{}")
+    calls = {
+        "open": lambda: rollout_data.open("memory://refused"),
+        "windows": lambda: WindowDataset("memory://refused", 1),
+        "stream": lambda: RolloutDataset("memory://refused", 1, device="cpu").get_batch(1),
+        "named": lambda: rollout_data.open("memory://refused", "zarr"),
+    }
+    with pytest.raises(ForeignFileError, match=f"the format ({name if way != 'named' else 'zarr'}).*Copy the data"):
+        calls[way]()
+
+
+def test_a_copy_is_made_once_and_again_after_a_change_and_within_its_space(own, tmp_path, cache):
+    path = converted(own, tmp_path / "set", "lerobot")
+    root = tmp_path / "set"
+    LaggingFileSystem.start(tmp_path, 0.0)
+    monkey = Recursive.started(tmp_path)
+    url = "recursive://set"
+    check_same(rollout_data.open(path), rollout_data.open(url))
+    fetched = sum(stop - start for _, start, stop in monkey.requests if stop)
+    assert fetched == sum(one.stat().st_size for one in root.rglob("*") if one.is_file())
+    monkey.requests.clear()
+    check_same(rollout_data.open(path), rollout_data.open(url))
+    assert not [one for one in monkey.requests if one[2]]
+    table = next(root.glob("data/**/*.parquet"))
+    table.touch()
+    rollout_data.open(url)
+    assert [one for one in monkey.requests if one[2]]
+    with pytest.raises(UsageError, match="at most cache_bytes = 1000 bytes"):
+        rollout_data.open("recursive://set", remote=RemoteOptions(cache_bytes=1000, chunk_bytes=5000))
+    assert sum(one.is_dir() for one in cache.iterdir()) == 2
+
+
+class Recursive(LaggingFileSystem):
+    """Folders in folders, as `find` walks them."""
+
+    protocol = "recursive"
+
+    @classmethod
+    def started(cls, root):
+        cls.start(root, 0.0)
+        fsspec.register_implementation("recursive", cls, clobber=True)
+        return cls
+
+    def ls(self, path, detail=True, **options):
+        name = self._answer(path, None, None)
+        if (self.root / name).is_file():
+            raise NotADirectoryError(name)
+        found = []
+        for one in sorted((self.root / name).iterdir()):
+            kind = "directory" if one.is_dir() else "file"
+            found.append({"name": f"{name}/{one.name}", "size": one.stat().st_size, "mtime": one.stat().st_mtime_ns,
+                          "type": kind})  # fmt: skip
+        return found if detail else [entry["name"] for entry in found]
+
+
+def test_a_refusal_while_a_set_is_copied_is_one_error_and_leaves_no_half_of_it(own, tmp_path):
+    path = converted(own, tmp_path / "set", "lerobot")
+    system = Recursive.started(tmp_path)
+
+    def act(name, start, stop):
+        if name.endswith(".parquet") and stop:
+            raise PermissionError("403 Forbidden: the token has expired")
+
+    system.fails = staticmethod(act)
+    with pytest.raises(AccessError, match="the token has expired"):
+        rollout_data.open("recursive://set")
+    system.fails = staticmethod(lambda *request: None)
+    check_same(rollout_data.open(path), rollout_data.open("recursive://set"))
