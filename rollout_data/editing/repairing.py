@@ -25,6 +25,7 @@ from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
 from ..diagnosis.examining import doctor, opened
 from ..diagnosis.finding import Finding
 from ..diagnosis.provenance import masked
+from ..foreign.video import VideoRange
 from ..foreign.writer import EpisodeToWrite
 from ..format.header import METADATA_NAME, read_header
 from ..format.write import block_name, write_block
@@ -237,6 +238,9 @@ class _Lazy(EpisodeToWrite):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         return self._made().read(name, start, stop)
+
+    def video(self, name: str) -> VideoRange | None:
+        return None
 
     @property
     def final_observation(self) -> Any:

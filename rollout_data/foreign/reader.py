@@ -18,6 +18,8 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
+from .video import VideoRange
+
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 NO_FIELDS = Schema([])
 
@@ -142,6 +144,10 @@ class ForeignReader(ABC):
         """Read a field of the observation after the last step, of those in `EpisodeInfo.final`: `[*shape]`."""
         where, got = f"of episode {self.episodes[number].name!r} of {str(self.path)!r}", "no such observation"
         raise UsageError("read the final observation", where, f"a format with {name!r}", got)
+
+    def video(self, number: int, name: str) -> VideoRange | None:
+        """Return where the video of a field of episode `number` is; None if the field is not stored as video."""
+        return None
 
     def checked_some(self, episodes: list[EpisodeInfo], what: str) -> list[EpisodeInfo]:
         """Give the episodes.

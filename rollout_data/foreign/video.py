@@ -6,7 +6,8 @@ is expected is refused before memory is taken for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,79 @@ class DepthCoding:
         metres = np.clip(metres, self.minimum, self.maximum)
         scaled: Array = np.clip(np.rint(metres * 1000), 0, 65535) if self.unit == "mm" else metres
         return scaled.astype(self.dtype)
+
+
+@dataclass(frozen=True)
+class VideoRange:
+    """The frames of an episode in a video file.
+
+    Attributes:
+        path: The file.
+        start_s: Time of the first frame in seconds.
+        num_frames: Frames of the episode.
+        rate_hz: Frames per second.
+        about: LeRobot's description of the camera.
+    """
+
+    path: Path
+    start_s: float
+    num_frames: int
+    rate_hz: float
+    about: Mapping[str, Any]
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec in the description of the camera; "" without one."""
+        found = [self.about.get(name) for name in ("video_info", "info")]
+        codecs = [one["video.codec"] for one in found if isinstance(one, dict) and one.get("video.codec")]
+        return str(codecs[0]) if codecs else ""
+
+
+@of_kind("undecodable")
+def copy_video(source: VideoRange, target: Path) -> str:
+    """Copy the frames of an episode to a file of their own without encoding them again.
+
+    Returns:
+        "file" if the file holds nothing else and was copied as it is, "packets" if packets were copied, or "" if the
+        frames cannot stand alone: they do not start at a key frame, or other frames lie among them. Copied packets
+        have to be compared: some encoders mark frames as key frames after which others cannot be decoded.
+    """
+    with _opened(source.path) as (_, stream):
+        is_alone = stream.frames == source.num_frames and not stream.start_time
+    if is_alone and source.start_s <= TOLERANCE_S:
+        shutil.copyfile(source.path, target)
+        return "file"
+    return "packets" if _copy_packets(source, target) else ""
+
+
+def _copy_packets(source: VideoRange, target: Path) -> bool:
+    av = optional("av", "av", "video", "video")
+    with _opened(source.path) as (container, stream), av.open(str(target), "w", format="mp4") as out:
+        copy = out.add_stream_from_template(stream)
+        container.seek(int(max(0, source.start_s) / stream.time_base), stream=stream, backward=True)
+        num_copied, first = 0, 0
+        for packet in container.demux(stream):
+            if packet.pts is None or packet.dts is None:
+                break
+            place = (float(packet.pts * stream.time_base) - source.start_s) * source.rate_hz
+            is_wanted = round(place) in range(source.num_frames)
+            is_exact = abs(place - round(place)) <= TOLERANCE_S * 2 * source.rate_hz
+            if not num_copied and not is_wanted:
+                continue
+            if not num_copied:
+                if not packet.is_keyframe or round(place) != 0:
+                    break
+                first = packet.pts
+            if not is_wanted or not is_exact:
+                break
+            packet.pts -= first
+            packet.dts -= first
+            packet.stream = copy
+            out.mux(packet)
+            num_copied += 1
+            if num_copied == source.num_frames:
+                break
+    return num_copied == source.num_frames
 
 
 @of_kind("undecodable")

@@ -35,6 +35,7 @@ from .conversion_note import (
 )
 from .pictures import axes_of
 from .plain import plain as plain
+from .video import VideoRange
 
 Array = np.ndarray[Any, Any]
 
@@ -55,6 +56,9 @@ class EpisodeToWrite(Protocol):
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         """Read steps of one field: `[stop - start, *shape]`, or a list of texts."""
+
+    def video(self, name: str) -> VideoRange | None:
+        """Return where the video of a field is; None if the field is not stored as video."""
 
     @property
     def final_observation(self) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..foreign.reader import EpisodeInfo, ForeignReader
+from ..foreign.video import VideoRange
 
 Array = np.ndarray[Any, Any]
 OBSERVATION = "observation"
@@ -110,6 +111,10 @@ class Episode:
         if not 0 <= start <= end <= self.length:
             raise UsageError(f"read steps of {name!r}", where, f"0 <= start <= stop <= {self.length}", f"{start}:{end}")
         return self._reader.read(self._number, name, start, end)
+
+    def video(self, name: str) -> VideoRange | None:
+        """Return where the video of a field is; None if the field is not stored as video."""
+        return self._reader.video(self._number, name)
 
     @property
     def observation(self) -> Any:

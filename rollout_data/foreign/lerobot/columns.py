@@ -42,12 +42,16 @@ class Column:
         name: The feature.
         kind: "number", "string", "image", "depth" or "video".
         unit: Of depth.
+        codec: Of video.
+        about: Description of a video that is copied from another LeRobot set; None for other fields.
     """
 
     field: Field
     name: str
     kind: str
     unit: str = ""
+    codec: str = ""
+    about: Mapping[str, Any] | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -66,8 +70,10 @@ class Column:
         kind = DepthStatistics if self.kind == "depth" else NumberStatistics
         return kind(num_rows, self.field.shape, self.dtype, folder)
 
-    def feature(self, fps: float, video: str) -> dict[str, Any]:
+    def feature(self, fps: float) -> dict[str, Any]:
         """Describe it as `meta/info.json` does."""
+        if self.about is not None:
+            return dict(self.about)
         shape, names = list(self.field.shape) or [1], None
         if self.kind in ("image", "depth", "video"):
             names = ["height", "width", "channels"]
@@ -78,29 +84,50 @@ class Column:
             about["info"] = {"is_depth_map": True, "depth_unit": self.unit}
         elif self.kind == "video":
             sizes = {f"video.{name}": size for name, size in zip(("height", "width", "channels"), shape, strict=True)}
-            coding = {"video.codec": video, "video.pix_fmt": "yuv420p", "video.is_depth_map": False}
+            coding = {"video.codec": self.codec, "video.pix_fmt": "yuv420p", "video.is_depth_map": False}
             about["info"] = {**sizes, **coding, "video.fps": fps, "has_audio": False}
         return about
 
 
-def column_of(field: Field, units: Mapping[str, str], video: str, is_v3: bool) -> Column:
-    """Say what becomes of a field; `units` are those of depth, which version 2 has no pictures for."""
+def column_of(
+    field: Field, units: Mapping[str, str], codec: str, is_v3: bool, about: Mapping[str, Any] | None = None
+) -> Column:
+    """Return the column of a field.
+
+    Args:
+        field: Of the recording.
+        units: Units of depth, which version 2 has no pictures for.
+        codec: Of pictures as video; "" for PNG.
+        is_v3: Whether the version is 3.
+        about: Description of the video if it is copied from another LeRobot set.
+    """
     head, _, rest = field.name.partition("/")
     name = {"observation": "observation.state", "reward": "next.reward"}.get(field.name, field.name.replace("/", "."))
-    is_picture = field.dtype == "uint8" and len(field.shape) == 3 and field.shape[2] in _CHANNELS
+    is_picture = is_picture_field(field)
     is_depth = is_v3 and field.name in units and len(field.shape) == 2 and field.dtype in ("uint16", "float32")
     if (is_picture or is_depth) and head == "observation" and rest:
         name = f"observation.images.{rest.removeprefix('images').lstrip('./').replace('/', '.') or 'camera'}"
     elif not is_v3 and not is_picture:  # whose readers take every feature with "image" in its name for pictures
         name = name.replace("images.", "").replace("image", "picture")
-    if is_picture and not video:
-        return Column(field, name, "image")
+    if is_picture and codec:
+        if about is None:
+            check_encodable(field)
+        return Column(field, name, "video", codec=codec, about=about)
     if is_picture:
-        if field.shape[0] % 2 or field.shape[1] % 2 or field.shape[2] != 3:
-            expected = "pictures of even height and width, and three channels"
-            raise UsageError("write video", f"of {field.name!r}", expected, str(field.shape), "Write with video=''")
-        return Column(field, name, "video")
+        return Column(field, name, "image")
     return Column(field, name, "depth" if is_depth else "number", units.get(field.name, ""))
+
+
+def is_picture_field(field: Field) -> bool:
+    """Return whether a field holds pictures of 8 bits."""
+    return field.dtype == "uint8" and len(field.shape) == 3 and field.shape[2] in _CHANNELS
+
+
+def check_encodable(field: Field) -> None:
+    """Raise if the encoders do not take pictures of this size."""
+    if field.shape[0] % 2 or field.shape[1] % 2 or field.shape[2] != 3:
+        expected = "pictures of even height and width, and three channels"
+        raise UsageError("write video", f"of {field.name!r}", expected, str(field.shape), "Write with video=''")
 
 
 def arrow_column(column: Column, parts: Iterable[Array], start: int) -> Any:
@@ -151,11 +178,11 @@ def hub_features(features: Mapping[str, Mapping[str, Any]], languages: Mapping[s
     return json.dumps({"info": {"features": found}})
 
 
-def write_video(path: Path, parts: Iterable[Array], fps: float, video: str) -> None:
+def write_video(path: Path, parts: Iterable[Array], fps: float, codec: str) -> None:
     """Encode the pictures of an episode, `[n, H, W, 3]` each part, as MP4 with many key frames."""
     av = optional("av", "av", "video", "video")
     os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints lines for each file
-    encoder, settings = ENCODERS[video]
+    encoder, settings = ENCODERS[codec]
     rate = Fraction(fps).limit_denominator(1 << 16)
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream(encoder, rate=rate, options={**settings, "g": str(_KEY_FRAME_EVERY)})

@@ -26,7 +26,7 @@ from ..guards import file_inside, read_object
 from ..parquet import as_rows
 from ..pictures import decode_picture
 from ..reader import EpisodeInfo, ForeignReader
-from ..video import end_time, read_frames
+from ..video import VideoRange, end_time, read_frames
 from ..writer import ABSENT
 from .description import (
     INDEX_COLUMNS,
@@ -303,6 +303,15 @@ class Reader(ForeignReader):
                     found[one.name][at : at + len(values)] = values
             at += len(batch[_FRAME])
         return found
+
+    def video(self, number: int, name: str) -> VideoRange | None:
+        feature = self._features.get(name)
+        if feature is None or feature.kind != "video" or feature.depth is not None:
+            return None
+        info = self.episodes[number]
+        file, start_s = info.source.videos[feature.source]
+        about = self.metadata["features"][feature.source]
+        return VideoRange(file_inside(self.path, file), start_s, info.length, self._fps, about)
 
     def _check_frames(self, array: Any, first: int, episode: str) -> None:
         frames = as_rows([array], (), repr(_FRAME))

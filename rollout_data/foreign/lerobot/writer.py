@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from math import prod
 from pathlib import Path
@@ -27,7 +27,7 @@ from storage.errors import CorruptFileError, UsageError
 from ..frame_rate import RATE_KEYS, frame_rate
 from ..guards import damage_named, read_object
 from ..parquet import ParquetFile, arrow
-from ..video import TOLERANCE_S
+from ..video import TOLERANCE_S, copy_video, read_frames
 from ..writer import ABSENT, EpisodeToWrite, ForeignWriter, shared_fields
 from .columns import (
     ENCODERS,
@@ -35,8 +35,10 @@ from .columns import (
     Array,
     Column,
     arrow_column,
+    check_encodable,
     column_of,
     hub_features,
+    is_picture_field,
     read_column,
     write_video,
 )
@@ -48,6 +50,8 @@ from .statistics import AnyStatistics, NumberStatistics, PictureStatistics
 _CHUNKS_SIZE = 1000
 #: Read at a time of a field, and in a row group of the file of an episode.
 _PART_BYTES, _GROUP_BYTES = 1 << 20, 1 << 24
+#: The same of video, where each part is decoded from a key frame on.
+_VIDEO_PART_BYTES = 1 << 25
 #: Rows of the index; with statistics each may take a hundred kilobytes.
 _ENTRIES_AT_ONCE = 100
 #: Folder of files that are not in their places yet.
@@ -73,17 +77,19 @@ class Writer(ForeignWriter):
     Options:
         version: "v3.0" or "v2.1".
         fps: Frames per second of a recording that does not state its rate; see `frame_rate`.
-        video: "h264" or "av1" for pictures as video, with loss; "" for PNG.
-        groot: Also write what GR00T asks for: `meta/modality.json` and a column of tasks. Version 2.1 only.
+        video: "h264" or "av1" for pictures as video, with loss; "" for PNG. None copies the video of LeRobot sets and
+            writes PNG of other pictures.
+        groot: Also write what GR00T asks for: `meta/modality.json` and a column of tasks. Version 2.1 only. All
+            cameras are video, by default "h264".
     """
 
     format = "lerobot"
     HOLDS = frozenset((
         ARROW_TYPES, "chunks_size", "codebase_version", "data_files_size_in_mb", "data_path", "features",
-        "fps", "robot_type", "splits", "tasks", "total_chunks", "total_episodes", "total_frames", "total_tasks",
-        "total_videos", "units", "video_files_size_in_mb", "video_path",
+        "fps", "lossy", "robot_type", "splits", "tasks", "total_chunks", "total_episodes", "total_frames",
+        "total_tasks", "total_videos", "units", "video_files_size_in_mb", "video_path",
     ))  # fmt: skip
-    OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": "", "groot": False}
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": None, "groot": False}
 
     MADE: ClassVar[tuple[str, ...]] = ("data", "meta", "videos", _UNFINISHED_FILES)
 
@@ -94,7 +100,9 @@ class Writer(ForeignWriter):
     def begin(self) -> set[str]:
         action, options = "write a LeRobot dataset", self.options
         self._version = arguments.choice(action, "version", options["version"], ("v3.0", "v2.1"))
-        self._video = arguments.choice(action, "video", options["video"], ("", *ENCODERS))
+        self._codec: str | None = options["video"]
+        if self._codec is not None:
+            self._codec = arguments.choice(action, "video", self._codec, ("", *ENCODERS))
         if arguments.flag(action, "groot", options["groot"]) and self._version != "v2.1":
             raise UsageError(action, "", "version 'v2.1', which GR00T reads", repr(self._version))
         fps = options["fps"]
@@ -168,11 +176,29 @@ class Writer(ForeignWriter):
         columns = []
         for field in self._shared.schema.values():
             if field.num_elements and len(field.shape) <= _MAX_LIST_DIMENSIONS:
-                columns.append(column_of(field, units, self._video, self._version == "v3.0"))
+                columns.append(self._column(field, units))
         if not any(column.name.startswith("action") for column in columns):
             expected = "actions of one shape and dtype in all episodes"
             raise UsageError("write a LeRobot dataset", repr(str(self.path)), expected, "none, or several")
         return columns
+
+    def _column(self, field: Field, units: Mapping[str, str]) -> Column:
+        """Return the column of a field; video of LeRobot sets stays as it is, unless another codec is asked for."""
+        is_v3 = self._version == "v3.0"
+        if not is_picture_field(field):
+            return column_of(field, units, "", is_v3)
+        videos = [episode.video(field.name) for episode in self.episodes]
+        first = videos[0]
+        is_video = first is not None and all(one is not None and one.rate_hz == self._fps for one in videos)
+        if first is not None and is_video and self._codec in (None, first.codec):
+            return column_of(field, units, first.codec or "h264", is_v3, first.about)
+        codec = self._codec
+        if codec is None:
+            codec = "h264" if self.options["groot"] or first is not None else ""
+        if self.options["groot"] and not codec:
+            where, expected = f"the camera {field.name!r} for GR00T", f"video= one of {', '.join(ENCODERS)}"
+            raise UsageError("write", where, expected, repr(codec))
+        return column_of(field, units, codec, is_v3)
 
     def _chosen_texts(self) -> tuple[list[str], dict[str, Any]]:
         """Return the fields of plain texts, and those of language with the Arrow types of their columns."""
@@ -232,7 +258,7 @@ class Writer(ForeignWriter):
 
     def _features(self) -> dict[str, Any]:
         known: Any = self.metadata.get("features") or {}
-        found = {column.name: column.feature(self._fps, self._video) for column in self._columns}
+        found = {column.name: column.feature(self._fps) for column in self._columns}
         for name, about in found.items():  # such as the names of joints
             told = known.get(name)
             is_same = isinstance(told, Mapping) and told.get("shape") == about["shape"]
@@ -283,8 +309,7 @@ class Writer(ForeignWriter):
         statistics = self._new_statistics(episode.length)
         for column in (column for column in self._columns if column.kind == "video"):
             video_file = made.enter_context(self._replaced(self._file(self._num_episodes, column.name)))
-            parts = self._parts(episode, column, (0, episode.length), statistics[column.name])
-            write_video(video_file, parts, self._fps, self._video)
+            statistics[column.name] = self._write_video(episode, column, video_file)
         tables = self._tables(episode, statistics)
         first, features, about = next(tables), self._features(), dict[str, str]()
         if self._version == "v2.1":
@@ -303,6 +328,34 @@ class Writer(ForeignWriter):
             note |= {"stats": {name: self._result(one) for name, one in statistics.items()}}
             file.add_key_value_metadata({_NOTE: json.dumps(note, default=np.ndarray.tolist)})
         return note
+
+    def _write_video(self, episode: EpisodeToWrite, column: Column, path: Path) -> AnyStatistics:
+        """Copy or encode the video of an episode; return its statistics."""
+        name, rows = column.field.name, (0, episode.length)
+        source = episode.video(name) if column.about is not None else None
+        how = ""
+        if source is not None:
+            with suppress(CorruptFileError):  # reading the rows raises the error of the source
+                how = copy_video(source, path)
+        if how:
+            statistics, start = column.new_statistics(episode.length, path.parent), 0
+            for part in self._parts(episode, column, rows, statistics):
+                times_s = (start + np.arange(len(part))) / self._fps
+                if how == "packets" and not _has_frames(path, times_s, part):
+                    break
+                start += len(part)
+            if start == episode.length:
+                shared = f"packets of {name!r} are copied from a video file that several episodes share"
+                self.changed(shared, episode, how == "packets")
+                return statistics
+        codec = column.codec if column.codec in ENCODERS else "h264"
+        if source is not None:
+            check_encodable(column.field)
+            why = "its packets in a video file that several episodes share cannot stand alone"
+            self.changed(f"{name!r} is encoded again as {codec}, with loss: {why}", episode)
+        statistics = column.new_statistics(episode.length, path.parent)
+        write_video(path, self._parts(episode, column, rows, statistics), self._fps, codec)
+        return statistics
 
     def _new_statistics(self, num_rows: int) -> dict[str, AnyStatistics]:
         """Return empty statistics of all features but texts."""
@@ -323,7 +376,9 @@ class Writer(ForeignWriter):
         self, episode: EpisodeToWrite, column: Column, rows: tuple[int, int], statistics: AnyStatistics
     ) -> Iterator[Array]:
         """Read rows of a field a few megabytes at a time, and count them in its statistics."""
-        step = max(1, _PART_BYTES // max(1, column.field.row_bytes))
+        is_video = column.kind == "video" or episode.video(column.field.name) is not None
+        part_bytes = _VIDEO_PART_BYTES if is_video else _PART_BYTES
+        step = max(1, part_bytes // max(1, column.field.row_bytes))
         for start in range(*rows, step):
             values = self._shared.read(episode, column.field.name, start, min(start + step, rows[1]))
             statistics.add(values)
@@ -409,9 +464,17 @@ class Writer(ForeignWriter):
             if names:
                 self.changed(f"{what} ({', '.join(names)})", episode)
         other = set(episode.metadata) - {"task", "success", "tasks", ABSENT, *RATE_KEYS}
+        is_encoded = any(column.kind == "video" and column.about is None for column in self._columns)
+        known: Any = self.metadata.get("features") or {}
+        others = [column for column in self._columns if not column.is_picture]
+        was_depth_video = any((known.get(column.name) or {}).get("dtype") == "video" for column in others)
+        lossy = set(self.metadata.get("lossy") or ())
+        was_lossy = any(column.field.name in lossy for column in self._columns if column.kind != "video")
         has_end = (episode.terminated, episode.truncated) != (None, None)
         for what, is_so in (
-            ("pictures are stored as video, with loss", any(column.kind == "video" for column in self._columns)),
+            ("pictures are stored as video, with loss", is_encoded),
+            ("video of depth is written as TIFF pictures or numbers", was_depth_video),
+            ("the note that pictures were stored with loss is left out", was_lossy),
             ("how an episode ended is left out, but for 'next.done'", has_end),
             ("the observation after the last step is left out", episode.final),
             ("only the first task of an episode is written", len(episode.metadata.get("tasks", ())) > 1),
@@ -504,7 +567,12 @@ class Writer(ForeignWriter):
         for column in self._columns:
             head, _, rest = column.name.partition(".")
             if column.kind == "video":
-                groups["video"][column.name.rpartition(".")[2]] = {"original_key": column.name}
+                name = column.name.removeprefix("observation.images.").replace(".", "_")
+                if name in groups["video"]:
+                    other = groups["video"][name]["original_key"]
+                    where = f"the cameras {other!r} and {column.name!r} for GR00T"
+                    raise UsageError("write", where, "a name for each", f"{name!r} for both", "Rename one")
+                groups["video"][name] = {"original_key": column.name}
             elif len(column.field.shape) == 1 and head in ("observation", "action"):
                 about = {"start": 0, "end": column.field.shape[0], "original_key": column.name}
                 groups["action" if head == "action" else "state"][rest or head] = about
@@ -527,6 +595,14 @@ def _entry(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
 def _entry_2(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
     absent = {ABSENT: note["absent"]} if note["absent"] else {}
     return {**_entry(number, note), **absent}
+
+
+def _has_frames(path: Path, times_s: Array, frames: Array) -> bool:
+    """Return whether a video has just these frames at these times."""
+    try:
+        return np.array_equal(read_frames(path, times_s, frames.shape[1:]), frames)
+    except CorruptFileError:
+        return False
 
 
 def _feature_name(name: str) -> str:

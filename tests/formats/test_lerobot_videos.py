@@ -1,0 +1,178 @@
+"""Video of LeRobot sets stays video: packets are copied where they can, and the report names what is encoded again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow", reason="the extra `formats` is missing")
+av = pytest.importorskip("av", reason="the extra `video` is missing")
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+import rollout_data  # noqa: E402
+from rollout_data import RolloutWriter  # noqa: E402
+from storage.errors import UsageError  # noqa: E402
+
+LENGTHS = [7, 12, 5, 9]
+FPS = 20
+CAMERA = "observation.images.front"
+COPIED = "packets of 'observation/images.front' are copied from a video file that several episodes share"
+
+
+def pictures(episode: int, length: int) -> np.ndarray:
+    """Smooth pictures that move: `[length, 48, 64, 3]` uint8."""
+    y, x = np.mgrid[:48, :64]
+    frames = [
+        np.stack([y * 2 + 9 * frame, x * 2 + 30 * episode, y + x + 5 * frame], -1) % 256 for frame in range(length)
+    ]
+    return np.array(frames, np.uint8)
+
+
+def record(folder: Path, cameras: tuple[str, ...] = ("front",), size: int = 48) -> Path:
+    with RolloutWriter(folder, 1, writer_name="arm", durable=False, metadata={"frame_rate_hz": FPS}) as writer:
+        for episode, length in enumerate(LENGTHS):
+            rows = pictures(episode, length)[:, :size]
+            for frame in range(length):
+                state = np.array([[episode, frame]], np.float32)
+                is_last = frame == length - 1
+                notes: dict[str, Any] = {"episode": [{"success": episode % 2 == 0, "task": "lift"}]} if is_last else {}
+                seen: dict[str, Any] = {}
+                for camera in cameras:
+                    parts = camera.split("/")
+                    inner: dict[str, Any] = seen
+                    for part in parts[:-1]:
+                        inner = inner.setdefault(part, {})
+                    inner[parts[-1]] = rows[frame][None]
+                writer.add(observation={"state": state, **seen}, action=state, terminated=[is_last], **notes)
+    return folder
+
+
+def encode(path: Path, frames: np.ndarray, key_frames: list[int], options: dict[str, str]) -> None:
+    """Encode frames with key frames at some places only."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(
+            "libx264", rate=Fraction(FPS), options={"g": "1000", "sc_threshold": "0", **options}
+        )
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            if number in key_frames:
+                frame.pict_type = av.video.frame.PictureType.I
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+
+
+def share_one_file(target: Path, key_frames: list[int], options: dict[str, str]) -> None:
+    """Put all episodes of a set of version 3 into one video file."""
+    video = target / "videos" / CAMERA / "chunk-000"
+    for file in video.iterdir():
+        file.unlink()
+    frames = np.concatenate([pictures(episode, length) for episode, length in enumerate(LENGTHS)])
+    encode(video / "file-000.mp4", frames, key_frames, options)
+    entries = target / "meta/episodes/chunk-000/file-000.parquet"
+    table = pq.read_table(entries)
+    starts = np.cumsum([0, *LENGTHS[:-1]]) / FPS
+    for name, values in (("file_index", [0] * len(LENGTHS)), ("from_timestamp", starts.tolist())):
+        column = f"videos/{CAMERA}/{name}"
+        table = table.set_column(table.column_names.index(column), column, pa.array(values))
+    pq.write_table(table, entries)
+
+
+def digests(folder: Path) -> list[str]:
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.rglob("*.mp4"))]
+
+
+@pytest.mark.parametrize(("version", "video"), [("v3.0", "h264"), ("v2.1", "h264"), ("v3.0", "av1")])
+def test_video_files_of_one_episode_are_copied_as_they_are(tmp_path: Path, version: str, video: str) -> None:
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video=video, progress=False)
+    source = rollout_data.open(tmp_path / "set")
+    kept = source.filter(success=True)
+    done = rollout_data.convert(kept, tmp_path / "kept", "lerobot", version=version, progress=False)
+    assert done.changes == {}
+    assert digests(tmp_path / "kept") == digests(tmp_path / "set")[::2]
+    back = rollout_data.open(tmp_path / "kept")
+    for mine, theirs in zip(kept, back, strict=True):
+        np.testing.assert_array_equal(theirs["observation/images.front"], mine["observation/images.front"])
+    infos = [json.loads((tmp_path / name / "meta/info.json").read_text())["features"] for name in ("set", "kept")]
+    assert infos[0][CAMERA] == infos[1][CAMERA]
+    assert infos[1][CAMERA]["dtype"] == "video"
+
+
+STARTS = np.cumsum([0, *LENGTHS[:-1]]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("key_frames", "options", "copied"),
+    [
+        (STARTS, {"bf": "0"}, ["0", "1", "2", "3"]),
+        ([0, STARTS[2]], {"bf": "0"}, ["0", "2"]),
+        (list(range(0, sum(LENGTHS), 3)), {"bf": "2"}, None),
+        ([0], {"bf": "3", "b-adapt": "0"}, None),
+    ],
+)
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_ranges_of_shared_video_files_are_copied_at_key_frames_and_encoded_again_elsewhere(
+    tmp_path: Path, version: str, key_frames: list[int], options: dict[str, str], copied: list[str] | None
+) -> None:
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
+    share_one_file(tmp_path / "set", key_frames, options)
+    source = rollout_data.open(tmp_path / "set")
+    done = rollout_data.convert(source, tmp_path / "kept", "lerobot", version=version, progress=False)
+    named = set(done.changes.get(COPIED, ()))
+    again = {one for what, ids in done.changes.items() if "encoded again as h264, with loss" in what for one in ids}
+    assert named | again == set(source.ids) and not named & again
+    if copied is not None:
+        assert named == set(copied)
+    back = rollout_data.open(tmp_path / "kept")
+    assert back.problems == []
+    for mine, theirs in zip(source, back, strict=True):
+        expected, got = mine["observation/images.front"], theirs["observation/images.front"]
+        if mine.id in named:
+            np.testing.assert_array_equal(got, expected)
+        assert np.abs(got.astype(int) - expected).mean() < 6
+    assert rollout_data.open(tmp_path / "kept").metadata["features"][CAMERA]["dtype"] == "video"
+
+
+def test_statistics_of_copied_video_are_those_of_its_frames(tmp_path: Path) -> None:
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
+    rollout_data.convert(tmp_path / "set", tmp_path / "again", "lerobot", progress=False)
+    pixels = np.concatenate([one["observation/images.front"] for one in rollout_data.open(tmp_path / "again")]) / 255
+    got = json.loads((tmp_path / "again/meta/stats.json").read_text())[CAMERA]
+    np.testing.assert_allclose(np.ravel(got["q10"]), np.quantile(pixels, 0.1, axis=(0, 1, 2)))
+    np.testing.assert_allclose(np.ravel(got["mean"]), pixels.mean((0, 1, 2)))
+
+
+def test_png_and_another_codec_are_written_when_asked(tmp_path: Path) -> None:
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
+    source = rollout_data.open(tmp_path / "set")
+    done = rollout_data.convert(source, tmp_path / "png", "lerobot", video="", progress=False)
+    assert list(done.changes) == ["the note that pictures were stored with loss is left out"]
+    assert rollout_data.open(tmp_path / "png").metadata["features"][CAMERA]["dtype"] == "image"
+    done = rollout_data.convert(source, tmp_path / "av1", "lerobot", video="av1", progress=False)
+    assert list(done.changes) == ["pictures are stored as video, with loss"]
+
+
+def test_a_groot_set_has_all_cameras_as_video_or_is_refused(tmp_path: Path) -> None:
+    cameras = ("front", "left/rgb", "right/rgb")
+    source = record(tmp_path / "own", cameras)
+    done = rollout_data.convert(source, tmp_path / "set", "lerobot", version="v2.1", groot=True, progress=False)
+    assert "pictures are stored as video, with loss" in done.changes
+    modality = json.loads((tmp_path / "set/meta/modality.json").read_text())["video"]
+    assert modality == {
+        name: {"original_key": f"observation.images.{key}"}
+        for name, key in (("front", "front"), ("left_rgb", "left.rgb"), ("right_rgb", "right.rgb"))
+    }
+    assert len(list((tmp_path / "set").rglob("*.mp4"))) == 3 * len(LENGTHS)
+    for name, options, folder in (("png", {"video": ""}, source), ("odd", {}, record(tmp_path / "small", size=47))):
+        with pytest.raises(UsageError, match="front"):
+            rollout_data.convert(
+                folder, tmp_path / name, "lerobot", version="v2.1", groot=True, progress=False, **options
+            )
