@@ -4,6 +4,11 @@ VENV := .venv
 BENCH_VENV := .venv-bench
 READY := $(VENV)/.ready
 BENCH_READY := $(BENCH_VENV)/.ready
+TRAINERS_VENV := .venv-trainers
+TRAINERS_READY := $(TRAINERS_VENV)/.ready
+# Every test file that needs a package of tests/files/trainers.txt; tests/test_project.py compares.
+TRAINER_TESTS := tests/files/test_trainers.py tests/files/test_stable_baselines3.py tests/storage/test_adapter_rsl_rl.py \
+	tests/buffers/test_small_parts.py tests/test_documents.py
 INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
 # Systems whose own classes read our files; tests/readers/NAME.txt says what is installed.
 READERS := minari robomimic
@@ -17,7 +22,7 @@ help:
 	@echo "make test    all tests; those of the report page skip without a browser, on Debian:"
 	@echo "             apt-get install --no-install-recommends chromium fonts-dejavu-core"
 	@echo "make test-ray  install Ray (500 MB) and run the tests that need it; make test skips them without it"
-	@echo "make test-trainers  the same with accelerate and Lightning"
+	@echo "make test-trainers  the tests that need rsl_rl, tensordict, stable-baselines3, accelerate or Lightning"
 	@echo "make test-readers  the classes of other systems read our files: $(READERS), each in an environment of its own"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    build the site of README, guides and docstrings in out/site"
@@ -42,6 +47,13 @@ $(BENCH_READY): $(INPUTS) benchmarks/peers.py
 	$(BENCH_VENV)/bin/python benchmarks/peers.py install
 	@touch $@
 
+# It sees the packages of $(VENV), which stay as they are: types and other tests do not depend on trainers.
+$(TRAINERS_READY): $(READY) tests/files/trainers.txt
+	$(VENV)/bin/python -m venv $(TRAINERS_VENV)
+	$(VENV)/bin/python tests/readers/on_top.py $(TRAINERS_VENV)
+	$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/files/trainers.txt
+	@touch $@
+
 demo: $(READY)
 	$(VENV)/bin/python examples/record_stream_learn.py
 
@@ -54,10 +66,10 @@ test-ray: $(READY)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/ray_actors
 
-# Apart as well: each of these tests starts two ranks.
-test-trainers: $(READY)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/files/trainers.txt
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest tests/files/test_trainers.py
+# Apart as well: some of these tests start two ranks. Without a package they would skip, hence the import.
+test-trainers: $(TRAINERS_READY)
+	$(TRAINERS_VENV)/bin/python -c "import accelerate, lightning, rsl_rl, stable_baselines3, tensordict"
+	OMP_NUM_THREADS=1 $(TRAINERS_VENV)/bin/python -m pytest $(TRAINER_TESTS)
 
 # Each asks for packages and versions of its own, and for more than reading needs: a small environment on top of .venv.
 .venv-readers-%/.ready: tests/readers/%.txt constraints.txt $(READY)
@@ -90,4 +102,4 @@ fuzz: $(READY)
 	$(VENV)/bin/python -m pytest -m hypothesis --hypothesis-profile=fuzz --timeout=0
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-readers-* out demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_VENV) $(TRAINERS_VENV) .venv-readers-* out demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

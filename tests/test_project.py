@@ -56,3 +56,16 @@ def test_every_pin_is_exact_and_names_no_local_build() -> None:
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert "torch==2.13.0" in pins
     assert [pin for pin in pins if not re.fullmatch(r'[\w.-]+==[\w.]+( ; python_version [<>=]+ "3\.11")?', pin)] == []
+
+
+def test_the_target_of_trainers_runs_every_test_that_needs_one() -> None:
+    names = (ROOT / "tests/files/trainers.txt").read_text().splitlines()
+    modules = [name.replace("rsl-rl-lib", "rsl_rl").replace("-", "_") for name in names if not name.startswith("#")]
+    needs = re.compile(rf"(importorskip|needs|find_spec)\(\"({'|'.join(modules)})|^EXTRAS = ", re.MULTILINE)
+    needing = {path for path in (ROOT / "tests").rglob("test_*.py") if needs.search(path.read_text(encoding="utf-8"))}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    listed = re.search(r"^TRAINER_TESTS := (.*)$", makefile, re.MULTILINE)
+    assert listed and {path.relative_to(ROOT).as_posix() for path in needing} == set(listed[1].split())
+    for module in modules:
+        assert re.search(rf"import [\w, ]*\b{module}\b", makefile), "the target fails without it"
+    assert "make test-trainers" in (ROOT / ".ci/run").read_text()

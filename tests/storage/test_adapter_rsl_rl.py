@@ -158,16 +158,18 @@ def test_add_rollout_records_it(tmp_path):
         assert torch.equal(x, expected.reshape(STEPS, ENVS, *[1] * (x.ndim - 2)).expand_as(x))
 
 
-def test_steps_for_distillation_come_in_order():
+@pytest.mark.parametrize("kind", [RslRlStorage, theirs.RolloutStorage])
+def test_steps_for_distillation_come_in_order(kind):
     storage = make(RslRlStorage, "distillation")
+    transition = kind.Transition()  # theirs takes no arguments: its fields are set
     for step in range(STEPS):
-        observations = TensorDict({"policy": rows(step, 5), "privileged": rows(step, 7)}, batch_size=[ENVS])
-        labels = rows(step, ACTIONS) + 0.25
-        storage.add_transition(
-            storage.Transition(
-                observations, rows(step, ACTIONS), rows(step), torch.ones(ENVS), privileged_actions=labels
-            )
-        )
+        observations = {"policy": rows(step, 5), "privileged": rows(step, 7)}
+        transition.observations = TensorDict(observations, batch_size=[ENVS])
+        transition.actions, transition.rewards = rows(step, ACTIONS), rows(step)
+        transition.dones = torch.ones(ENVS)
+        transition.privileged_actions = rows(step, ACTIONS) + 0.25
+        storage.add_transition(transition)
+        transition.clear()
     batches = list(storage.generator())
     assert [int(batch.observations["policy"][0, 0]) for batch in batches] == list(range(STEPS))
     assert torch.equal(batches[3].privileged_actions, rows(3, ACTIONS) + 0.25) and batches[0].dones.all()
