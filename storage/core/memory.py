@@ -220,6 +220,23 @@ class StreamOrder:
             self._read[stream.cuda_stream] = event
 
 
+def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Decorate a method that writes memory of its object, whose `StreamOrder` is `_order`.
+
+    The method waits for the work of other streams on that memory, and they wait for the method.
+    """
+
+    @wraps(method)
+    def ordered(self: Any, *arguments: Any, **options: Any) -> _Result:
+        order: StreamOrder = self._order
+        order.wait(is_write=True)
+        result = method(self, *arguments, **options)
+        order.record(is_write=True)
+        return result
+
+    return ordered
+
+
 def library(device: torch.device) -> ModuleType:
     """Give the library whose functions take what `own` gives: numpy on the CPU, else torch."""
     return np if device.type == "cpu" else torch

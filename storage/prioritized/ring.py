@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import arguments
-from ..core.memory import filled, lasting, library, own, own_float64, tensor_of
+from ..core.memory import StreamOrder, filled, lasting, library, own, own_float64, tensor_of, writes_in_order
 from ..errors import SchemaError, UsageError
 from ..ring.ring import cells, keys_in
 from ..saving.store import checked_count, checked_tensor
@@ -84,6 +84,7 @@ class PrioritizedRing:
     ) -> None:
         self._num_slots, self._num_lanes, self._num_places = num_slots, num_lanes, num_slots * num_lanes
         self.rule, self.device, self._library = rule, device, library(device)
+        self._order = StreamOrder(device)
         self.max_priority, self.num_draws, self.num_dead_updates = 1.0, 0, 0
         #: Rows per lane that were ever written, and rows that count.
         self._total = self._num_valid = 0
@@ -119,6 +120,7 @@ class PrioritizedRing:
         """Say where `[n]` rows are; a tensor or what `own` gives."""
         return cells(ids, self._num_slots, self._num_lanes)
 
+    @writes_in_order
     def those_that_count(self, places: torch.Tensor) -> torch.Tensor:
         """Pick of `[n]` places those whose rows count, in their order."""
         found: torch.Tensor = places[self._counts[places]]
@@ -126,6 +128,7 @@ class PrioritizedRing:
 
     # Coming and going.
 
+    @writes_in_order
     def register(
         self,
         ids: torch.Tensor,
@@ -156,6 +159,7 @@ class PrioritizedRing:
             whens = torch.zeros_like(ids) if collected is None else _since_first(collected)
             self._oldest.write(places, whens.double())
 
+    @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
         """Remove the rows at `[n]` places; give the places of those that counted, each once, ascending."""
         found: torch.Tensor = torch.unique(self.those_that_count(places))
@@ -168,6 +172,7 @@ class PrioritizedRing:
                 self._oldest.fill(found, 0.0)
         return found
 
+    @writes_in_order
     def stale(self, iteration: int) -> torch.Tensor | None:
         """List the places whose rows are over by `iteration`; None if none is."""
         bound = min(iteration - self._max_staleness - _MAX_ITERATION, -1)
@@ -175,6 +180,7 @@ class PrioritizedRing:
             return None
         return self._oldest.at_most(bound)
 
+    @writes_in_order
     def clear(self) -> None:
         """Remove every row, and forget the largest priority and all draws."""
         self._weights.clear()
@@ -186,12 +192,14 @@ class PrioritizedRing:
 
     # Draws.
 
+    @writes_in_order
     def has_mass(self, among: torch.Tensor | None) -> bool:
         """Tell whether a row at one of `[n]` places, or of all, may be drawn."""
         if among is None:
             return bool(self._least.value() < inf)
         return bool((self._weights.read(among) > 0).any())
 
+    @writes_in_order
     def draw(self, num_draws: int, generator: torch.Generator, among: torch.Tensor | None = None) -> Draw | None:
         """Draw rows, one from each of `num_draws` intervals of equal mass; None if no row has a weight.
 
@@ -229,6 +237,7 @@ class PrioritizedRing:
             self._used, self._num_used = [], 0
         return self._uses
 
+    @writes_in_order
     def use(self, places: torch.Tensor) -> torch.Tensor | None:
         """Count one use per copy of `[n]` rows; list those that were used as often as they may, or None.
 
@@ -242,6 +251,7 @@ class PrioritizedRing:
             _ = self.uses
         return None
 
+    @writes_in_order
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
         """Count the uses of `[n]` rows before `use` counts them, each copy's own included; copies stand together."""
         counts = torch.unique_consecutive(places, return_counts=True)[1]
@@ -249,6 +259,7 @@ class PrioritizedRing:
         numbers: torch.Tensor = torch.arange(1, len(places) + 1, device=self.device) - firsts
         return numbers + self.uses[places]
 
+    @writes_in_order
     def staleness(self, places: torch.Tensor, iteration: int) -> torch.Tensor:
         """Say how many iterations ago `[n]` rows were collected: int64, -1 if that is not known."""
         collected = self._flipped_collected[places] ^ UNKNOWN
@@ -306,6 +317,7 @@ class PrioritizedRing:
             return torch.as_tensor(given, dtype=dtype, device=self.device)
         return given if given.device == self.device else given.to(self.device)
 
+    @writes_in_order
     def _update(self, ids: Any, priorities: Any, largest: float) -> int:
         places, num_written = self.places(ids), min(self._total, self._num_slots) * self._num_lanes
         stop = self._total * self._num_lanes
@@ -334,6 +346,7 @@ class PrioritizedRing:
 
     # Saving.
 
+    @writes_in_order
     def state(self, num_places: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Give numbers, and tensors of the first `num_places` places; they may share memory."""
         first = slice(num_places)
@@ -343,6 +356,7 @@ class PrioritizedRing:
         numbers = {name: getattr(self, name) for name in ("max_priority", "num_draws", "num_dead_updates")}
         return numbers, {name: tensors[name] for name in self._columns}
 
+    @writes_in_order
     def restore(self, num_places: int, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over, as a new ring, what `state` gave, with the `total` of rows in the numbers.
 

@@ -109,8 +109,8 @@ class PrioritizedWindows(Store):
             first = max(ring.total, ring.total + rows.num_rows - self.capacity)
             self._boundaries.note(ends)
             ring.write(rows.tensors)
-            self._order.record(is_write=True)
             self._note_windows(ring, first)
+            self._order.record(is_write=True)
 
     @torch.no_grad()
     def sample(self, num_windows: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -125,15 +125,15 @@ class PrioritizedWindows(Store):
         """
         arguments.whole("sample windows", "num_windows", num_windows, 1)
         with self._lock:
+            self._order.wait(is_write=True)  # a draw writes memory that the next one uses again
             drawn = self._windows.draw(num_windows, self.rng)
             if self._ring is None or drawn is None:
                 raise BufferEmptyError("sample windows", "", f"{self.seq_length} steps of a trajectory", "fewer")
             lane, last = self._ring.named(drawn.ids)
-            self._order.wait(is_write=False)
             places = self._ring.place(lane, last - (self.seq_length - 1))
             cut = self._ring.cut_of(self._ring.names, ())
             found = self._ring.windows(places, self.seq_length, cut)
-            self._order.record(is_write=False)
+            self._order.record(is_write=True)
         shape = (num_windows, self.seq_length)
         found = map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), found)
         return found, float32_of(drawn.importance), drawn.ids
@@ -151,15 +151,21 @@ class PrioritizedWindows(Store):
             a window that is named twice the last priority stays.
         """
         with self._lock:
-            return self._windows.prepare_update(ids, priorities)()
+            update = self._windows.prepare_update(ids, priorities)
+            self._order.wait(is_write=True)
+            num_applied = update()
+            self._order.record(is_write=True)
+            return num_applied
 
     def clear(self) -> None:
         """Forget every step; fields and the memory stay."""
         with self._lock:
             if self._ring is not None:
+                self._order.wait(is_write=True)
                 self._ring.clear()
                 self._boundaries.clear()
                 self._windows.clear()
+                self._order.record(is_write=True)
 
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
@@ -192,6 +198,7 @@ class PrioritizedWindows(Store):
         arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}
         arguments |= {"end_key": self.end_key, **vars(self.rule)}
         ring = self._ring
+        self._order.wait(is_write=False)
         if ring is None:
             return State(arguments, {"schema": None, "num_dead_updates": self.num_dead_updates}, {})
         numbers, tensors = self._windows.state(self.capacity * ring.num_lanes)
@@ -214,12 +221,14 @@ class PrioritizedWindows(Store):
         }
         ages = checked_tensor(tensors, "ages", torch.int32, [self.capacity, num_lanes])
         next_ages = checked_tensor(tensors, "next_ages", torch.int32, [num_lanes])
+        self._order.wait(is_write=True)
         ring = self._create(schema, num_lanes)
         ring.put_slots(0, columns)
         ring.total = total
         self._boundaries.ages.copy_(ages)
         self._boundaries.next_ages.copy_(next_ages)
         self._windows.restore(self.capacity * num_lanes, numbers, tensors)
+        self._order.record(is_write=True)
 
 
 def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None) -> torch.Tensor:

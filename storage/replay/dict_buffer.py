@@ -179,6 +179,7 @@ class DictBuffer(RingBuffer):
             if has_turned and not copy:
                 action = "show the full buffer in order of time"
                 raise UsageError(action, "", "copy=True", "copy=False and a closed ring")
+            self._order.wait(is_write=False)
             found = {}
             for name in ring.schema:
                 rows = ring.slots_view(name)[:live]
@@ -187,6 +188,7 @@ class DictBuffer(RingBuffer):
                 elif copy:
                     rows = rows.clone(memory_format=torch.contiguous_format)
                 found[name] = self._shown(rows)
+            self._order.record(is_write=False)
             return unflatten(found)
 
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:

@@ -187,6 +187,7 @@ class TrajectoryDictBuffer(BufferStore):
                 place = int(wrong.nonzero()[0])
                 raise UsageError(action, f"at index {place}", expected, str(shown[place].item()))
         with self._lock:
+            self._order.wait(is_write=True)
             new = self.priorities.cpu().to(torch.float64).numpy()
             new[places.long().numpy()] = values.numpy()  # numpy assigns in order: the last one stays
             if new.any():
@@ -194,12 +195,17 @@ class TrajectoryDictBuffer(BufferStore):
                 new = new / new.sum()
             self.priorities = torch.from_numpy(new.astype(np.float32)).to(self.device)
             self._drawn_by.clear()
+            self._order.record(is_write=True)
 
     @torch.no_grad()
     def get_full_buffer(self) -> dict[str, Any]:
         """Copy every frame of every field, episode after episode: nested dict of `[len(self), *event]`."""
-        rows = {name: self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
-        return unflatten({name: x.clone(memory_format=torch.contiguous_format) for name, x in rows.items()})
+        with self._lock:
+            self._order.wait(is_write=False)
+            rows = {name: self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
+            copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in rows.items()}
+            self._order.record(is_write=False)
+        return unflatten(copies)
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:

@@ -127,5 +127,7 @@ class ReplayBuffer(Store):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         total = checked_count(numbers, "total", 0, 1 << 62)
         shape = [min(total, self.buffer_size), 1, *self.obs_dim]
+        self._order.wait(is_write=True)
         self._ring.put_slots(0, {name: checked_tensor(tensors, name, torch.float32, shape) for name in _NAMES})
         self._ring.total = total
+        self._order.record(is_write=True)

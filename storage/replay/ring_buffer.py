@@ -15,7 +15,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema, flatten, map_leaves
-from ..core.memory import StreamOrder
+from ..core.memory import StreamOrder, writes_in_order
 from ..core.records import Key, RecordReader, Rows, normal
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, SchemaError, UsageError
@@ -146,9 +146,11 @@ class RingBuffer(BufferStore):
     def clear(self) -> None:
         """Forget every row; keys, shapes and the memory stay."""
         with self._lock:
+            self._order.wait(is_write=True)
             for part in (self._ring, self._boundaries):
                 if part is not None:
                     part.clear()
+            self._order.record(is_write=True)
 
     # Inside.
 
@@ -244,6 +246,7 @@ class RingBuffer(BufferStore):
             tensors |= {f"{FINALS}/{name}": rows for name, rows in finals.live()[2].items()}
         return State(self._arguments(), numbers, tensors)
 
+    @writes_in_order
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         self._forget()
         if ROWS not in tables or not tables[ROWS].shapes:

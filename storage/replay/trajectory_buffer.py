@@ -157,8 +157,11 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             if self._ring is None or self._boundaries is None:
                 return {}
             offset = 1 if self.output_key_tp1 else 0
+            self._order.wait(is_write=False)
             lane, last = self._boundaries.list_all(1 + offset)
-            return on_device(unflatten(self._gather(self._boundaries, lane, last - offset, 1)), self.output_device)
+            found = self._gather(self._boundaries, lane, last - offset, 1)
+            self._order.record(is_write=False)
+            return on_device(unflatten(found), self.output_device)
 
     @property
     def _has_lanes_in_file(self) -> bool:

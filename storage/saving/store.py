@@ -19,7 +19,7 @@ import torch
 
 from ..core.arguments import is_whole
 from ..core.durable import existing_folder
-from ..core.memory import lasting
+from ..core.memory import StreamOrder, lasting
 from ..core.shown import Shown
 from ..errors import CorruptFileError, ForeignFileError, MissingFieldError, RolloutDataError, SchemaError, nearest
 from .columns import SAVE_ID, name_of, open_columns
@@ -67,6 +67,7 @@ class Store(Shown, ABC):
         device: Where the rows are.
         rng: Draws the samples.
         _lock: Held by every method that reads or writes rows.
+        _order: Orders reads and writes of rows among streams; None if parts of the store do.
     """
 
     #: Whether all of its memory is in its state, also rows that were not yet written.
@@ -74,6 +75,7 @@ class Store(Shown, ABC):
     device: torch.device
     rng: torch.Generator
     _lock: threading.RLock
+    _order: StreamOrder | None = None
 
     def __init_subclass__(cls, is_saved_whole: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -159,6 +161,8 @@ class Store(Shown, ABC):
             state = self._whole_state()
             for name, x in state.tensors.items():
                 state.tensors[name] = x.detach().clone(memory_format=torch.contiguous_format)
+            if self._order is not None:
+                self._order.record(is_write=False)
             return state
 
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:

@@ -53,3 +53,29 @@ def test_a_store_moves_between_devices(tmp_path):
     buffer = ReplayBuffer(3, 10, "cuda", generator=0)
     buffer.insert(torch.ones(4, 3), torch.ones(4, 3))
     assert next(buffer.feed_forward_generator(1, 5))[0].is_cuda
+
+
+def test_steps_wait_for_batches_that_another_stream_reads():
+    big = RolloutStorage(64, 6, (256, 256), None, (1,), device="cuda", generator=0)
+    first, second = torch.zeros(64, 256, 256, device="cuda"), torch.ones(64, 256, 256, device="cuda")
+
+    def add(observations):
+        transition = big.Transition(observations=observations, actions=torch.zeros(64, 1, device="cuda"))
+        transition.rewards = transition.dones = torch.zeros(64, device="cuda")
+        transition.values = transition.actions_log_prob = torch.zeros(64, 1, device="cuda")
+        transition.action_mean = transition.action_sigma = torch.zeros(64, 1, device="cuda")
+        big.add_transitions(transition)
+
+    for _ in range(6):
+        add(first)
+    big.compute_returns(torch.zeros(64, 1, device="cuda"), 0.9, 0.9)
+    torch.cuda.synchronize()
+    reader = torch.cuda.Stream()
+    with torch.cuda.stream(reader):
+        torch.cuda._sleep(50_000_000)  # the reads come late on their stream
+        batches = list(big.mini_batch_generator(2, 1))
+    big.clear()
+    for _ in range(6):
+        add(second)
+    torch.cuda.synchronize()
+    assert not any(batch.obs.any() for batch in batches)
