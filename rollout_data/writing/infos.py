@@ -129,10 +129,10 @@ class InfoReader:
         return found
 
 
-def _listed(infos: Any) -> Sequence[Any]:
+def _listed(infos: Any) -> list[Any]:
     if isinstance(infos, Mapping) or not isinstance(infos, (Sequence, np.ndarray)) or not len(infos):
         raise SchemaError(_ADD, "", "infos of a rollout as a list with those of each step", type(infos).__name__)
-    return infos
+    return list(infos)
 
 
 def _num_axes(tree: Any) -> int:

@@ -40,7 +40,7 @@ def options(made: Any, given: Mapping[str, Any]) -> None:
     Raises:
         TypeError: The text has the class that the user called, and its arguments, the nearest first.
     """
-    constructors = [base.__init__ for base in type(made).__mro__ if "__init__" in vars(base) and base is not object]
+    constructors = [vars(base)["__init__"] for base in type(made).__mro__[:-1] if "__init__" in vars(base)]
     known = {name for one in constructors for name in inspect.signature(one).parameters}
     for name in given:
         if name not in known:
