@@ -122,8 +122,9 @@ class RolloutStorage(Store, is_saved_whole=True):
     def declare_columns(self) -> list[Column]:
         """Declare what is kept; subclasses add to the list."""
         taken = self._taken or {}
-        shapes = [with_dtypes(name, shape, taken) for name, shape in self._observation_shapes.items()]
-        columns = rollout_columns(*shapes, self.actions_shape, self.num_rewards, self.policy_output_shapes)
+        observations = with_dtypes("observations", self.obs_shape, taken)
+        critic = with_dtypes("critic_observations", self.critic_obs_shape, taken)
+        columns = rollout_columns(observations, critic, self.actions_shape, self.num_rewards, self.policy_output_shapes)
         return [
             replace(column, taken=frozenset(field.name for field in column.fields if field.name in taken))
             for column in columns

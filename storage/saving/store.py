@@ -67,7 +67,7 @@ class Store(Shown, ABC):
         device: Where the rows are.
         rng: Draws the samples.
         _lock: Held by every method that reads or writes rows.
-        _order: Orders reads and writes of rows among streams; None if parts of the store do.
+        _order: Orders reads and writes of rows among streams; absent if parts of the store have orders of their own.
     """
 
     #: Whether all of its memory is in its state, also rows that were not yet written.
@@ -75,7 +75,7 @@ class Store(Shown, ABC):
     device: torch.device
     rng: torch.Generator
     _lock: threading.RLock
-    _order: StreamOrder | None = None
+    _order: StreamOrder
 
     def __init_subclass__(cls, is_saved_whole: bool = False, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -161,7 +161,7 @@ class Store(Shown, ABC):
             state = self._whole_state()
             for name, x in state.tensors.items():
                 state.tensors[name] = x.detach().clone(memory_format=torch.contiguous_format)
-            if self._order is not None:
+            if hasattr(self, "_order"):
                 self._order.record(is_write=False)
             return state
 
