@@ -15,6 +15,7 @@ from typing import Any
 from storage.errors import ForeignFileError, RolloutDataError, UsageError, nearest
 
 from .guards import natural
+from .hdf5.files import hdf5_names
 from .reader import ForeignReader
 from .traps import look_for_copies, look_for_resets
 from .writer import ForeignWriter
@@ -77,7 +78,30 @@ def writer_class(name: str) -> type[ForeignWriter]:
 
 def detect(path: Path) -> str | None:
     """Name the first format that a file or folder may have; None if it has none of them."""
+    return _detect(path) or _detect(only_file(path))
+
+
+def _detect(path: Path) -> str | None:
     return next((name for name in FORMATS if reader_class(name).detect(path)), None)
+
+
+def holds_files_of_others(folder: Path) -> bool:
+    """Return whether a folder has HDF5 files, all of them recordings of other systems."""
+    names = hdf5_names(folder)[:_MAX_ENTRIES] if folder.is_dir() else []
+    return bool(names) and all(_detect(folder / name) for name in names)
+
+
+def only_file(path: Path) -> Path:
+    """Return the HDF5 file of a folder if it is the only recording in it; any other path is returned as it is."""
+    with suppress(OSError):
+        names = hdf5_names(path) if path.is_dir() else []
+        if len(names) != 1 or _detect(path):
+            return path
+        others = [one for one in path.iterdir() if one.name != names[0] and not one.is_symlink()]
+        is_alone = not any(one.name.startswith("trajectory_") or detect(one) for one in others[:_MAX_ENTRIES])
+        if is_alone and _detect(path / names[0]):
+            return path / names[0]
+    return path
 
 
 def _only_format(path: Path) -> str:
@@ -111,6 +135,7 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> Forei
         ForeignFileError: It has no known format, or may have several.
         UsageError: The format has no such option.
     """
+    path = only_file(path)
     chosen = format or _only_format(path)
     kind = reader_class(chosen)
     if unknown := [name for name in options if name not in kind.OPTIONS]:

@@ -17,7 +17,7 @@ import numpy as np
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError, DataFileError, UsageError, nearest
 
-from ..foreign.formats import detect, open_foreign
+from ..foreign.formats import detect, holds_files_of_others, open_foreign
 from ..foreign.reader import EpisodeInfo, ForeignReader
 from ..format.header import DATA, END_UNKNOWN, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
 from ..index.block import Block, Key
@@ -58,7 +58,8 @@ class Readers(Kind):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        return detect(path) is not None
+        # Several files are refused by `open_foreign`, with their names; as blocks of ours they would be damaged ones.
+        return detect(path) is not None or holds_files_of_others(path)
 
     @property
     def metadata(self) -> dict[str, Any]:

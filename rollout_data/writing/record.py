@@ -227,11 +227,16 @@ def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:
     """Walk a record; None is not given."""
     found: dict[str, Leaf] = {}
     for name, value in values.items():
+        if name in found:
+            raise SchemaError("name a leaf", repr(name), "each place used once", "two values")
         if type(value) is np.ndarray:
             found[name] = value
         elif not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS:
-            flat = flatten(value, f"{name}/")
-            found.update({leaf: _leaf(leaf, item) for leaf, item in flat.items() if item is not None})
+            flat = flatten(value, f"{name}/", takes_flat=True)  # `rollout_data.open` gives flat names
+            below = {leaf: _leaf(leaf, item) for leaf, item in flat.items() if item is not None}
+            if twice := below.keys() & found.keys():
+                raise SchemaError("name a leaf", repr(sorted(twice)[0]), "each place used once", "two values")
+            found.update(below)
         elif value is not None:
             found[name] = _leaf(name, value)
     return found

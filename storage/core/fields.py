@@ -206,22 +206,27 @@ def _words(field: Field) -> str:
     return what + ("" if field.codec == "raw" else f" coded as {field.codec}")
 
 
-def flatten(tree: Any, prefix: str = "", keeps_empty: bool = False) -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "", keeps_empty: bool = False, takes_flat: bool = False) -> dict[str, Any]:
     """Turn a nested mapping into flat names: `{"a": {"b": x}}` -> `{"a/b": x}`. Leaves are not copied.
 
-    What has `keys` and `items` is a mapping too, as a `TensorDict` is. With `keeps_empty` an empty one is a leaf.
+    What has `keys` and `items` is a mapping too, as a `TensorDict` is. With `keeps_empty` an empty one is a leaf. With
+    `takes_flat` a key may be a flat name itself, `{"a/b": x}`.
     """
     if not hasattr(tree, "items"):
         raise SchemaError("read a record", "", "a nested mapping of tensors", type(tree).__name__)
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if not isinstance(key, str) or not key or "/" in key:
+        is_flat = takes_flat and isinstance(key, str) and all(key.split("/"))
+        if not is_flat and (not isinstance(key, str) or not key or "/" in key):
             raise SchemaError("name a leaf", f"under {prefix or 'the top'!r}", "a non-empty str without '/'", repr(key))
         is_tree = not isinstance(value, torch.Tensor) and hasattr(value, "items") and hasattr(value, "keys")
         if is_tree and not (keeps_empty and not value.keys()):
-            flat.update(flatten(value, f"{prefix}{key}/", keeps_empty))
+            below = flatten(value, f"{prefix}{key}/", keeps_empty, takes_flat)
         else:
-            flat[prefix + key] = value
+            below = {prefix + key: value}
+        if twice := below.keys() & flat.keys():
+            raise SchemaError("name a leaf", repr(sorted(twice)[0]), "each place used once", "two values")
+        flat.update(below)
     return flat
 
 
