@@ -2,8 +2,14 @@
 
 from .checkpoints.files import load_checkpoint, load_checkpoint_meta, load_checkpoint_parallel
 from .checkpoints.saver import AsyncCheckpointSaver
-from .codecs.compressed import CompressedTensorDict
-from .codecs.images import compress_image_seq, decompress_image_seq, decompress_many
+from .codecs.compressed import CompressedDataCollector, CompressedTensorDict
+from .codecs.images import (
+    compress_image,
+    compress_image_seq,
+    decompress_image,
+    decompress_image_seq,
+    decompress_many,
+)
 from .core.fields import Field, Schema
 from .core.memory import BufferPool
 from .errors import (
@@ -57,6 +63,7 @@ __all__ = [
     "BufferMonitor",
     "BufferPool",
     "Column",
+    "CompressedDataCollector",
     "CompressedTensorDict",
     "DataFileError",
     "DictBuffer",
@@ -100,7 +107,9 @@ __all__ = [
     "UnknownBufferError",
     "UsageError",
     "ZBuffer",
+    "compress_image",
     "compress_image_seq",
+    "decompress_image",
     "decompress_image_seq",
     "decompress_many",
     "discounted_sums",

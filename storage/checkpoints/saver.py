@@ -112,7 +112,7 @@ class AsyncCheckpointSaver(Owned):
             path: The file; an earlier one is replaced as a whole. Missing folders are made.
             compress: Write an LZ4 frame to `path` + ".lz4" instead. Worth it for what repeats itself
                 (masks, images, integer counters); weights in float32 hardly shrink.
-            level: Of LZ4: 0 fast, 3 to 12 smaller and much slower.
+            level: Of LZ4: 0 fast, up to 16 smaller and much slower.
             meta: JSON-able; `load_checkpoint_meta` reads it without the tensors.
             weights_only: Refuse what `load_checkpoint` would refuse by default. False saves anything that can be
                 deep-copied and pickled, to be loaded with `weights_only=False`.

@@ -1,4 +1,4 @@
-"""`CompressedTensorDict`: a nested record some of whose tensors are held as LZ4 bytes.
+"""`CompressedTensorDict`: a nested record some of whose tensors are held as LZ4 bytes; and a collector of such.
 
 One rule: what was put in comes out, bit by bit, as fresh tensors; the record given is never changed.
 What fast LZ4 saves, measured (`python -m benchmarks checkpoint`), as size before over size after:
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import whole
+from ..core.arguments import flag, whole
 from ..core.fields import flatten, unflatten
 from ..core.records import flat_name
 from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
@@ -54,10 +54,10 @@ class CompressedTensorDict(Mapping[str, Any]):
     """A nested record with some tensors compressed.
 
     Args:
-        data: Nested mapping; what is not compressed is kept as it is, not copied.
+        tensordict: Nested mapping, or a `TensorDict`; what is not compressed is kept as it is, not copied.
         compress_keys: Which leaves: names with "/" between levels, or tuples of keys. A name of an inner
             mapping stands for all tensors below it.
-        level: Of LZ4: 0 fast, 3 to 12 smaller and slower to make, below 0 faster.
+        level: Of LZ4: 0 fast, up to 16 smaller and slower to make, below 0 faster.
         cache: How many decoded leaves are kept, those used last; 0 for none.
         missing_ok: Ignore names that the record lacks.
         device: Where tensors are given; None for where each was.
@@ -72,7 +72,7 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     def __init__(
         self,
-        data: Mapping[str, Any],
+        tensordict: Mapping[str, Any],
         compress_keys: Iterable[str | tuple[str, ...]] = (),
         level: int = 0,
         cache: int = 0,
@@ -84,9 +84,10 @@ class CompressedTensorDict(Mapping[str, Any]):
         self._device = None if device is None else torch.device(device)
         self._lock = threading.Lock()
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
-        if not isinstance(data, Mapping):
-            raise UsageError("compress tensors", "", "a nested mapping", type(data).__name__)
-        leaves = flatten(data)
+        if not isinstance(tensordict, Mapping) and not hasattr(tensordict, "items"):
+            action = "create CompressedTensorDict"
+            raise UsageError(action, "", "tensordict as a nested mapping", type(tensordict).__name__)
+        leaves = flatten(tensordict)
         chosen = _chosen(leaves, compress_keys, missing_ok)
         #: Flat name -> `_Packed`, or the leaf itself.
         self._leaves = {name: _pack(leaf, level) if name in chosen else leaf for name, leaf in leaves.items()}
@@ -139,14 +140,17 @@ class CompressedTensorDict(Mapping[str, Any]):
         """Give the whole record as a nested dict of new tensors."""
         return unflatten({name: self._decode(name) for name in self._leaves})
 
-    def to(self, device: torch.device | str) -> CompressedTensorDict:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> CompressedTensorDict:
         """Give the same record for another device: leaves that are not compressed are moved now, others when read.
+
+        Leaves that are moved from pinned memory with `non_blocking` arrive later on their CUDA stream.
 
         The bytes are shared with this one, which stays as it is.
         """
         other = CompressedTensorDict({}, level=self.level, cache=self.cache, device=device)
         other._leaves = {
-            name: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for name, leaf in self._leaves.items()
+            name: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf
+            for name, leaf in self._leaves.items()
         }
         return other
 
@@ -174,6 +178,49 @@ class CompressedTensorDict(Mapping[str, Any]):
                 while len(self._decoded) > self.cache:
                     self._decoded.popitem(last=False)
         return decoded
+
+
+class CompressedDataCollector:
+    """Iterate over the records of a collector as `CompressedTensorDict`s, so that many of them fit in memory.
+
+    Args:
+        base_collector: Any iterable of nested mappings, `TensorDict`s or named tuples of tensors, such as a
+            `RolloutDataset`; iterating again starts it anew. Fields of a named tuple that are None are left out.
+        compress: False yields the records as they are.
+        compress_keys: Which leaves; see `CompressedTensorDict`. None compresses every tensor.
+        level: Of LZ4; see `CompressedTensorDict`.
+
+    Raises:
+        MissingFieldError: A record lacks a name (a `KeyError`).
+    """
+
+    def __init__(
+        self,
+        base_collector: Iterable[Any],
+        compress: bool = True,
+        compress_keys: Iterable[str | tuple[str, ...]] | None = None,
+        level: int = 0,
+    ) -> None:
+        action = "create CompressedDataCollector"
+        if not isinstance(base_collector, Iterable):
+            raise UsageError(action, "", "base_collector as an iterable", type(base_collector).__name__)
+        self.base_collector = base_collector
+        self.compress = flag(action, "compress", compress)
+        self.level = check_level(level)
+        is_one = compress_keys is None or isinstance(compress_keys, str)
+        self.compress_keys: Any = compress_keys if is_one else tuple(compress_keys or ())
+
+    def __iter__(self) -> Iterator[Any]:
+        for record in self.base_collector:
+            yield self._compressed(record) if self.compress else record
+
+    def _compressed(self, record: Any) -> CompressedTensorDict:
+        if isinstance(record, tuple) and hasattr(record, "_asdict"):
+            record = {name: value for name, value in record._asdict().items() if value is not None}
+        keys = self.compress_keys
+        if keys is None and hasattr(record, "items"):
+            keys = [name for name, leaf in flatten(record).items() if isinstance(leaf, torch.Tensor)]
+        return CompressedTensorDict(record, keys or (), self.level)
 
 
 def _names_at(name: str, leaves: Iterable[str]) -> list[str]:

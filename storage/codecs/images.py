@@ -25,8 +25,10 @@ from ..core.arguments import env_ids, whole
 from ..core.durable import crc32
 from ..core.fields import DTYPES, dtype_name
 from ..core.threads import each_part
-from ..errors import CorruptFileError, RolloutDataError, SchemaError, UsageError
+from ..errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
 from .codecs import ChunkCodec, chunk_codec, chunk_frames, most_chunk_frames
+from .lz4 import MAGIC as LZ4_MAGIC
+from .lz4 import MAX_LEVEL, decode_exactly
 from .packers import check_installed
 
 Array = npt.NDArray[Any]
@@ -44,7 +46,7 @@ def compress_image_seq(
 
     Args:
         images: `[num_frames, *image_shape]` tensor (any device) or array of a dtype of `storage.core.fields.DTYPES`.
-        level: 0 is fast; 1 to 12 compress better and slower, and decode as fast.
+        level: 0 is fast; 1 to 12 compress better and slower, and decode as fast; 13 to 16 are like 12.
         codec: A chain of `storage/codecs/codecs.py` instead of the usual one (`lz4`, or `split+lz4` for wider
             numbers); `uint16` chains lose, everything else does not.
         frames_per_chunk: Frames that are decoded together; by default at most 8, and never more than are 64 MiB.
@@ -56,7 +58,7 @@ def compress_image_seq(
         UsageError, SchemaError, FieldTypeError: No stack of frames, or a dtype, level or codec that cannot be.
     """
     array, dtype = _as_frames(images)
-    level = whole("compress images", "a level", level, 0, 12)
+    level = whole("compress images", "level", level, 0, MAX_LEVEL)
     if codec is None:
         codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
     chain = chunk_codec(codec)
@@ -70,12 +72,18 @@ def compress_image_seq(
 
 
 def decompress_image_seq(
-    data: Any, image_shape: Sequence[int], batch_size: int, dtype: Any, indices: Any = None, num_threads: int | None = 1
+    compressed_data: Any,
+    image_shape: Sequence[int],
+    batch_size: int,
+    dtype: Any = "uint8",
+    indices: Any = None,
+    num_threads: int | None = 1,
 ) -> Any:
     """Decompress a blob, or some frames of it.
 
     Args:
-        data: The blob, anything with a buffer.
+        compressed_data: The blob of `compress_image_seq`, or plain LZ4 frames of the bytes of all images; anything with
+            a buffer.
         image_shape: Shape of one frame.
         batch_size: How many frames the blob holds.
         dtype: Of the frames. A torch dtype gives a CPU tensor, a numpy dtype (or its name) an array.
@@ -88,9 +96,94 @@ def decompress_image_seq(
     Raises:
         SchemaError: Shape, dtype or number of frames are others than those of the blob.
         UsageError: An index outside `0:batch_size`.
-        CorruptFileError: The blob is truncated or damaged; known before anything is allocated.
+        CorruptFileError: The blob is truncated or damaged; known before anything is allocated. LZ4 frames hold
+            another number of bytes.
     """
-    return decompress_many([data], image_shape, [batch_size], dtype, [indices], num_threads)[0]
+    data = _as_bytes(compressed_data)
+    if data[: len(LZ4_MAGIC)].tobytes() == LZ4_MAGIC:
+        return _from_lz4_frames(data, _Wanted.checked(image_shape, batch_size, dtype, indices))
+    return decompress_many([compressed_data], image_shape, [batch_size], dtype, [indices], num_threads)[0]
+
+
+def _from_lz4_frames(data: Bytes, wanted: _Wanted) -> Any:
+    """Decode plain LZ4 frames, which hold the images one after the other and nothing else."""
+    num_bytes = wanted.num_frames * wanted.frame_bytes
+    try:
+        values = decode_exactly(memoryview(data), num_bytes, "LZ4 frames")
+    except CorruptFileError as cause:
+        images = f"{wanted.num_frames} images of {wanted.name}{list(wanted.shape)}"
+        raise _corrupt(f"{cause.expected}, for {images}", cause.got) from cause
+    out = wanted.empty((wanted.count,))
+    stored = _as_stored(out)
+    frames = values.view(stored.dtype).reshape(wanted.num_frames, *wanted.shape)
+    stored[...] = frames if wanted.indices is None else frames[wanted.indices]
+    return out
+
+
+#: Modes of PIL whose pixels are uint8 and mean the same without the mode's name.
+_MODES = {"L": 2, "LA": 3, "RGB": 3, "RGBA": 3}
+
+
+def compress_image(image: Any, level: int = 0) -> bytes:
+    """Compress one image without loss.
+
+    Args:
+        image: A PIL image of mode L, LA, RGB or RGBA, or uint8 `[H, W]` or `[H, W, 1 to 4]` as array or tensor.
+        level: As for `compress_image_seq`.
+
+    Returns:
+        A blob, which `decompress_image` reads.
+
+    Raises:
+        UsageError: A PIL image of another mode, whose pixels would come back as others: convert it first.
+        SchemaError, FieldTypeError: It is no image of uint8.
+    """
+    action, mode = "compress the image", getattr(image, "mode", None)
+    if isinstance(mode, str) and mode not in _MODES:
+        advice = "Give image.convert('RGB')"
+        raise UsageError(action, "", f"a PIL image of mode {', '.join(_MODES)}", f"mode {mode!r}", advice)
+    pixels, dtype = _as_frames(image)
+    if dtype != "uint8":
+        raise FieldTypeError(action, "", "uint8", dtype)
+    if not (pixels.ndim == 2 or (pixels.ndim == 3 and 1 <= pixels.shape[2] <= 4)):
+        raise SchemaError(action, "", "shape [H, W] or [H, W, 1 to 4]", str(list(pixels.shape)))
+    return compress_image_seq(pixels[None], level)
+
+
+def decompress_image(compressed_data: Any) -> Any:
+    """Decompress a blob of `compress_image`.
+
+    Returns:
+        A PIL image (package `pillow`): L for one channel, LA, RGB or RGBA.
+
+    Raises:
+        CorruptFileError: The blob is truncated or damaged, or holds no single image.
+    """
+    from PIL import Image
+
+    shape, num_images = stored_shape(compressed_data)
+    if num_images != 1 or not (len(shape) == 2 or (len(shape) == 3 and 1 <= shape[2] <= 4)):
+        raise _corrupt("a blob of one image", f"{num_images} of shape {list(shape)}")
+    pixels = decompress_image_seq(compressed_data, shape, 1)[0]
+    return Image.fromarray(pixels[..., 0] if shape[2:] == (1,) else pixels)
+
+
+def stored_shape(compressed_data: Any) -> tuple[tuple[int, ...], int]:
+    """Return the shape of the frames of a blob, and how many it says it holds; the blob is not checked otherwise."""
+    data = _as_bytes(compressed_data)
+    start = len(_MAGIC) + _LENGTH.size
+    is_ours = len(data) >= start and data[: len(_MAGIC)].tobytes() == _MAGIC
+    _check(is_ours, "a blob of compress_image", f"{min(len(data), 8)} other bytes")
+    length = _LENGTH.unpack(data[len(_MAGIC) : start].data)[0]
+    _check(
+        length <= min(_MAX_HEADER_BYTES, len(data) - start), f"a header within {len(data)} bytes", f"one of {length}"
+    )
+    try:
+        about = json.loads(data[start : start + length].tobytes())
+        shape = tuple(whole("", "", size, 0) for size in about["shape"])
+        return shape, whole("", "", about["num_frames"], 0)
+    except (ValueError, LookupError, TypeError, RecursionError, RolloutDataError) as cause:
+        raise _corrupt("an intact header", f"{type(cause).__name__}: {cause}") from cause
 
 
 def decompress_many(

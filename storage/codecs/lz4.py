@@ -31,15 +31,16 @@ DEFAULT_HIGH_LEVEL = 9
 MAGIC = b"\x04\x22\x4d\x18"
 #: A frame of this number is skipped by readers of LZ4; ours hold what the writer had to say besides.
 SKIPPABLE_MAGIC = b"\x50\x2a\x4d\x18"
-_MIN_LEVEL, _MAX_LEVEL = -65537, lz4.frame.COMPRESSIONLEVEL_MAX
+_MIN_LEVEL, MAX_LEVEL = -65537, lz4.frame.COMPRESSIONLEVEL_MAX
 _MAX_BLOCK_BYTES = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 4 << 20}
 #: Of what is written, and how many blocks may wait to be.
 BLOCK_BYTES, _MAX_WAITING = 4 << 20, 4
 
 
 def check_level(level: Any) -> int:
-    """Give back a level that LZ4 knows: below 0 faster, 0 fast, 3 to 12 smaller and much slower."""
-    return whole("compress", "a level", level, _MIN_LEVEL, _MAX_LEVEL)
+    """Give back a level that LZ4 knows: below 0 faster, 0 fast, 3 to 12 smaller and much slower, 13 to 16
+    like 12."""
+    return whole("compress", "level", level, _MIN_LEVEL, MAX_LEVEL)
 
 
 def compress(data: Any, level: int = 0) -> bytes:
@@ -202,6 +203,30 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
             out[size : size + len(part)] = np.frombuffer(part, np.uint8)
             size += len(part)
     return out[:size]
+
+
+def decode_exactly(data: memoryview, num_bytes: int, name: str) -> Bytes:
+    """Decode frames that hold exactly `num_bytes`, `[num_bytes]`, new; all checksums are compared.
+
+    Raises:
+        CorruptFileError: They are damaged, or hold another number of bytes; no more than expected is decoded.
+        ForeignFileError: It is no LZ4 frame.
+    """
+    frames = [frame for frame in scan_frames(data, name) if not frame.is_skippable]
+    most = sum(frame.most_bytes for frame in frames)
+    if num_bytes > most:
+        raise CorruptFileError("decode", name, f"{num_bytes} bytes", f"at most {most}")
+    out = np.empty(num_bytes, np.uint8)
+    size = 0
+    for frame in frames:
+        for part in _decode_stream(data, frame, name):
+            if len(part) > num_bytes - size:
+                raise CorruptFileError("decode", name, f"{num_bytes} bytes", "more")
+            out[size : size + len(part)] = np.frombuffer(part, np.uint8)
+            size += len(part)
+    if size != num_bytes:
+        raise CorruptFileError("decode", name, f"{num_bytes} bytes", str(size))
+    return out
 
 
 class _Place:

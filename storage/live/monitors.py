@@ -23,7 +23,7 @@ import torch
 from ..core.arguments import real, whole
 from ..errors import UsageError, nearest
 
-#: What `PerformanceMonitor.report` tells of durations, besides their number.
+#: What `PerformanceMonitor.summary` tells of durations, besides their number.
 _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
     "total": np.sum,
     "mean": np.mean,
@@ -227,11 +227,12 @@ class PerformanceMonitor(Monitor):
         self._lock = threading.Lock()
         self._durations: dict[str, deque[float]] = {}
 
-    def record(self, key: str, seconds: float) -> None:
-        """Note a duration (finite, >= 0) under `key`, which need not exist."""
+    def record(self, key: str, duration: float) -> None:
+        """Record a duration in seconds (finite, >= 0) under `key`, which need not exist."""
         if not isinstance(key, str) or not key:
-            raise UsageError("record a duration", expected="a name", got=repr(key))
-        value = real(f"record a duration of {key!r}", "finite seconds", seconds, ">= 0", lambda x: 0 <= x < math.inf)
+            raise UsageError("call PerformanceMonitor.record", expected="key as a non-empty str", got=repr(key))
+        action, expected = "call PerformanceMonitor.record", ">= 0, in finite seconds"
+        value = real(action, "duration", duration, expected, lambda x: 0 <= x < math.inf)
         with self._lock:
             self._durations.setdefault(key, deque(maxlen=self.window)).append(value)
 
@@ -252,26 +253,36 @@ class PerformanceMonitor(Monitor):
             _wait_for(device)
             self.record(key, time.perf_counter() - start)
 
-    def report(self) -> dict[str, dict[str, int | float]]:
-        """Give, for each name, `count`, `total`, `mean`, `std`, `p50`, `p95` and `max` over its window, in seconds.
+    @property
+    def timings(self) -> dict[str, list[float]]:
+        """The last `window` durations of each name in seconds, oldest first; new lists."""
+        with self._lock:
+            return {key: list(durations) for key, durations in self._durations.items()}
+
+    def report(self) -> dict[str, float]:
+        """Return the mean and the standard deviation of each name in seconds, flat: `training_mean`, `training_std`."""
+        rows = self.summary().items()
+        return {f"{key}_{name}": float(row[name]) for key, row in rows for name in ("mean", "std")}
+
+    def summary(self) -> dict[str, dict[str, int | float]]:
+        """Return, for each name, `count`, `total`, `mean`, `std`, `p50`, `p95` and `max` over its window, in seconds.
 
         `std` is that of the durations themselves (divided by their number, 0 for one of them);
         percentiles are interpolated linearly.
         """
-        with self._lock:
-            copies = {key: np.array(durations) for key, durations in self._durations.items()}
+        copies = {key: np.array(durations) for key, durations in self.timings.items()}
         return {
             key: {"count": len(values), **{name: float(of(values)) for name, of in _STATISTICS.items()}}
             for key, values in copies.items()
         }
 
     def snapshot(self) -> dict[str, int | float]:
-        """Give the report flat: `<name>/<statistic>`."""
-        return {f"{key}/{name}": value for key, row in self.report().items() for name, value in row.items()}
+        """Return the summary flat: `<name>/<statistic>`."""
+        return {f"{key}/{name}": value for key, row in self.summary().items() for name, value in row.items()}
 
     def text(self) -> str:
         """Give one line: per name the mean, the 95th percentile and the count."""
-        rows = self.report().items()
+        rows = self.summary().items()
         return "; ".join(
             f"{key} {_seconds(row['mean'])} (p95 {_seconds(row['p95'])}, n={row['count']})" for key, row in rows
         )

@@ -18,6 +18,7 @@ import torch
 
 from ..core import arguments
 from ..core.threads import Owned, Unique, Worker
+from ..errors import UsageError
 
 T = TypeVar("T")
 
@@ -61,10 +62,10 @@ def _made_like(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, A
 
 
 class PipelinedDataCollector(Unique, Generic[T]):
-    """Iterate over `iterable` with up to `prefetch_count` items made ahead by a thread.
+    """Iterate over `base_collector` with up to `prefetch_count` items made ahead by a thread.
 
     Args:
-        iterable: The source; iterated in the producer's thread. Iterating again starts it anew.
+        base_collector: The source, any iterable; iterated in the producer's thread. Iterating again starts it anew.
             It must not change an item after it has yielded it (`transform` may copy).
         device: Where the tensors of an item (nested mappings, tuples, lists, dataclasses) are moved to: `to_device`.
         prefetch_count: How many finished items may wait, at least 1.
@@ -80,7 +81,7 @@ class PipelinedDataCollector(Unique, Generic[T]):
 
     def __init__(
         self,
-        iterable: Iterable[T],
+        base_collector: Iterable[T],
         device: torch.device | str = "cpu",
         prefetch_count: int = 2,
         *,
@@ -88,8 +89,12 @@ class PipelinedDataCollector(Unique, Generic[T]):
         transform: Callable[[Any], Any] | None = None,
         stamp: Callable[[], Any] | None = None,
     ) -> None:
-        self.iterable, self.device = iterable, arguments.device("prefetch", "device", device)
-        self.prefetch_count = arguments.whole("prefetch", "prefetch_count", prefetch_count, 1)
+        action = "create PipelinedDataCollector"
+        if not isinstance(base_collector, Iterable) and not hasattr(base_collector, "__getitem__"):
+            raise UsageError(action, "", "base_collector as an iterable", type(base_collector).__name__)
+        self.base_collector = base_collector
+        self.device = arguments.device(action, "device", device)
+        self.prefetch_count = arguments.whole(action, "prefetch_count", prefetch_count, 1)
         self.pin, self.transform, self.stamp = pin, transform, stamp
         #: What `stamp` gave for the item delivered last.
         self.last_stamp: Any = None
@@ -178,7 +183,8 @@ class _Producer:
     """Makes the items of one iteration; holds neither that nor the collector, so that dropping them ends it."""
 
     def __init__(self, collector: PipelinedDataCollector[Any]) -> None:
-        self._iterable, self._device, self._pin = collector.iterable, collector.device, collector.pin
+        self._iterable: Iterable[Any] = collector.base_collector
+        self._device, self._pin = collector.device, collector.pin
         self._transform, self._stamp = collector.transform, collector.stamp
         self.worker = Worker("prefetch", max_pending=collector.max_lag)
         self._source: Iterator[Any] | None = None

@@ -11,13 +11,14 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..core import arguments
+from ..core.arguments import is_whole, whole
 from ..core.fields import Schema, flatten, unflatten
 from ..core.memory import StreamOrder, as_given, lasting
 from ..core.records import Key, RecordReader, flat_name
@@ -351,12 +352,20 @@ class PrefixSum:
     """Lengths of episodes, oldest first, and the running sum of them.
 
     Args:
-        lengths: Episodes to begin with.
+        lengths: Episodes to begin with; or an int, which is taken as `max_len`.
+        max_len: Number of episodes expected. It limits nothing: the arrays grow as needed.
 
     Frames are numbered from 0 at the start of the oldest episode that is kept; so are episodes.
     """
 
-    def __init__(self, lengths: Iterable[int] = ()) -> None:
+    def __init__(self, lengths: int | Iterable[int] = (), *, max_len: int | None = None) -> None:
+        expected = max_len
+        if is_whole(lengths):
+            expected, lengths = cast(int, lengths), ()
+        if expected is not None:
+            whole("create PrefixSum", "max_len", expected, 0)
+        if not isinstance(lengths, Iterable):
+            raise UsageError("create PrefixSum", "", "lengths, or a number max_len", repr(lengths)[:60])
         #: Ends of the episodes in frames since creation; [_first] is the start of the oldest kept one.
         self._ends: Integers = np.zeros(_FIRST_ROOM, np.int64)
         self._first, self._last = 0, 0
@@ -383,9 +392,20 @@ class PrefixSum:
         found: Integers = self._ends[self._first : self._last] - self._ends[self._first]
         return found
 
-    def add(self, length: int) -> None:
-        """Append an episode; amortized O(1). A length below 0, or none at all, raises `UsageError`."""
-        length = arguments.whole("add an episode", "a length", length, 0)
+    @property
+    def ar(self) -> Integers:
+        """Another name of `lengths`."""
+        return self.lengths
+
+    @property
+    def prefix_sum(self) -> Integers:
+        """Number of frames up to the end of every episode, `[len(self)]`, a new array: the running sum of `ar`."""
+        found: Integers = self._ends[self._first + 1 : self._last + 1] - self._ends[self._first]
+        return found
+
+    def add(self, val: int) -> None:
+        """Append an episode of `val` frames; amortized O(1). A number below 0, or none at all, raises `UsageError`."""
+        length = whole("call PrefixSum.add", "val", val, 0)
         self._make_room(1)
         self._ends[self._last + 1] = self._ends[self._last] + length
         self._last += 1
@@ -431,6 +451,10 @@ class PrefixSum:
         episode = np.searchsorted(ends, wanted + ends[0], side="right") - 1
         offset = wanted + ends[0] - ends[episode]
         return (int(episode), int(offset)) if wanted.ndim == 0 else (episode, offset)
+
+    def get_range_idx(self, idx: Any) -> Any:
+        """Return the number of the episode that holds frame `idx`: an int, or int64 for an array; see `locate`."""
+        return self.locate(idx)[0]
 
     def _make_room(self, num_episodes: int) -> None:
         needed = self._last + num_episodes + 1

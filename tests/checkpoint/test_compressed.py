@@ -177,7 +177,10 @@ def test_tensors_come_back_to_the_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("data", "keys", "text"),
-    [(5, (), "expected a nested mapping, got int"), ({"a": torch.ones(2)}, 5, "expected compress_keys as names")],
+    [
+        (5, (), "expected tensordict as a nested mapping, got int"),
+        ({"a": torch.ones(2)}, 5, "expected compress_keys as names"),
+    ],
 )
 def test_what_is_no_record_is_refused(data: Any, keys: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):

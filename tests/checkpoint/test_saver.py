@@ -327,7 +327,10 @@ def test_times_are_told_to_a_monitor(tmp_path: Path) -> None:
     monitor = PerformanceMonitor()
     with AsyncCheckpointSaver(monitor=monitor) as saver:
         saver.save_async(state_of(1), tmp_path / "a.pt")
-    assert {key: row["count"] for key, row in monitor.report().items()} == {"checkpoint/copy": 1, "checkpoint/write": 1}
+    assert {key: row["count"] for key, row in monitor.summary().items()} == {
+        "checkpoint/copy": 1,
+        "checkpoint/write": 1,
+    }
 
 
 @pytest.mark.parametrize("arguments", [{"max_queue_size": 0}, {"max_queue_size": True}, {"on_full": "drop"}])

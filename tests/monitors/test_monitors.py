@@ -125,7 +125,7 @@ def test_the_report_is_over_the_window(window: int, durations: list[float]) -> N
     for duration in durations:
         monitor.record("step", duration)
     last = deque(durations, maxlen=window)
-    assert monitor.report()["step"] == pytest.approx(
+    assert monitor.summary()["step"] == pytest.approx(
         {
             "count": len(last),
             "total": sum(last),
@@ -143,27 +143,27 @@ def test_a_new_name_needs_no_registration_and_reset_forgets_it() -> None:
     with monitor.timer("sample"), monitor.timer("gather", device="cpu"):
         pass
     monitor.record("learn", 0.5)
-    report = monitor.report()
+    report = monitor.summary()
     assert list(report) == ["gather", "sample", "learn"]
     assert 0 <= report["gather"]["max"] <= report["sample"]["max"]
     assert report["learn"]["mean"] == report["learn"]["p95"] == 0.5 and report["learn"]["std"] == 0.0
     monitor.reset()
-    assert monitor.report() == {} and monitor.snapshot() == {} and monitor.text() == ""
+    assert monitor.summary() == {} and monitor.snapshot() == {} and monitor.text() == ""
 
 
 def test_a_timer_counts_a_block_that_raises() -> None:
     monitor = PerformanceMonitor()
     with pytest.raises(KeyError), monitor.timer("fails"):
         raise KeyError
-    assert monitor.report()["fails"]["count"] == 1
+    assert monitor.summary()["fails"]["count"] == 1
 
 
 @pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, "a", None])
 def test_what_is_no_duration_is_refused(seconds: Any) -> None:
     monitor = PerformanceMonitor()
-    with pytest.raises(UsageError, match="finite seconds >= 0"):
+    with pytest.raises(UsageError, match="duration >= 0, in finite seconds"):
         monitor.record("step", seconds)
-    assert monitor.report() == {}
+    assert monitor.summary() == {}
 
 
 def test_memory_does_not_grow_with_what_is_recorded() -> None:
@@ -198,11 +198,11 @@ def test_nothing_is_lost_or_torn_between_threads_and_no_thread_is_started() -> N
             performance.record(f"key {value % 3}", 1.0)
             snapshot = ticks.snapshot()
             assert all(snapshot[f"time_{part}"] == snapshot[f"use_{part}"] for part in ("mean", "max", "min"))
-            performance.report()
+            performance.summary()
 
     in_threads(work)
     assert natural.total == ticks.num_ticks == 2000
-    assert sum(row["count"] for row in performance.report().values()) == 2000
+    assert sum(row["count"] for row in performance.summary().values()) == 2000
     assert threading.active_count() == before
 
 

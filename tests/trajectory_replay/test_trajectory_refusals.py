@@ -125,7 +125,7 @@ def test_a_monitor_is_told_what_takes_time(tmp_path: Path) -> None:
             buffer.sample(5)
         buffer.save_checkpoint(tmp_path / "a")
         buffer.load_checkpoint(tmp_path / "a")
-    counts = {name: row["count"] for name, row in monitor.report().items()}
+    counts = {name: row["count"] for name, row in monitor.summary().items()}
     expected = {"add": 4, "sample": 7, "write": 5, "save_checkpoint": 1, "load_checkpoint": 1}
     assert counts == {f"trajectories/{name}": count for name, count in expected.items()}
 
@@ -136,4 +136,4 @@ def test_a_monitor_is_told_of_calls_that_raise_and_none_is_needed() -> None:
         with pytest.raises(KeyError):
             buffer.sample(3, keys=["nothing"])
         assert len(buffer.sample(3)["rewards"]) == 3
-    assert monitor.report()["trajectories/sample"]["count"] == 2
+    assert monitor.summary()["trajectories/sample"]["count"] == 2
