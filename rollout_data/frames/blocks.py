@@ -49,6 +49,7 @@ class Blocks(Kind):
         self._shared: tuple[TrajectoryIndex | None, SharedMemory | None] = None, None
         self._broken: DataFileError | None = None
         self._look_due_s = 0.0
+        self._has_warned = False
 
     @staticmethod
     def is_there(path: Path) -> bool:
@@ -122,6 +123,7 @@ class Blocks(Kind):
             has_changed |= folder.refresh()
             for problem in folder.problems.values():
                 self._source.report(problem)
+        self._warn_without_sums()
         if not has_changed:
             return
         blocks = self._blocks()
@@ -133,6 +135,16 @@ class Blocks(Kind):
         if gone != self._pinned or before is None or _identities(before.blocks) != _identities(blocks):
             self._pinned, self._last = gone, None
         self._source.lost.intersection_update(key for key, *_ in mapped)
+
+    def _warn_without_sums(self) -> None:
+        """Warn once of blocks behind a network whose pieces are compared with nothing."""
+        num = sum(folder.num_without_sums for folder in self.remote)
+        if num and not self._has_warned:
+            self._has_warned = True
+            where, expected = repr(", ".join(map(str, self._source.paths))), "checksums of their pieces beside them"
+            advice = "'rollout-data push' writes them"
+            action = f"compare what is fetched of {num} blocks"
+            self._source.advise(DataFileError(action, f"of {where}", expected, "none", advice))
 
     def release(self, in_use: BlocksInUse) -> None:
         if self._files is None or (start_s := time.monotonic()) < self._look_due_s:

@@ -171,7 +171,8 @@ class RemoteFrames(FrameStore):
         at, rows = self.index.blocks[block], out.numpy().view(np.uint8)
         if is_stand_in(at):
             raise self.index.lost_block(block, "it was removed")
-        ask = partial(self._folders[at.path.parent].files.ask, at.path)
+        folder = self._folders[at.path.parent]
+        ask = partial(folder.files.ask, at.path, sums=folder.sums_of(at.path, at.file_bytes))
         column = self.layouts[place[0]].columns[place[1]]
         if not column.is_coded:
             offset = at.places[place][0]

@@ -24,6 +24,7 @@ from storage.core.arguments import path as path_of
 from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError
 
 from .fetching import Fetcher, Request
+from .pieces import PieceSums
 
 
 @dataclass(frozen=True)
@@ -187,25 +188,42 @@ class RemoteFiles:
                 raise UsageError("open", repr(str(self.path)), expected, got, "Install it with pip") from cause
         return self._system[1]
 
-    def ask(self, path: Path, start: int, stop: int, use: Callable[[bytes], Any] = bytes) -> Request:
+    def ask(
+        self,
+        path: Path,
+        start: int,
+        stop: int,
+        use: Callable[[bytes], Any] = bytes,
+        sums: PieceSums | None = None,
+    ) -> Request:
         """Ask for bytes of a file; `fetcher.wait` gives what `use` makes of them.
 
-        It raises, besides: FileNotFoundError, there is no such file; CorruptFileError, the file is shorter.
+        It raises, besides: FileNotFoundError, there is no such file; CorruptFileError, the file is shorter, or a piece
+        of it has not the checksum of `sums`.
         """
         url, where, action = str(path), f"{start}:{stop} of {str(path)!r}", "fetch the bytes"
 
         def fetch() -> Any:
-            data = self.system.cat_file(url, start=start, end=stop)
-            if len(data) != stop - start:
-                raise CorruptFileError(action, where, f"{stop - start} bytes", str(len(data)))
+            low, high = (start, stop) if sums is None else sums.bounds(start, stop)
+            data = self.system.cat_file(url, start=low, end=high)
+            if len(data) != high - low:
+                raise CorruptFileError(action, where, f"{high - low} bytes", str(len(data)))
+            if sums is not None:
+                sums.check(data, low)
+                data = memoryview(data)[start - low : stop - low]
             return use(data)
 
         return self.fetcher.submit(fetch, action, where)
 
-    def read(self, path: Path, start: int, stop: int) -> np.ndarray:
+    def load(self, path: Path, num_bytes: int) -> bytes:
+        """Fetch a small file at once, in the thread that asks: only inside another request, which repeats it."""
+        data: bytes = self.system.cat_file(str(path), start=0, end=num_bytes)
+        return data
+
+    def read(self, path: Path, start: int, stop: int, sums: PieceSums | None = None) -> np.ndarray:
         """Read bytes of a file, by several requests where they are many: a new uint8 array; errors as of `ask`."""
         step = self.options.chunk_bytes
-        parts = [self.ask(path, low, min(low + step, stop)) for low in range(start, stop, step)]
+        parts = [self.ask(path, low, min(low + step, stop), bytes, sums) for low in range(start, stop, step)]
         return np.frombuffer(b"".join(map(self.fetcher.wait, parts)), np.uint8)
 
     def listed(self) -> dict[str, tuple[int, int]]:

@@ -24,6 +24,7 @@ from ..index.folder import BlockFolder, FileStamp, counted_metadata
 from ..index.metadata import BAD_METADATA, Metadata
 from .access import RemoteFiles, RemotePath
 from .fetching import UNANSWERED
+from .pieces import ENDING, PieceSums
 
 #: What opens a block of up to 1,300 fragments; of larger ones the rest is asked for when the library wants it.
 HEAD_BYTES, TAIL_BYTES = 128 << 10, 64 << 10
@@ -38,14 +39,16 @@ class RemoteFile(Guarded):
         files: Where it is.
         path: Which one.
         num_bytes: Its size, as it was listed.
+        sums: Checksums of its pieces; None if there are none.
     """
 
-    def __init__(self, files: RemoteFiles, path: Path, num_bytes: int) -> None:
+    def __init__(self, files: RemoteFiles, path: Path, num_bytes: int, sums: PieceSums | None = None) -> None:
         super().__init__()
+        self._sums = sums
         self._files, self._path, self._num_bytes, self._position = files, path, num_bytes, 0
         head, tail = min(HEAD_BYTES, num_bytes), max(HEAD_BYTES, num_bytes - TAIL_BYTES)
         bounds = ((0, head), (tail, num_bytes))
-        requests = {start: files.ask(path, start, stop) for start, stop in bounds if start < stop}
+        requests = {start: files.ask(path, start, stop, bytes, sums) for start, stop in bounds if start < stop}
         #: First byte and bytes of each part that was fetched.
         self._parts: list[tuple[int, bytes]] = [(start, files.fetcher.wait(one)) for start, one in requests.items()]
 
@@ -71,7 +74,8 @@ class RemoteFile(Guarded):
         for first, part in self._parts:
             if first <= start and stop <= first + len(part):
                 return part[start - first : stop - first]
-        more = self._files.read(self._path, start, min(max(stop, start + _MORE_BYTES), self._num_bytes)).tobytes()
+        end = min(max(stop, start + _MORE_BYTES), self._num_bytes)
+        more = self._files.read(self._path, start, end, self._sums).tobytes()
         self._parts.append((start, more))
         return more[: stop - start]
 
@@ -92,6 +96,9 @@ class RemoteFolder(BlockFolder):
         super().__init__(files.path, verify_on_open, label)
         self.files, self._num_openers = files, files.options.num_requests
         self._use_cache = False
+        self._listed: dict[str, FileStamp] = {}
+        self._unlisted: set[str] = set()  # blocks that a listing lacked, for which none is asked for again
+        self._sums: dict[str, tuple[FileStamp, PieceSums]] = {}
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
         return RemotePath(data_dir)
@@ -114,7 +121,7 @@ class RemoteFolder(BlockFolder):
         return has_changed
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        found = self.files.listed()
+        found = self._listed_now()
         return {name: stamp for name, stamp in found.items() if name.endswith((".h5", ".hdf5")) and name[0] != "."}
 
     def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
@@ -125,8 +132,32 @@ class RemoteFolder(BlockFolder):
 
     def read_header(self, path: Path, num_bytes: int) -> BlockHeader:
         """Read the header of a block of this folder."""
-        header = read_header(path, RemoteFile(self.files, path, num_bytes))
-        return replace(header, fetch=partial(self.files.read, path))
+        sums = self.sums_of(path, num_bytes)
+        header = read_header(path, RemoteFile(self.files, path, num_bytes, sums))
+        return replace(header, fetch=partial(self.files.read, path, sums=sums))
+
+    def _listed_now(self) -> dict[str, FileStamp]:
+        self._listed = self.files.listed()
+        return self._listed
+
+    def sums_of(self, path: Path, num_bytes: int) -> PieceSums | None:
+        """Return the checksums of the pieces of a block of this folder; None if there are none beside it."""
+        if path.name not in self._listed and path.name not in self._unlisted:  # another process has found it
+            self._listed_now()
+            self._unlisted |= {path.name} - self._listed.keys()
+        name = path.name + ENDING
+        about = self._listed.get(name)
+        if about is None:
+            return None
+        if self._sums.get(name, (None,))[0] != about:
+            load = partial(self.files.load, self.data_dir / name, about[0])
+            self._sums[name] = about, PieceSums(path, num_bytes, load)
+        return self._sums[name][1]
+
+    @property
+    def num_without_sums(self) -> int:
+        """Blocks that were found and have no checksums of pieces beside them."""
+        return sum(name + ENDING not in self._listed for name in self.blocks)
 
     def read_document(self) -> dict[str, Any]:
         path = self.data_dir / METADATA_NAME

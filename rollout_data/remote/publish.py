@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from storage.errors import DataFileError, SchemaError, UsageError
+from storage.errors import CorruptFileError, DataFileError, SchemaError, UsageError
 
 from ..format.header import METADATA_NAME
 from ..index.folder import BlockFolder
@@ -23,6 +23,7 @@ from ..index.metadata import Metadata, load_metadata
 from .access import RemoteFiles, RemoteOptions, remote_path
 from .fetching import Fetcher
 from .folder import HEAD_BYTES, RemoteFolder
+from .pieces import ENDING, parse, piece_bytes_of, sums_of
 
 #: Threads that upload, and bytes of a block that add the time-out of one request to its own.
 _NUM_THREADS, _BYTES = 4, 4 << 20
@@ -33,7 +34,8 @@ def push(
 ) -> int:
     """Upload the blocks of a folder that are not there yet, then metadata.json; give the number of blocks uploaded.
 
-    Each is put on the condition that nothing has its name, where the store can do that; otherwise it is looked up
+    Beside each block, before it, go the checksums of its pieces, with which readers compare all that they fetch.
+        Each is put on the condition that nothing has its name, where the store can do that; otherwise it is looked up
     before. An upload that fails, or takes longer than `remote.timeout_s` for every 4 MiB of the largest block, is
     repeated `remote.num_retries` times. With `progress`, a bar shows how far it is.
 
@@ -58,7 +60,11 @@ def push(
     largest, options = max(block.file_bytes for block in folder.blocks.values()), files.options
     fetcher = Fetcher(_NUM_THREADS, options.timeout_s * (1 + largest // _BYTES), options.num_retries)
     paths = [folder.data_dir / name for name in sorted(folder.blocks)]
-    puts = [fetcher.submit(partial(_put_block, files, path), "push", f"{str(path)!r} to {url!r}") for path in paths]
+    listed = there_now(files)
+    puts = [
+        fetcher.submit(partial(_put_block, files, path, path.name in listed), "push", f"{str(path)!r} to {url!r}")
+        for path in paths
+    ]
     try:
         num_new: int = sum(map(fetcher.wait, tqdm(puts, desc="push", unit=" blocks", disable=not progress)))
         target = str(files.path / METADATA_NAME)
@@ -74,15 +80,51 @@ def push(
     return num_new
 
 
-def _put_block(files: RemoteFiles, path: Path) -> bool:
-    """Upload a block; False if it is there already, perhaps by an attempt without an answer."""
+def there_now(files: RemoteFiles) -> set[str]:
+    """Name the files at a URL; none if there is no folder yet."""
+    try:
+        return set(files.listed())
+    except UsageError:
+        return set()
+
+
+def _put_block(files: RemoteFiles, path: Path, is_listed: bool) -> bool:
+    """Upload the checksums of a block, then the block; False if it is there already, as by an unanswered attempt."""
     target = files.path / path.name
+    if is_listed:  # first: no checksums of ours beside another file
+        _check_same(files, path)
+    _put_sums(files, path)
     try:
         files.system.put_file(str(path), str(target), mode="create")
         return True
     except FileExistsError:
-        head = np.fromfile(path, np.uint8, HEAD_BYTES)
-        is_same = files.system.size(str(target)) == path.stat().st_size
-        if is_same and np.array_equal(files.read(target, 0, len(head)), head):
-            return False
-    raise DataFileError("push", f"to {str(target)!r}", "nothing, or the same block", "another file")
+        _check_same(files, path)
+        return False
+
+
+def _check_same(files: RemoteFiles, path: Path) -> None:
+    """Raise unless the block of this name at the URL is the same."""
+    target, head = files.path / path.name, np.fromfile(path, np.uint8, HEAD_BYTES)
+    is_same = files.system.size(str(target)) == path.stat().st_size
+    if not is_same or not np.array_equal(files.read(target, 0, len(head)), head):
+        raise DataFileError("push", f"to {str(target)!r}", "nothing, or the same block", "another file")
+
+
+def _put_sums(files: RemoteFiles, path: Path) -> None:
+    """Upload the checksums of the pieces of a block; those of the same block that are there are kept."""
+    target = str(files.path / (path.name + ENDING))
+    piece_bytes = piece_bytes_of(path.stat().st_size, files.options.chunk_bytes)
+    content = sums_of(path, piece_bytes)
+    try:
+        files.system.pipe_file(target, content, mode="create")
+        return
+    except FileExistsError:
+        before = bytes(files.system.cat_file(target, start=0, end=files.system.size(target)))
+    if before == content:
+        return
+    with suppress(CorruptFileError):
+        piece_bytes, _, _ = parse(before, repr(target))
+        if sums_of(path, piece_bytes) == before:
+            return
+    # Damaged, or left by an upload of another block that was killed before the block was there.
+    files.system.pipe_file(target, content, mode="overwrite")

@@ -158,6 +158,9 @@ class WindowDataset(WindowBatches):
         if not len(self._store.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
             raise UsageError("read windows", f"of {self.data_dir!r}", "recorded trajectories", found)
+        if not len(self._store.index) and self.problems and self.opened_as is None:
+            expected, cause = "a trajectory that can be read", self.problems[0]
+            raise DataFileError("read windows", f"of {self.data_dir!r}", expected, "none", str(cause)) from cause
         may_lack, self._may_lack = self._may_lack and upto is not None, False
         found_now = _fingerprint(self._store, self.trajectories)
         if self.opened_as is not None and found_now != fingerprint and not may_lack:

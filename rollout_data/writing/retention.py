@@ -73,6 +73,7 @@ def prune(
             old.append(block.path)
     for path in tqdm([] if dry_run else old, desc="prune", unit=" blocks", disable=not progress):
         path.unlink(missing_ok=True)
+        path.with_name(path.name + ".sums").unlink(missing_ok=True)  # of a folder that was copied from a bucket
     if old and not dry_run:
         save_index_cache(data_dir)
     return old

@@ -1,0 +1,193 @@
+"""Every piece of a pushed block that is fetched is compared with its checksum, at little more bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+import warnings
+
+import fsspec
+import numpy as np
+import pytest
+
+pytest.importorskip("fsspec")
+
+from benchmarks.lagging import LaggingFileSystem
+from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, prune, push
+from rollout_data.remote.pieces import piece_bytes_of, sums_of
+from storage.errors import DataFileError, RolloutDataWarning
+from tests.files.recorded import drain, record
+
+from .places import Store, check_epoch, far_windows, lagging, store_at, uneven
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return uneven(tmp_path_factory.mktemp("remote") / "walk")
+
+
+def pushed(folder, tmp_path, **options) -> str:
+    """Push a folder, serve it by the file system that counts; give its URL."""
+    store_at(tmp_path, "store")
+    push(folder, "store://walk", remote=RemoteOptions(**options))
+    return lagging(tmp_path / "walk")
+
+
+class Lying(LaggingFileSystem):
+    """Answers with other bytes than those that were asked for."""
+
+    protocol = "lying"
+    lie = staticmethod(lambda data, read, start, stop: data)
+
+    def cat_file(self, path, start=None, end=None, **options):
+        def read(low, high):
+            return super(Lying, self).cat_file(path, start=low, end=high)
+
+        return self.lie(read(start, end), read, start, end)
+
+
+def flipped(data, read, start, stop):
+    changed = bytearray(data)
+    changed[len(data) // 2] ^= 1
+    return bytes(changed)
+
+
+LIES = {
+    "shifted": lambda data, read, start, stop: read(start - 64, stop - 64) if start >= 64 else data,
+    "flipped": flipped,
+    "zeros": lambda data, read, start, stop: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("way", ["windows", "playback", "cache", "header", "verify"])
+@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
+def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(folder, tmp_path, lie, way, chunk_bytes):
+    if way == "header" and lie == "shifted":
+        pytest.skip("small blocks are opened by one request, which begins at 0")
+    pushed(folder, tmp_path)
+    Lying.start(tmp_path, 0.0)
+    fsspec.register_implementation("lying", Lying, clobber=True)
+    Lying.lie = staticmethod(lambda data, read, start, stop: data)
+    options = RemoteOptions(chunk_bytes=chunk_bytes, num_retries=0)
+    windows = WindowDataset("lying://walk", 4, remote=options)
+    far = RolloutDataset("lying://walk", 2, device="cpu", remote=options, cache="ram" if way == "cache" else "none")
+    if way == "playback":
+        far.get_batch(1)
+    Lying.lie = staticmethod(LIES[lie])
+    with warnings.catch_warnings(), pytest.raises((DataFileError, ValueError)) as found:
+        warnings.simplefilter("ignore")
+        if way == "windows":
+            list(WindowLoader(windows, 16))
+        elif way in ("playback", "cache"):
+            drain(far, 5)
+        else:
+            WindowDataset("lying://walk", 4, remote=options, verify_on_open=way == "verify")
+    if way in ("windows", "playback"):
+        assert "checksum" in str(found.value) and "rollout_" in str(found.value)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 16, 1 << 20])
+def test_bytes_that_are_fetched_grow_by_at_most_a_twentieth(tmp_path, chunk_bytes):
+    with RolloutWriter(tmp_path / "long", 4, durable=False) as writer:
+        for step in range(6000):
+            row = np.full((4, 40), step, np.float32)
+            writer.add(observation=row, action=row[:, :4], reward=row[:, 0], done=np.full(4, step % 300 == 299))
+    pushed(tmp_path / "long", tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in (tmp_path / "walk").iterdir():
+        if not path.name.endswith(".sums"):
+            shutil.copy(path, bare)
+    fetched = {}
+    for name in ("bare", "walk"):
+        for way in ("windows", "playback"):
+            url, options = lagging(tmp_path / name), RemoteOptions(chunk_bytes=chunk_bytes)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if way == "windows":
+                    for _ in WindowLoader(WindowDataset(url, 4, remote=options), 256):
+                        pass
+                else:
+                    drain(RolloutDataset(url, 8, device="cpu", remote=options), 50)
+            fetched[name, way] = sum(stop - start for _, start, stop in LaggingFileSystem.requests if stop)
+    for way in ("windows", "playback"):
+        assert fetched["walk", way] <= 1.05 * fetched["bare", way], way
+
+
+def test_a_copy_without_checksums_is_read_as_before_with_one_warning(folder):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        far = far_windows(lagging(folder))
+        check_epoch(WindowDataset(folder, 4), far)
+        far.advice  # noqa: B018
+    texts = [str(one.message) for one in told if "checksums of their pieces" in str(one.message)]
+    assert len(texts) == 1 and "rollout-data push" in texts[0]
+    assert far.problems == []
+
+
+def test_what_was_pushed_is_read_without_a_warning_and_by_workers(folder, tmp_path):
+    url = pushed(folder, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RolloutDataWarning)
+        check_epoch(WindowDataset(folder, 4), far_windows(url))
+
+
+def test_pushing_again_adds_missing_checksums_and_mends_damaged_ones(folder, tmp_path):
+    system, num_blocks = fsspec.filesystem("memory"), len(list(folder.glob("*.h5")))
+    push(folder, "memory://mended")
+    names = [path for path in system.ls("/mended", detail=False) if path.endswith(".sums")]
+    before = {name: system.cat_file(name) for name in names}
+    assert len(names) == num_blocks
+    system.rm_file(names[0])
+    system.pipe_file(names[1], b"damaged")
+    assert push(folder, "memory://mended") == 0
+    assert {name: system.cat_file(name) for name in names} == before
+    push(folder, "memory://mended", remote=RemoteOptions(chunk_bytes=1 << 13))  # other pieces would do as well
+    assert {name: system.cat_file(name) for name in names} == before
+
+
+def test_a_push_that_is_killed_anywhere_is_finished_by_the_next_one(folder, tmp_path):
+    store_at(tmp_path, "store", 0.02)
+    context = multiprocessing.get_context("fork")
+    for num_s in (0.05, 0.1, 0.15):
+        process = context.Process(target=push, args=(folder, "store://walk"))
+        process.start()
+        time.sleep(num_s)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(10)
+        for path in (tmp_path / "walk").glob("*.h5") if (tmp_path / "walk").exists() else ():
+            assert (path.parent / f"{path.name}.sums").exists()  # they come first
+    push(folder, "store://walk")
+    for path in folder.glob("*.h5"):
+        there = (tmp_path / "walk" / f"{path.name}.sums").read_bytes()
+        assert there == sums_of(path, piece_bytes_of(path.stat().st_size, RemoteOptions().chunk_bytes))
+    check_epoch(WindowDataset(folder, 4), far_windows(lagging(tmp_path / "walk")))
+
+
+def test_no_checksums_are_put_beside_another_file(folder, tmp_path):
+    store_at(tmp_path, "store")
+    (tmp_path / "walk").mkdir()
+    name = min(path.name for path in folder.glob("*.h5"))
+    (tmp_path / "walk" / name).write_bytes(b"something else")
+    with pytest.raises(DataFileError, match="another file"):
+        push(folder, "store://walk")
+    assert not (tmp_path / "walk" / f"{name}.sums").exists()
+    assert Store.root == tmp_path
+
+
+def test_pruning_a_copied_folder_takes_the_checksums_along(tmp_path):
+    record(tmp_path / "walk", [40] * 12, num_envs=2, flush_every=45)
+    for path in (tmp_path / "walk").glob("*.h5"):
+        (path.parent / f"{path.name}.sums").write_bytes(sums_of(path, 256))
+    deleted = prune(tmp_path / "walk", trajectories=2)
+    assert deleted and not any((path.parent / f"{path.name}.sums").exists() for path in deleted)
+    assert len(list((tmp_path / "walk").glob("*.sums"))) == len(list((tmp_path / "walk").glob("*.h5")))
+
+
+@pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(1000, 4096), (4 << 20, 1 << 20), (1 << 30, 5000)])
+def test_pieces_are_at_most_a_chunk(num_bytes, chunk_bytes):
+    assert piece_bytes_of(num_bytes, chunk_bytes) <= chunk_bytes
