@@ -69,6 +69,7 @@ class CachedFrames(FrameStore):
         super().__init__(source.index, source.layouts, device)
         self.is_lost, is_there = source.is_lost, memory is not None
         self.read_header, self.told_tasks = source.read_header, source.told_tasks
+        self.told_texts = source.told_texts
         self.told_names = source.told_names
         trajectories = trajectories if is_there else trajectories[~self.is_lost[trajectories]]
         self._trajectories, lengths = trajectories, source.index.lengths[trajectories]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from storage.errors import CorruptFileError, DataFileError, UsageError, nearest
 from ..foreign.formats import detect, holds_files_of_others, open_foreign
 from ..foreign.reader import EpisodeInfo, ForeignReader
 from ..format.header import DATA, END_UNKNOWN, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
+from ..format.notes import text_id
 from ..index.block import Block, Key
 from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
@@ -102,7 +105,8 @@ class Readers(Kind):
         kept = [(key, info) for key, info in zip(chosen, infos, strict=True) if info.schema not in fit.left_out]
         if kept:
             self._source.check_schema(fit.schema, self._source.paths[0])
-        layouts = layouts_of(fit.schema)
+        texts = self._common_texts([info for _, info in kept], fit.schema)
+        layouts = layouts_of(Schema([*fit.schema.values(), *texts.values()]))
         size = max(1, _PIECE_BYTES // max(1, layouts[DATA].frame_bytes))
         blocks: list[Block] = []
         places: dict[Key, _Found] = {}
@@ -119,11 +123,14 @@ class Readers(Kind):
             reader, column = self._readers[number], layouts[place[0]].columns[place[1]]
             start, length = int(block.fragments["start"][0]) + first, stop - first
             table = np.zeros(length if place[0] == DATA else 1, layouts[place[0]].numpy_dtype(column))
-            names = [name for name in column.offsets if name in reader.episodes[episode].schema]
+            info = reader.episodes[episode]
+            names = [name for name in column.offsets if name in info.schema or name in texts]
             if place[0] == DATA:
                 values = reader.read_fields(episode, names, start, start + length)
             else:
                 values = {name: reader.read_final(episode, name)[None] for name in names}
+            for name in texts.keys() & values.keys():
+                values[name] = np.array([*map(text_id, values[name])], np.int64)
             for name in column.offsets:
                 table[name] = _filled(block, name, values.get(name), table[name].shape)
             return table.view(np.uint8).reshape(len(table), column.row_bytes)
@@ -145,7 +152,32 @@ class Readers(Kind):
         store = FileFrames(TrajectoryIndex(blocks), layouts, read, losses, _CACHE_BYTES, read_part, file_of)
         store.told_tasks = [info.task for _, info in kept]
         store.told_names = [info.name for _, info in kept]
+        store.told_texts = partial(self._texts, [key for key, _ in kept], list(texts))
         return store
+
+    def _common_texts(self, infos: Sequence[EpisodeInfo], schema: Schema) -> dict[str, Field]:
+        """Return the text fields of all episodes as fields of the numbers of their texts; report the others."""
+        counts = Counter(name for info in infos for name in info.texts)
+        found: dict[str, Field] = {}
+        for name, count in counts.items():
+            is_free = name not in schema and not schema.below(name) and name.partition("/")[0] not in RESERVED
+            if is_free and count == len(infos):
+                found[name] = Field(name, (), "int64", is_text=True)
+                continue
+            expected = "texts in all episodes" if is_free else "a name that no other field and no batch has"
+            where, advice = f"of {str(self._source.paths[0])!r}", "Read it from the episodes of rollout_data.open"
+            self._source.report(DataFileError(f"stream the texts {name!r}", where, expected, "another", advice))
+        return found
+
+    def _texts(self, episodes: Sequence[_Found], names: Sequence[str]) -> set[str]:
+        """Read all texts of some fields; episodes that cannot be read have none."""
+        found: set[str] = set()
+        for number, episode in episodes if names else ():
+            reader = self._readers[number]
+            with suppress(DataFileError):  # reading the rows raises it again
+                for values in reader.read_fields(episode, names, 0, reader.episodes[episode].length).values():
+                    found.update(values)
+        return found
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
         """Name the episodes that are left out, and the fields that are."""

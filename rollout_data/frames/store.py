@@ -133,6 +133,7 @@ class FrameStore:
         is_lost: bool `[M]`, trajectories that could not be read: their rows are asked for no more.
         read_header: Gives the header of a block file of the index.
         told_tasks: The task of each trajectory, where the files are no blocks; None where they are.
+        told_texts: Returns the texts of all text fields, where the files are no blocks; None where they are.
         told_names: The name of the episode of each trajectory, likewise.
     """
 
@@ -141,6 +142,7 @@ class FrameStore:
         self.is_lost = np.zeros(len(index), bool)
         self.read_header: Callable[[Block], BlockHeader] = _header_of
         self.told_tasks: Sequence[str] | None = None
+        self.told_texts: Callable[[], Iterable[str]] | None = None
         self.told_names: Sequence[str] | None = None
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:

@@ -6,7 +6,7 @@ One rule: a block is asked when its notes are, and its tables are then kept; the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,11 +25,13 @@ class Noted(Protocol):
         index: Which trajectories there are.
         read_header: Gives the header of a block.
         told_tasks: The task of each trajectory, of other files than blocks.
+        told_texts: Returns the texts of all text fields, of other files than blocks.
     """
 
     index: TrajectoryIndex
     read_header: Callable[[Block], BlockHeader]
     told_tasks: Sequence[str] | None
+    told_texts: Callable[[], Iterable[str]] | None
 
 
 class Notes:
@@ -100,7 +102,8 @@ class Notes:
         found = {0: ""}
         for _, header in self._noted(noted, TEXTS):
             found.update(header.read_notes(TEXTS))
-        return found | {text_id(task): task for task in set(self._told(noted))}
+        told = set(self._told(noted)) | set(noted.told_texts() if noted.told_texts is not None else ())
+        return found | {text_id(text): text for text in told}
 
     def _told(self, noted: Noted) -> Sequence[str]:
         """Give the task of each trajectory; "" where none is known."""

@@ -509,3 +509,25 @@ def test_lerobot_reads_what_is_written(tmp_path: Path) -> None:
             pixels = (got["observation.images.hwc"].numpy() * 255).round().transpose(1, 2, 0)
             np.testing.assert_array_equal(pixels, mine.observation["images.hwc"][frame])
             assert got["task"] == mine.task
+
+
+def test_windows_and_streams_of_a_set_have_its_language_as_numbers_of_texts_as_those_of_our_copy(
+    tmp_path: Path,
+) -> None:
+    source = speaking([4, 1, 3], tmp_path / "source").write()
+    rollout_data.convert(source, tmp_path / "own", progress=False)
+    names = ("language_persistent", "language_events", "subtasks")
+    episodes = rollout_data.open(source)
+    expected = {name: [text for episode in episodes for text in episode[name]] for name in names}
+    for path in (source, tmp_path / "own"):
+        windows = rollout_data.WindowDataset(path, length=1, texts=True)
+        for name in names:
+            assert [windows.texts[int(windows[place][name])] for place in range(len(windows))] == expected[name]
+        stream = rollout_data.RolloutDataset(path, 1, texts=True)
+        texts = stream.texts
+        got: dict[str, list[str]] = {name: [] for name in names}
+        for _ in range(8):
+            transition = stream.get_batch()
+            for name in names:
+                got[name].append(texts[int(transition.extras[name])])
+        assert got == expected
