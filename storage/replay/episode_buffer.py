@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import fsum
 from typing import Any, cast
 
 import numpy as np
@@ -193,7 +194,7 @@ class TrajectoryDictBuffer(BufferStore):
             new[places.long().numpy()] = values.numpy()  # numpy assigns in order: the last one stays
             if new.any():
                 new = new / new.max()  # or the sum may be infinite
-                new = new / new.sum()
+                new = new / fsum(new)  # exact, in whatever order
             self.priorities = torch.from_numpy(new.astype(np.float32)).to(self.device)
             self._drawn_by.clear()
             self._order.record(is_write=True)

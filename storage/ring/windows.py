@@ -15,6 +15,7 @@ candidates are listed once instead, which is the same law; if none is, the calle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _Accept = Callable[[Any], Any]
 #: Candidates that are proposed in vain before all are listed: in all, and per draw.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
+#: Shares are counted in units of 2**-16, so that every processor proposes equally many; the least one is above 0.001.
+_WHOLE_SHARE, _LEAST_SHARE = 1 << 16, 66
 #: Candidates that are listed at once, which bounds the memory of listing.
 _NUM_LISTED = 1 << 20
 #: For how many numbers of candidates memory is kept.
@@ -295,14 +298,17 @@ class Boundaries:
         found: list[Any] = []
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
             # Four standard deviations more than are enough on average: a second round costs more than they do.
-            share = self.share
-            size = min(int((missing + 4 * (missing * (1 - share)) ** 0.5) / share + 8) // 8 * 8, _MAX_CANDIDATES)
+            share = max(1, int(self.share * _WHOLE_SHARE))
+            num_extra = isqrt(16 * missing * (_WHOLE_SHARE - share) // _WHOLE_SHARE)
+            size = ((missing + num_extra) * _WHOLE_SHARE // share + 8) // 8 * 8
+            size = min(size, _MAX_CANDIDATES)
             memory = self._memories.get(size)
             if memory is None:
                 memory = self._memory_for(size)
             accepted = accept(own(fill_uniform(memory, num_candidates, generator, first)))
             num_accepted = len(accepted)
-            self.share = max(0.8 * share + 0.2 * num_accepted / size, 1e-3)
+            share = (4 * share + num_accepted * _WHOLE_SHARE // size) // 5
+            self.share = max(share, _LEAST_SHARE) / _WHOLE_SHARE
             found.append(accepted[:missing])
             if num_accepted >= missing:
                 return found[0] if len(found) == 1 else _joined(found)
