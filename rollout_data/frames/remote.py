@@ -6,6 +6,7 @@ read without having been asked for is fetched then, also in parallel. Which rows
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from storage.core.durable import crc32
 from storage.core.memory import BufferPool
 from storage.errors import CorruptFileError
 
 from ..format.chunk_table import ChunkTable
-from ..format.header import DATA, FINAL, corrupt
+from ..format.header import DATA, FINAL, corrupt, row_ranges
 from ..format.schema import RowLayout
 from ..index.index import Int64s, Runs, TrajectoryIndex
 from ..index.stand_ins import is_stand_in
@@ -63,12 +65,15 @@ class Stock:
         self.words = store.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
         self.is_lost = False
         self._requests: list[tuple[int, Request]] = []
+        self._passing: list[tuple[int, int, torch.Tensor]] = []  # block, first row and rows of each request
         step = max(1, store.options.chunk_bytes // row_bytes)
         for start, end, base in zip(self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True):
             block, row = divmod(start, _ROWS)
             for low in range(row, row + end - start, step):
                 high = min(low + step, row + end - start)
-                request = store.request(place, block, low, high, self.words[base + low - row : base + high - row])
+                words = self.words[base + low - row : base + high - row]
+                request = store.request(place, block, low, high, words)
+                self._passing.append((block, low, words))
                 self._requests += [(block, request)] if request is not None else []
 
     @property
@@ -104,10 +109,12 @@ class Stock:
         try:
             for block, request in self._requests:
                 self._store.wait(block, request)
+            for block, row, words in self._passing:
+                self._store.compare(self.place, block, row, words)
         except BaseException:
             self.is_lost = True
             raise
-        self._requests = []
+        self._requests, self._passing = [], []
 
     def drop(self) -> None:
         """Ask for nothing more."""
@@ -140,6 +147,8 @@ class RemoteFrames(FrameStore):
         self.routes: tuple[weakref.ref[Stock], ...] = ()
         self._kept: deque[Stock] = deque(maxlen=_MAX_STOCKS)
         self._tables: dict[tuple[int, Place], ChunkTable] = {}
+        self._passing: dict[tuple[int, Place], PassingRows | None] = {}
+        self._lock = threading.Lock()
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         left = runs
@@ -197,6 +206,29 @@ class RemoteFrames(FrameStore):
         with self._may_be_gone(block):
             self._folders[self.index.blocks[block].path.parent].files.fetcher.wait(request)
 
+    def compare(self, place: Place, block: int, row: int, words: torch.Tensor) -> None:
+        """Compare rows that came, from `row` on, with the checksums of the fragments that they complete.
+
+        Raises:
+            CorruptFileError: One has another checksum.
+        """
+        with self._lock:
+            if (block, place) not in self._passing:
+                self._passing[block, place] = self._passing_of(block, place)
+            passing = self._passing[block, place]
+            if passing is not None and len(words):
+                passing.take(row, words.numpy().view(np.uint8))
+
+    def _passing_of(self, block: int, place: Place) -> PassingRows | None:
+        """Return what compares a column of a block; None where pieces or chunks are compared, or nothing is known."""
+        at, columns = self.index.blocks[block], self.layouts[place[0]].columns
+        known = self._folders[at.path.parent].fragment_sums.get(at.path.name)
+        if known is None or columns[place[1]].is_coded:
+            return None
+        fragments, sums = known
+        column = list(columns).index(place[1])
+        return PassingRows(at.path, place, row_ranges(place[0], fragments), sums[place[0]][:, column])
+
     @contextmanager
     def _may_be_gone(self, block: int) -> Iterator[None]:
         try:
@@ -233,6 +265,44 @@ class RemoteFrames(FrameStore):
         num_rows = np.array([self.index.blocks[block].places[place][1] for block in runs.block.tolist()])
         first = runs.row // unit * unit
         return Runs(runs.target, runs.block, first, np.minimum(first + unit, num_rows) - first)
+
+
+class PassingRows:
+    """Compares rows of a column with the checksums of their fragments, as far as whole fragments pass in order.
+
+    Args:
+        path: The block.
+        place: Table and column.
+        ranges: First row of each fragment, and end, int64 `[F]` both.
+        sums: uint32 `[F]`, CRC-32 of the rows of each.
+    """
+
+    def __init__(self, path: Path, place: Place, ranges: tuple[np.ndarray, np.ndarray], sums: np.ndarray) -> None:
+        first, stop = ranges
+        order = np.flatnonzero(stop > first)
+        order = order[np.argsort(first[order], kind="stable")]
+        self._path, self._place = path, place
+        self._first, self._stop, self._sums = first[order], stop[order], sums[order]
+        #: Fragment -> the row up to which it passed, and the CRC-32 of the rows before.
+        self._passed: dict[int, tuple[int, int]] = {}
+
+    def take(self, row: int, rows: np.ndarray) -> None:
+        """Add rows `[n, row_bytes]` uint8 from `row` on; those that passed before, or out of order, are ignored."""
+        end = row + len(rows)
+        begin, behind = int(self._stop.searchsorted(row, side="right")), int(self._first.searchsorted(end))
+        for number in range(begin, behind):
+            done, checksum = self._passed.get(number, (int(self._first[number]), 0))
+            upto = min(end, int(self._stop[number]))
+            if not row <= done < upto:
+                continue
+            checksum = crc32(np.ascontiguousarray(rows[done - row : upto - row]), checksum)
+            self._passed[number] = upto, checksum
+            if upto < self._stop[number]:
+                continue
+            del self._passed[number]
+            if checksum != self._sums[number]:
+                where = f"of rows {self._first[number]}:{upto} of {'/'.join(self._place)}"
+                raise corrupt(self._path, f"checksum {int(self._sums[number]):08x} {where}", f"{checksum:08x}")
 
 
 def _put(rows: np.ndarray, data: bytes) -> None:

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, UsageError
 from storage.saving.hdf5 import Guarded
@@ -96,6 +98,8 @@ class RemoteFolder(BlockFolder):
         super().__init__(files.path, verify_on_open, label)
         self.files, self._num_openers = files, files.options.num_requests
         self._use_cache = False
+        #: Of blocks without checksums of pieces: the fragments, and table -> checksums `[F, columns]` of their rows.
+        self.fragment_sums: dict[str, tuple[np.ndarray, Mapping[str, np.ndarray]]] = {}
         self._listed: dict[str, FileStamp] = {}
         self._unlisted: set[str] = set()  # blocks that a listing lacked, for which none is asked for again
         self._sums: dict[str, tuple[FileStamp, PieceSums]] = {}
@@ -128,6 +132,8 @@ class RemoteFolder(BlockFolder):
         header = self.read_header(path, stamp[0])
         if self.verify_on_open:
             check_contents(header)
+        if self.sums_of(path, stamp[0]) is None:
+            self.fragment_sums[path.name] = header.fragments, header.checksums
         return header
 
     def read_header(self, path: Path, num_bytes: int) -> BlockHeader:

@@ -90,6 +90,31 @@ def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(folder, tmp
         assert "checksum" in str(found.value) and "rollout_" in str(found.value)
 
 
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("options", [{}, {"cache": "ram"}, {"num_envs": 1}], ids=str)
+@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
+def test_playback_of_a_copy_without_checksums_is_compared_with_those_of_its_fragments(
+    tmp_path, lie, options, chunk_bytes
+):
+    record(tmp_path / "walk", [90, 300, 40, 170], num_envs=2, with_final=True)
+    Lying.start(tmp_path, 0.0)
+    fsspec.register_implementation("lying", Lying, clobber=True)
+    Lying.lie = staticmethod(lambda data, read, start, stop: data)
+    given = {"num_envs": 2, "device": "cpu", **options}
+    far = RolloutDataset("lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes, num_chunks=2), **given)
+    near = RolloutDataset(tmp_path / "walk", **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for expected, got in zip(drain(near, 5), drain(far, 5), strict=True):
+            assert (expected.observation == got.observation).all()
+        with pytest.raises(DataFileError, match="checksum"):
+            second = RolloutDataset("lying://walk", remote=RemoteOptions(chunk_bytes=chunk_bytes), **given)
+            second.source.refresh()
+            Lying.lie = staticmethod(LIES[lie])
+            second.source.refresh = lambda *given: None  # the headers are known
+            drain(second, 5)
+
+
 @pytest.mark.parametrize("chunk_bytes", [1 << 16, 1 << 20])
 def test_bytes_that_are_fetched_grow_by_at_most_a_twentieth(tmp_path, chunk_bytes):
     with RolloutWriter(tmp_path / "long", 4, durable=False) as writer:
