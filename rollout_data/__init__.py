@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .editing.repairing import Repaired as Repaired
     from .editing.repairing import repair as repair
     from .expert import load_expert_trajectories as load_expert_trajectories
+    from .expert import load_expert_trajectories_from_motion_lib as load_expert_trajectories_from_motion_lib
     from .frames.normalization import FieldStatistics as FieldStatistics
     from .recordings.converting import Conversion as Conversion
     from .recordings.converting import convert as convert
@@ -87,6 +88,7 @@ _HOMES = {
     "edits_of": ".editing.edits",
     "keep": ".editing.edits",
     "load_expert_trajectories": ".expert",
+    "load_expert_trajectories_from_motion_lib": ".expert",
     "loader": ".streaming.delivery",
     "merge": ".editing.folders",
     "open": ".recordings.opening",

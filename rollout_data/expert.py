@@ -1,4 +1,4 @@
-"""`load_expert_trajectories`: motion files named in a text list -> a `TrajectoryDictBuffer`.
+"""Motions -> a `TrajectoryDictBuffer`: `load_expert_trajectories` from files named in a text list, or from episodes.
 
 One rule: nothing in a file is trusted. Data are taken from the file itself, by hard links only, and are compared with
 its length before they are read; groups and datasets are counted, as links can make a cycle; texts and numbers are the
@@ -8,9 +8,9 @@ only values.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 
 from storage.core import arguments
 from storage.core.durable import read_text
-from storage.core.fields import dtype_name
+from storage.core.fields import dtype_name, unflatten
 from storage.core.memory import viewable
 from storage.errors import (
     CorruptFileError,
@@ -52,9 +52,10 @@ def load_expert_trajectories(
     """Load the motions of a list.
 
     Args:
-        motions: Text file with one path per line, relative to `motions_root`. Text after `#` at the
-            start of a line, and empty lines, are skipped; spaces inside a path belong to it.
-        motions_root: Where the paths start. None may lead out of it: not by "..", as an absolute path, or by a link.
+        motions: Text file with one path per line, relative to `motions_root` or absolute. Text after `#` at the start
+            of a line, and empty lines, are skipped. A line is taken as it is written; where that file does not exist,
+            without the spaces around it, and then without any space.
+        motions_root: Where the paths start. None may lead out of it, not by "..", as an absolute path, or by a link.
         seq_length: Rows of a window.
         device: Where the frames are kept.
         obs_dict_mapper: Makes a nested mapping of each observation: a `[T, D]` array, or nested ones.
@@ -70,10 +71,10 @@ def load_expert_trajectories(
         TypeError: `obs_dict_mapper` was given, and a motion has no observation.
     """
     root, episodes, names = arguments.path("load motions", "", motions_root), [], []
-    for number, name in read_motion_list(motions):
-        path = _motion_path(root, name, f"{name!r}, line {number} of {str(motions)!r}")
+    for number, line in read_motion_list(motions):
+        name, path = _motion_path(root, line, f"line {number} of {str(motions)!r}")
         for episode in read_motion(path):
-            episodes.append(_mapped(episode, obs_dict_mapper, path))
+            episodes.append(_mapped(episode, obs_dict_mapper, repr(str(path))))
             names.append(name)
     if not episodes:
         raise UsageError("load motions from", repr(str(motions)), "at least one episode", "none")
@@ -84,14 +85,84 @@ def load_expert_trajectories(
         raise
 
 
+class MotionEpisode(Protocol):
+    """What an `Episode` of `rollout_data.open` has."""
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """Its numeric fields by flat names."""
+
+    def read(self, name: str) -> Any:
+        """Return a field, `[T, ...]`."""
+
+
+def load_expert_trajectories_from_motion_lib(
+    motion_lib: Iterable[Mapping[str, Any] | MotionEpisode],
+    seq_length: int = 1,
+    device: torch.device | str = "cpu",
+    obs_dict_mapper: ObsMapper | None = None,
+) -> TrajectoryDictBuffer:
+    """Load motions that a program holds or yields; no simulator takes part.
+
+    Args:
+        motion_lib: A `Recording` or its episodes, or any iterable with a nested mapping for each motion: arrays or
+            tensors `[T, ...]`, of which `observation` is the observation, and a `motion_id`, a value or a column.
+            The id of an episode is its `motion_id` if it has one, and its name otherwise.
+        seq_length: Rows of a window.
+        device: Where the frames are kept.
+        obs_dict_mapper: Makes a nested mapping of each observation: a `[T, D]` array, or nested ones.
+
+    Returns:
+        The motions in their order. Floating observations become float32; every other field keeps its dtype.
+
+    Raises:
+        UsageError: There is no motion, or one is no mapping; or the motions do not fit each other.
+        TypeError: `obs_dict_mapper` was given, and a motion has no observation.
+    """
+    action = "call load_expert_trajectories_from_motion_lib"
+    if not isinstance(motion_lib, Iterable) and not hasattr(motion_lib, "__getitem__"):
+        raise UsageError(action, "", "motion_lib as an iterable of motions", type(motion_lib).__name__)
+    motions = []
+    for number, motion in enumerate(motion_lib):
+        fields: Any = motion
+        if hasattr(motion, "schema") and hasattr(motion, "read"):
+            read = {name: motion.read(name) for name in motion.schema}
+            fields = {"motion_id": motion.id, **unflatten(read)}
+        if not hasattr(fields, "items"):
+            expected = f"motion_lib with a mapping as motion {number}"
+            raise UsageError(action, "", expected, type(motion).__name__)
+        values = {name: _given(one, name == _OBSERVATION) for name, one in fields.items()}
+        motions.append(_mapped(values, obs_dict_mapper, f"motion {number}"))
+    if not motions:
+        raise UsageError(action, "", "motion_lib with at least one motion", "none")
+    return TrajectoryDictBuffer(motions, device, seq_length)
+
+
+def _given(values: Any, is_observation: bool) -> Any:
+    """View what a program gave as tensors with at least two axes; single values stay."""
+    if hasattr(values, "items"):
+        return {name: _given(one, is_observation) for name, one in values.items()}
+    if isinstance(values, torch.Tensor):
+        narrow = is_observation and values.dtype.is_floating_point
+        tensor = values.to(torch.float32) if narrow else values
+        return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+    if values is None or isinstance(values, (str, int, float)) or np.ndim(values) == 0:
+        return values
+    return _as_tensors(np.asarray(values), is_observation)
+
+
 def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """List the line numbers, from 1, and paths of a motion list."""
+    """List the numbers, from 1, and the texts of the lines of a motion list that name a motion."""
     try:
         text = read_text(path, "read the motion list")
     except FileNotFoundError as cause:
         raise MissingMotionError("read the motion list", repr(str(path)), "a text file", "none") from cause
-    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
-    return [(number, line) for number, line in lines if line and not line.startswith("#")]
+    lines = enumerate(text.splitlines(), 1)
+    return [(number, line) for number, line in lines if line.strip() and not line.strip().startswith("#")]
 
 
 def read_motion(path: Path) -> list[dict[str, Any]]:
@@ -145,15 +216,16 @@ def _read(dataset: h5py.Dataset, path: Path, allowance: Allowance) -> Any:
     return np.asarray(dataset[()])
 
 
-def _motion_path(root: Path, name: str, where: str) -> Path:
-    """Say where a motion is; refuse what leads out of the root."""
-    path = root / name
-    is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
-    if is_inside and not os.path.exists(path):
-        raise MissingMotionError("load the motion", where, f"a file in {str(root)!r}", "none")
-    if not is_inside or not path.resolve().is_relative_to(root.resolve()):
-        raise UnsafeFileError("load the motion", where, f"a path in {str(root)!r}", "one that leads out of it")
-    return path
+def _motion_path(root: Path, line: str, place: str) -> tuple[str, Path]:
+    """Return the name in a line that is there, and its file; refuse what leads out of the root."""
+    names = dict.fromkeys([line, line.strip(), line.strip().replace(" ", "")])
+    for name in names:
+        path, where = root / name, f"{name!r}, {place}"
+        if ".." in Path(name).parts or not path.resolve().is_relative_to(root.resolve()):
+            raise UnsafeFileError("load the motion", where, f"a path in {str(root)!r}", "one that leads out of it")
+        if os.path.exists(path):
+            return name, path
+    raise MissingMotionError("load the motion", f"{line.strip()!r}, {place}", f"a file in {str(root)!r}", "none")
 
 
 def _as_tensors(values: Any, is_observation: bool) -> Any:
@@ -168,9 +240,9 @@ def _as_tensors(values: Any, is_observation: bool) -> Any:
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 
-def _mapped(episode: dict[str, Any], mapper: ObsMapper | None, path: Path) -> dict[str, Any]:
+def _mapped(episode: dict[str, Any], mapper: ObsMapper | None, where: str) -> dict[str, Any]:
     if mapper is None:
         return episode
     if _OBSERVATION not in episode:
-        raise FieldTypeError("map the observation", f"of {str(path)!r}", "one", "none", "Leave obs_dict_mapper out")
+        raise FieldTypeError("map the observation", f"of {where}", "one", "none", "Leave obs_dict_mapper out")
     return {**episode, _OBSERVATION: mapper(episode[_OBSERVATION])}

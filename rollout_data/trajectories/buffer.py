@@ -53,6 +53,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
         trusted: Read pickles, which may run any code. Needed for "pkl".
         max_pending_saves: How many trajectories may wait to be written; adding waits beyond that.
         rank, world_size: Which of several that save under one path: in `rank_<rank>`, with ids of its own.
+        load_path: A checkpoint to begin with, as `load_checkpoint` reads it; with `world_size` this rank's share.
+        save_path: Another name of `auto_save_path`, which turns `auto_save` on.
         monitor: Told how long things take, waiting included: `trajectories/add`, `/sample`, `/save_checkpoint`,
             `/load_checkpoint`, and `/write` (one file, in the background).
     """
@@ -75,17 +77,24 @@ class TrajectoryReplayBuffer(Shown, Owned):
         rank: int = 0,
         world_size: int = 1,
         monitor: PerformanceMonitor | None = None,
+        load_path: str | os.PathLike[str] | None = None,
+        save_path: str | os.PathLike[str] | None = None,
     ) -> None:
-        what = "store trajectories"
+        what = arguments.creating(self)
+        if save_path is not None:
+            if auto_save_path and os.fspath(auto_save_path) != os.fspath(save_path):
+                got = f"{str(save_path)!r} and {str(auto_save_path)!r}"
+                raise UsageError(what, "", "save_path or auto_save_path", got)
+            auto_save, auto_save_path = True, save_path
         self.trajectory_format = arguments.choice(what, "trajectory_format", trajectory_format, FORMATS)
         if trajectory_format == "pkl" and not trusted:
             advice = "Reading pickles runs what they say"
             raise UsageError(what, "as 'pkl'", "trusted=True", "trusted=False", advice)
         if auto_save and not auto_save_path:
-            raise UsageError("save trajectories", "", "an auto_save_path", "none")
-        self.seed = arguments.seed("draw trajectories", "seed", seed)
+            raise UsageError(what, "", "auto_save_path with auto_save", "none")
+        self.seed = arguments.seed(what, "seed", seed)
         self.auto_save, self.trusted = bool(auto_save), trusted
-        self.auto_save_path = arguments.path("save trajectories", "", auto_save_path or "").absolute()
+        self.auto_save_path = arguments.path(what, "auto_save_path", auto_save_path or "").absolute()
         self.sample_window_size = arguments.whole(what, "sample_window_size", sample_window_size, 0)
         self.max_trajectories = max_trajectories
         if max_trajectories is not None:
@@ -116,6 +125,12 @@ class TrajectoryReplayBuffer(Shown, Owned):
             )
             # Never over the files of an earlier run.
             self._next_id += -(-self._saver.first_free_id // world_size) * world_size
+        if load_path is not None:
+            try:
+                self.load_checkpoint(load_path, world_size > 1, rank, world_size)
+            except BaseException:
+                self.close()
+                raise
 
     def __len__(self) -> int:
         with self._lock:

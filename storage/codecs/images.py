@@ -109,7 +109,7 @@ def _from_lz4_frames(data: Bytes, wanted: _Wanted) -> Any:
     """Decode plain LZ4 frames, which hold the images one after the other and nothing else."""
     num_bytes = wanted.num_frames * wanted.frame_bytes
     try:
-        values = decode_exactly(memoryview(data), num_bytes, "LZ4 frames")
+        values = decode_exactly(data.data, num_bytes, "LZ4 frames")
     except CorruptFileError as cause:
         images = f"{wanted.num_frames} images of {wanted.name}{list(wanted.shape)}"
         raise _corrupt(f"{cause.expected}, for {images}", cause.got) from cause

@@ -254,27 +254,27 @@ class Store(Shown, ABC):
         return tensor.detach().to(self.device, copy=True)
 
 
-def load_store(folder: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
+def load_store(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
     """Load whatever buffer or storage was saved in a folder, here or, as a buffer, by an earlier system.
 
     `load_buffer` is the same function.
 
     Args:
-        folder: The folder.
+        path: The folder.
         device: Where to keep it; None for where it was, or the CPU if that is not here.
 
     Raises:
         UnknownBufferError: The folder names no class, or one that is not known (a `ValueError`).
         DataFileError: It is missing, or damaged.
     """
-    config = read_config(folder)
+    config = read_config(path)
     target = config.get("class", config.get("__target__"))
     name = target.rsplit(".", 1)[-1] if isinstance(target, str) else ""
     if name not in STORES:
         got = f"the class {target!r}" if target else "no '__target__' and no 'class' in its config.json"
         known = nearest(name, (name for name, kind in STORES.items() if not isabstract(kind)))
-        raise UnknownBufferError("load a store from", repr(str(folder)), known, got)
-    return STORES[name].load(folder, device)
+        raise UnknownBufferError("load a store from", repr(str(path)), known, got)
+    return STORES[name].load(path, device)
 
 
 load_buffer = load_store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_data import load_expert_trajectories
-from storage import TrajectoryDictBuffer, load_buffer
-from storage.errors import RolloutDataError, SchemaError, UnsafeFileError
+import rollout_data
+from rollout_data import load_expert_trajectories, load_expert_trajectories_from_motion_lib
+from storage import TrajectoryDictBuffer, load_buffer, load_store
+from storage.errors import RolloutDataError, SchemaError, UnsafeFileError, UsageError
 from tests.saved import config_of
 
 from .every_store import in_child, plain
@@ -69,7 +70,7 @@ def test_a_mapper_is_given_nested_observations_too(tmp_path: Path) -> None:
     assert found["both"].tolist() == [[0, 1, 1]] * 4
 
 
-@pytest.mark.parametrize("way", ["..", "absolute", "inside and out", "link", "folder link", "absolute inside"])
+@pytest.mark.parametrize("way", ["..", "absolute", "inside and out", "link", "folder link", "spaces", "absolute link"])
 def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> None:
     motions(tmp_path / "out")
     (tmp_path / "root" / "sub").mkdir(parents=True)
@@ -83,7 +84,8 @@ def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> Non
         "inside and out": "sub/../b.h5",
         "link": "link.h5",
         "folder link": "folder/a.h5",
-        "absolute inside": str(tmp_path / "root" / "b.h5"),
+        "spaces": ". . / out / a.h5",
+        "absolute link": str(tmp_path / "root" / "link.h5"),
     }
     (tmp_path / "list.txt").write_text(f"b.h5\n{names[way]}\n")
     text = rf"line 2 of '{tmp_path / 'list.txt'}': expected a path in '{tmp_path / 'root'}', got one that leads out"
@@ -92,6 +94,44 @@ def test_a_list_leads_out_of_its_root_in_no_way(tmp_path: Path, way: str) -> Non
     (tmp_path / "list.txt").write_text("b.h5\nwithin.h5\n")
     (tmp_path / "linked").symlink_to(tmp_path / "root")
     assert load_expert_trajectories(tmp_path / "list.txt", tmp_path / "linked", 2, "cpu").num_episodes == 2
+
+
+def test_absolute_paths_inside_of_the_root_are_read(tmp_path: Path) -> None:
+    motions(tmp_path / "root")
+    path = tmp_path / "root" / "a.h5"
+    (tmp_path / "list.txt").write_text(f"{path}\na.h5\n")
+    (tmp_path / "linked").symlink_to(tmp_path / "root")
+    for root in (tmp_path / "root", tmp_path / "linked"):
+        found = load_expert_trajectories(tmp_path / "list.txt", root, 2, "cpu")
+        assert found.file_names == [str(path), "a.h5"]
+    (tmp_path / "list.txt").write_text(f"{tmp_path / 'root' / 'none.h5'}\n")
+    with pytest.raises(FileNotFoundError, match="line 1 of"):
+        load_expert_trajectories(tmp_path / "list.txt", tmp_path / "root", 2, "cpu")
+
+
+def test_a_line_is_taken_as_written_and_then_without_its_spaces(tmp_path: Path) -> None:
+    root = motions(tmp_path / "root")
+    names = {"with space.h5": 1, "withspace.h5": 2, "only.h5": 3, " around.h5": 4, "inner .h5": 5}
+    for name, value in names.items():
+        shutil.copy(root / "a.h5", root / name)
+        with h5py.File(root / name, "a") as file:
+            file["ep_0/number"] = np.full((4, 1), value)
+    lines = {
+        "with space.h5": 1,
+        "withspace.h5": 2,
+        "on ly .h5": 3,
+        " around.h5": 4,
+        "\tonly.h5  ": 3,
+        "  inner .h5 ": 5,
+    }
+    (root / "list.txt").write_text("\n".join(lines) + "\n")
+    found = load_motions(root)
+    starts = [int(start) for start in found.start_idx]
+    assert found.get_full_buffer()["number"].flatten()[starts].tolist() == list(lines.values())
+    assert found.file_names == ["with space.h5", "withspace.h5", "only.h5", " around.h5", "only.h5", "inner .h5"]
+    (root / "list.txt").write_text("no such .h5\n")
+    with pytest.raises(FileNotFoundError, match=r"'no such \.h5', line 1 of"):
+        load_motions(root)
 
 
 @pytest.mark.parametrize("place", ["list.txt", "a.h5"])
@@ -140,3 +180,80 @@ def test_priorities_of_any_finite_size_are_scaled_to_a_sum_of_one(tmp_path: Path
     path.write_text(json.dumps({**config_of(path), "priorities": [1e308, 1.0, 0.0]}))
     with pytest.raises(RolloutDataError, match=str(tmp_path)):
         load_buffer(tmp_path / "b")
+
+
+# Motions of a program
+
+
+def motion(number: int, length: int) -> dict[str, Any]:
+    rows = np.full((length, 2), float(number))
+    return {"observation": {"state": rows, "id": np.full(length, number)}, "action": rows, "motion_id": number}
+
+
+class Library:
+    """An object that yields one mapping for each motion, as a motion library of a simulator may."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (motion(number, length) for number, length in ((7, 4), (3, 5)))
+
+
+@pytest.mark.parametrize("kind", ["list", "iterator", "object", "columns of ids", "tensors"])
+def test_motions_of_a_program_are_loaded_with_their_ids(kind: str) -> None:
+    listed = list(Library())
+    given: Any = {"list": listed, "iterator": iter(listed), "object": Library()}.get(kind)
+    if kind == "columns of ids":
+        given = [{**one, "motion_id": np.full(len(one["action"]), one["motion_id"])} for one in listed]
+    if kind == "tensors":
+        given = [{**one, "observation": torch.from_numpy(one["observation"]["state"])} for one in listed]
+    found = load_expert_trajectories_from_motion_lib(given, seq_length=2, device="cpu")
+    assert found.motion_ids == [7, 3] and found.lengths.tolist() == [4, 5]
+    rows = found.get_full_buffer()
+    observation = rows["observation"] if kind == "tensors" else rows["observation"]["state"]
+    assert observation.dtype is torch.float32 and observation[:, 0].tolist() == [7.0] * 4 + [3.0] * 5
+    assert rows["action"].dtype is torch.float64
+    if kind != "tensors":
+        assert rows["observation"]["id"].flatten().tolist() == [7] * 4 + [3] * 5
+    assert found.sample(4)["observation"] is not None
+
+
+def test_episodes_of_a_recording_are_loaded_as_motions(tmp_path: Path) -> None:
+    from tests.files.recorded import record
+
+    record(tmp_path, [4, 5, 3])
+    recording = rollout_data.open(tmp_path)
+    for given in (recording, list(recording)[:3], iter(recording)):
+        found = load_expert_trajectories_from_motion_lib(given, 2, "cpu")
+        assert found.motion_ids == recording.ids and found.lengths.tolist() == [4, 5, 3]
+    assert found.get_full_buffer()["observation"][4:9, 1].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_mapper_is_given_the_observations_of_a_program(tmp_path: Path) -> None:
+    def mapper(observation: Any) -> dict[str, Any]:
+        return {"first": observation["state"][:, :1]}
+
+    found = load_expert_trajectories_from_motion_lib(Library(), 2, "cpu", mapper)
+    assert found.get_full_buffer()["observation"]["first"].shape == (9, 1)
+    with pytest.raises(TypeError, match="of motion 0"):
+        load_expert_trajectories_from_motion_lib([{"action": np.zeros((4, 1))}], 2, "cpu", mapper)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (3, "motion_lib as an iterable of motions, got int"),
+        ([], "at least one motion, got none"),
+        ([1], "as motion 0, got int"),
+    ],
+)
+def test_what_is_no_motion_is_named(given: Any, text: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"call load_expert_trajectories_from_motion_lib: expected motion_lib.*{text}|{text}"
+    ):
+        load_expert_trajectories_from_motion_lib(given)
+
+
+def test_a_buffer_is_loaded_by_the_keyword_path(tmp_path: Path) -> None:
+    load_expert_trajectories_from_motion_lib(Library(), 2).save(tmp_path / "b")
+    found = load_buffer(path=tmp_path / "b", device="cpu")
+    assert isinstance(found, TrajectoryDictBuffer) and found.motion_ids == [7, 3]
+    assert load_store(path=tmp_path / "b").motion_ids == [7, 3]

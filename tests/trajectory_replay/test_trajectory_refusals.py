@@ -50,7 +50,7 @@ def test_what_is_no_trajectory_is_refused() -> None:
 @pytest.mark.parametrize("seed", ["a", 1.5, None, True, 1 << 64, -(1 << 63) - 1])
 def test_a_seed_that_is_no_number_of_64_bits_is_refused(seed: Any) -> None:
     with pytest.raises(
-        UsageError, match=r"^cannot draw trajectories: expected seed as a whole number of 64 bits, got "
+        UsageError, match=r"^cannot create a TrajectoryReplayBuffer: expected seed as a whole number of 64 bits, got "
     ):
         TrajectoryReplayBuffer(seed=seed)
 
@@ -88,7 +88,7 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
         with pytest.raises(UsageError, match=r"^cannot (load|save) a checkpoint: expected a path, got "):
             call(path)
     if path is not None:
-        with pytest.raises(UsageError, match="expected a path"):
+        with pytest.raises(UsageError, match="expected (auto_save_path )?a path"):
             TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
 
 
