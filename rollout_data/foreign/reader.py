@@ -35,7 +35,8 @@ class EpisodeInfo:
             array, otherwise "observation/<name>"; any other field by its name in the file. Names are those of the
             source without a leading "observation.", "observations/" or "obs/"; nested ones are joined by "/".
         texts: Names of its text fields, one text per step.
-        final: Fields of the observation after the last step, as named in `schema`; empty where the file has none.
+        final: Fields of the observation after the last step, as named in `schema` and `texts`; empty where the file has
+            none. `is_text` marks a text.
         terminated, truncated: How it ended; None where the file does not tell.
         success: None where the file does not tell.
         task: What was to be done, in words; "".
@@ -140,8 +141,8 @@ class ForeignReader(ABC):
         which = [places.setdefault(info.schema, len(places)) for info in self.episodes]
         return np.array(which, np.int64), list(places)
 
-    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
-        """Read a field of the observation after the last step, of those in `EpisodeInfo.final`: `[*shape]`."""
+    def read_final(self, number: int, name: str) -> Any:
+        """Read a field of the observation after the last step, of those in `EpisodeInfo.final`: `[*shape]` or a str."""
         where, got = f"of episode {self.episodes[number].name!r} of {str(self.path)!r}", "no such observation"
         raise UsageError("read the final observation", where, f"a format with {name!r}", got)
 

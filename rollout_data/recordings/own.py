@@ -61,12 +61,16 @@ class FolderReader(ForeignReader):
         values = self._rows(number, name, start, stop)
         if not self.store.layouts[DATA].schema[name].is_text:
             return values
+        return self._named(name, values.reshape(-1))
+
+    def _named(self, name: str, numbers: np.ndarray[Any, Any]) -> list[str]:
+        """Return the texts of a field by their numbers."""
         if self._texts is None:
             self._texts = Notes().texts(self.store)
-        if lost := sorted(set(values.reshape(-1).tolist()) - self._texts.keys()):
+        if lost := sorted(set(numbers.tolist()) - self._texts.keys()):
             where, expected = f"of {name!r} in {str(self.path)!r}", "the text of each number"
             raise DataFileError("read the texts", where, expected, f"none of {lost[0]}", "It was damaged and set aside")
-        return [self._texts[one] for one in values.reshape(-1).tolist()]
+        return [self._texts[one] for one in numbers.tolist()]
 
     def _rows(self, number: int, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
         column = self.store.layouts[DATA].column_of[name]
@@ -134,10 +138,11 @@ class FolderReader(ForeignReader):
         except CorruptFileError:
             return None
 
-    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+    def read_final(self, number: int, name: str) -> Any:
         column = self.store.layouts[FINAL].column_of[name].name
         found: np.ndarray[Any, Any] = self.store.array((FINAL, name), self.store.finals(column, np.array([number])))
-        return found[0, ...]
+        is_text = self.store.layouts[FINAL].schema[name].is_text
+        return self._named(name, found[:1].reshape(-1))[0] if is_text else found[0, ...]
 
 
 class _Infos(Sequence[EpisodeInfo]):

@@ -70,6 +70,8 @@ class OwnWriter(ForeignWriter):
         self._num_bytes, self._is_open = 0, False
         about = [(_renamed(episode.schema), _is_unknown(episode)) for episode in self.episodes]
         self._fit: Fit = _without_widening(common_fields([schema for schema, _ in about]))
+        kept = [episode for episode in self.episodes if _renamed(episode.schema) not in self._fit.left_out]
+        self._texts = [name for name in (kept[0].texts if kept else ()) if all(name in one.texts for one in kept)]
         self._has_unknown_ends = any(is_unknown for _, is_unknown in about)
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
         # What is counts of 1/255 already stays so, without loss.
@@ -140,6 +142,8 @@ class OwnWriter(ForeignWriter):
         for name in episode.schema:
             free = _free_name(name)
             self.changed(f"field {name!r} is called {free!r}", episode, free != name and free in self._fit.schema)
+        for name in set(episode.texts) - set(self._texts):
+            self.changed(f"field {name!r} is left out: expected a field of all episodes", episode)
         for name in self._fit.lacking.get(schema, ()):
             value = "False" if self._fit.schema[name].dtype == "bool" else "NaN"
             self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
@@ -183,7 +187,7 @@ class OwnWriter(ForeignWriter):
             rows = torch.from_numpy(whole.astype(torch.empty(0, dtype=kind).numpy().dtype))
             flat[name] = rows.to(field.torch_dtype)[:, None]
         given = unflatten(flat)
-        for name in episode.texts:
+        for name in self._texts:
             given[_free_name(name)] = [[text] for text in episode.read(name, start, stop)]
         final = self._final(episode) if is_last else None
         # A block has final observations of ends only; the note tells that this one is none.
@@ -205,11 +209,12 @@ class OwnWriter(ForeignWriter):
             return None
         found = found if isinstance(found, dict) else {"": found}
         fields = {name.partition("/")[2]: field for name, field in self._fit.schema.below("observation").items()}
-        if any(name not in found for name in fields):
+        texts = [name.partition("/")[2] for name in self._texts if name.partition("/")[0] == "observation"]
+        if any(name not in found for name in (*fields, *texts)):
             self.changed("the final observation is left out: it lacks a part", episode)
             return None
         rows = {name: torch.tensor(np.asarray(found[name])).to(one.torch_dtype)[None] for name, one in fields.items()}
-        return rows[""] if "" in rows else unflatten(rows)
+        return rows[""] if "" in rows else unflatten({**rows, **{name: [found[name]] for name in texts}})
 
     def _said(self, episode: EpisodeToWrite) -> dict[str, Any]:
         """Give what is noted of an episode; what is too large is left out."""

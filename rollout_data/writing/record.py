@@ -137,8 +137,9 @@ class RolloutReader:
         success = values.pop("success", None) if self._success_only else None
         episode = values.pop("episode", None)
         texts = {name: values.pop(name) for name in [*values] if name not in _NUMERIC and is_texts(values[name])}
-        fields = _leaves(values)
-        form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()], [*texts]
+        fields = _leaves(values, texts)
+        final_texts = {name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS}
+        form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()], [*texts, *final_texts]
         is_known, self._form = form == self._form, None
         if not is_known:
             self._flags = [name for name in FLAGS if name in fields]
@@ -152,6 +153,7 @@ class RolloutReader:
         lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
         found: dict[int, bytes] = {}
         fields |= {name: as_ids(name, value, lead, found) for name, value in texts.items()}
+        finals |= {name: as_ids(name, value, _shape_of(value, lead), found) for name, value in final_texts.items()}
         schema = self._declared(fields, len(lead), texts) if self.schema is None else self.schema
         if not is_known:
             _check_fields(schema, fields, lead)
@@ -223,8 +225,18 @@ class RolloutReader:
         return rows
 
 
-def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Walk a record; None is not given."""
+def _is_spoken(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and is_texts(value)
+
+
+def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the leading shape of final texts: that of all frames, or that of the ends."""
+    shape = np.shape(np.array(texts, object))
+    return shape if shape and shape != (*lead, 1) else lead
+
+
+def _leaves(values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
+    """Walk a record; None is not given. Texts below a name are added to `texts`."""
     found: dict[str, Leaf] = {}
     for name, value in values.items():
         if name in found:
@@ -233,7 +245,10 @@ def _leaves(values: Mapping[str, Any]) -> dict[str, Leaf]:
             found[name] = value
         elif not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS:
             flat = flatten(value, f"{name}/", takes_flat=True)  # `rollout_data.open` gives flat names
-            below = {leaf: _leaf(leaf, item) for leaf, item in flat.items() if item is not None}
+            leaves = {leaf: item for leaf, item in flat.items() if item is not None}
+            spoken = {leaf: item for leaf, item in leaves.items() if _is_spoken(item)}
+            texts.update(spoken)
+            below = {leaf: _leaf(leaf, item) for leaf, item in leaves.items() if leaf not in spoken}
             if twice := below.keys() & found.keys():
                 raise SchemaError("name a leaf", repr(sorted(twice)[0]), "each place used once", "two values")
             found.update(below)

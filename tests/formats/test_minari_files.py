@@ -215,7 +215,7 @@ def test_tuples_and_texts_are_observations_too(tmp_path: Path) -> None:
     episode = rollout_data.open(root)[2]
     np.testing.assert_array_equal(episode.observation["_index_0"], values(10, 4))
     assert episode["observation/_index_1"] == ["å0", "å1", "å2", "å3"]
-    assert episode.metadata["final/observations/_index_1"] == "å4"
+    assert episode.final_observation["_index_1"] == "å4"
 
 
 @pytest.mark.parametrize("name", ["total_episodes", "total_steps"])

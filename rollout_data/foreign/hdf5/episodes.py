@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def final_schema(self) -> Schema:
-        return _schema(self.final)
+        return Schema(_final_field(name, column) for name, column in self.final.items())
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
@@ -301,11 +301,12 @@ class Hdf5Reader(ForeignReader):
         column = info.source.layout.columns[name]
         return self.rows(info, column, column.first + start, column.first + stop)
 
-    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+    def read_final(self, number: int, name: str) -> Any:
         info = self.episodes[number]
         column = info.source.layout.final[name]
         row = info.length + column.first
-        return np.asarray(self.rows(info, column, row, row + 1)[0])
+        value = self.rows(info, column, row, row + 1)[0]
+        return value if column.kind == "text" else np.asarray(value)
 
     def rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
         """Read rows of the dataset of a field, counted in the dataset."""
@@ -347,16 +348,10 @@ class LayoutMaker:
             raise CorruptFileError("read", self._where, expected, f"shape {shape}").of("counts")
 
     def add(self, name: str, path: str, has_last: bool = False) -> None:
-        """Make a dataset a field, if its type is read; with a row more that one is the final observation.
-
-        The last row of texts is metadata.
-        """
+        """Make a dataset a field, if its type is read; with a row more that one is the final observation."""
         self.check_rows(path, int(has_last))
         if self._put(self.layout.columns, name, path) and has_last:
-            if self.found[path].kind == "text":
-                self.layout.aside[path] = -1
-            else:
-                self._put(self.layout.final, name, path)
+            self._put(self.layout.final, name, path)
 
     def add_pictures(self, name: str, path: str, has_last: bool) -> None:
         """Make a dataset of encoded pictures a field; the header of the first one tells their shape.
@@ -430,6 +425,11 @@ def _cut(row: Any, where: str) -> bytes:
     if (end := data.rfind(_JPEG_END)) < 0:
         raise CorruptFileError("decode the picture", where, "an intact picture", "a JPEG that breaks off")
     return data[: end + 2]
+
+
+def _final_field(name: str, column: Column) -> Field:
+    is_text = column.kind == "text"
+    return Field(name, column.shape, "int64" if is_text else column.kind, is_text=is_text)
 
 
 def _schema(columns: Mapping[str, Column]) -> Schema:

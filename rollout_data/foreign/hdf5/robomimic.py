@@ -141,7 +141,7 @@ class Reader(Hdf5Reader):
             for name in info.final if left >= 0 else ():
                 self.compare(info, name)
 
-    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+    def read_final(self, number: int, name: str) -> Any:
         info = self.episodes[number]
         if (info.name, name) not in self._compared and (problem := self.compare(info, name)):
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
@@ -153,7 +153,7 @@ class Reader(Hdf5Reader):
         self._compared.add((info.name, name))
         following = layout.final[name]
         keeps_all = self.options.get("keep_next_obs", False)
-        if following.first == 0 or name not in layout.columns or keeps_all:
+        if following.first == 0 or name not in layout.columns or keeps_all or following.kind == "text":
             return None
         for start in range(0, info.length - 1, _COMPARED_ROWS):
             stop = min(start + _COMPARED_ROWS, info.length - 1)

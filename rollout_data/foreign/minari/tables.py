@@ -91,7 +91,8 @@ class TableReader(ForeignReader):
             for name, ours in ENDS.items()
             if name in files[0].types
         }
-        final = Schema(schema.below("observation").values())
+        spoken = [Field(name, (), "int64", is_text=True) for name in texts if name.partition("/")[0] == "observation"]
+        final = Schema([*schema.below("observation").values(), *spoken])
         about["metadata"] = Told(told, partial(self._last_infos, folder, found, rows))
         return EpisodeInfo(folder.name, rows - 1, schema, texts, final, source=(folder, found), **about)
 
@@ -126,11 +127,12 @@ class TableReader(ForeignReader):
         folder, leaves = self.episodes[number].source
         return self._rows(_files(folder), leaves[name], name, start, stop)
 
-    def read_final(self, number: int, name: str) -> np.ndarray[Any, Any]:
+    def read_final(self, number: int, name: str) -> Any:
         info = self.episodes[number]
         folder, leaves = info.source
         files = _files(folder)
-        return np.asarray(self._rows(files, leaves[name], name, info.length, info.length + 1)[0])
+        value = self._rows(files, leaves[name], name, info.length, info.length + 1)[0]
+        return value if leaves[name].dtype == _TEXT else np.asarray(value)
 
     def _rows(self, files: Sequence[Any], leaf: Leaf, name: str, start: int, stop: int) -> Any:
         found: list[Any] = []
@@ -148,12 +150,12 @@ class TableReader(ForeignReader):
         return np.concatenate(found) if found else np.empty((0, *leaf.shape), dtype)
 
     def _last_infos(self, folder: Path, leaves: Mapping[str, Leaf], rows: int) -> dict[str, Any]:
-        """Read the last row of the infos, and of texts that were observed."""
+        """Read the last row of the infos."""
         files = _files(folder)
         return {
             f"final/{'/'.join((leaf.column, *leaf.parts))}": self._rows(files, leaf, name, rows - 1, rows)[0]
             for name, leaf in leaves.items()
-            if leaf.column == INFOS or (leaf.dtype == _TEXT and leaf.column == "observations")
+            if leaf.column == INFOS
         }
 
 

@@ -114,7 +114,8 @@ class Writer(ForeignWriter):
         parts = final if isinstance(final, dict) else {} if final is None else {"": final}
         for rest, values in parts.items():
             name = f"observation/{rest}" if rest else "observation"
-            self._send(stream, episode, name, np.asarray(values)[None], self._at([episode.length]))
+            rows = [values] if isinstance(values, str) else np.asarray(values)[None]
+            self._send(stream, episode, name, rows, self._at([episode.length]))
         stream.flush()
 
     def _at(self, frames: Any, times: Array | None = None) -> list[Any]:

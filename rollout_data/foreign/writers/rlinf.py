@@ -89,6 +89,8 @@ class Writer(ForeignWriter):
         if "reward" in self._fields.schema and self._fields.schema["reward"].shape == (1,):
             self.changed("'reward' is read as numbers, not as rows of one", episode)
         texts = {name: episode.read(name) for name in self._fields.texts}
+        lost = [name for name in episode.final if name in episode.texts]
+        self.changed(f"texts of the final observation are left out ({', '.join(lost)})", episode, lost)
         if episode.task:
             texts["task_descriptions"] = [episode.task] * episode.length
         for name, rows in texts.items():
