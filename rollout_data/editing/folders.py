@@ -21,7 +21,7 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.core.arguments import is_real
 from storage.core.durable import replace_folder
-from storage.errors import RolloutDataError, SchemaError, UsageError
+from storage.errors import DataFileError, RolloutDataError, SchemaError, TargetError, UsageError
 
 from ..foreign.frame_rate import RATE_KEYS
 from ..foreign.reader import NO_FIELDS
@@ -75,6 +75,7 @@ def new_folder(action: str, target: str | os.PathLike[str], *sources: Path | Rem
 
     Raises:
         UsageError: The target is, or lies in, one of the sources, or it is not empty.
+        TargetError: The target cannot be written.
     """
     place = arguments.path(action, "", target).resolve()
     for source in sources:
@@ -82,8 +83,28 @@ def new_folder(action: str, target: str | os.PathLike[str], *sources: Path | Rem
             raise UsageError(action, f"into {str(target)!r}", f"a place outside of {str(source)!r}", "one in it")
     if place.is_dir() and any(place.iterdir()):
         raise UsageError(action, f"into {str(target)!r}", "a new or empty folder", "files in it")
-    with replace_folder(place, ()) as made:
-        yield made
+    made = None
+    try:
+        with replace_folder(place, ()) as made:
+            yield made
+    except (DataFileError, OSError) as cause:
+        is_of_source = isinstance(cause, DataFileError) or _names_one_of(cause, sources)
+        if made is not None and is_of_source:
+            raise
+        where, got = f"into {str(target)!r}", f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, TargetError):
+            got = cause.got
+        error = TargetError(action, where, "a place that can be written", got)
+        error.errno = getattr(cause, "errno", None)
+        raise error from cause
+
+
+def _names_one_of(error: OSError, places: Sequence[Path | RemotePath]) -> bool:
+    """Return whether an error is of a file in one of some places."""
+    if not isinstance(error.filename, (str, os.PathLike)):
+        return False
+    path = Path(error.filename)
+    return any(place in (path, *path.parents) for place in places if isinstance(place, Path))
 
 
 def merge(sources: Sequence[DataDir], out: str | os.PathLike[str], *, progress: bool = False) -> NewFolder:

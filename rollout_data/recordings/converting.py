@@ -25,7 +25,7 @@ from .episode import Episode
 from .opening import open
 from .own_writer import OWN, OwnWriter
 from .recording import Recording
-from .same_source import check_nothing_gained, check_same_source, source_state, unreadable_episodes
+from .same_source import check_nothing_gained, check_same_source, shared_forms, source_state, unreadable_episodes
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ def _convert(
         there = kind.noted(path)
         is_complete = there is not None and kind.is_finished(path)
     problems = list(recording.problems)
+    num_present = 0
     if there is not None and (is_complete or there.rows):
         check_same_source(there, plan, recording, path, progress)
         unread = unreadable_episodes(there.left_out, recording, damaged)
@@ -115,18 +116,20 @@ def _convert(
             return Conversion(len(there.rows), len(there.rows), {}, problems, list(recording.advice))
         if kind.can_grow:
             plan.rows = there.rows
-        elif not readable:  # otherwise an episode would come after later ones
+        elif readable or shared_forms(there) != shared_forms(plan):
+            # Another episode would come after later ones, or episodes would have other fields than those before.
+            num_present = len(there.rows)
+        else:
             plan.rows = there.rows
             plan.left_out = set(unread)
             problems += unread.values()
-    num_present = -1
     while True:
         chosen = recording
         if kind.is_laid_out_first and plan.left_out:
             chosen = recording.select(one for one in recording.ids if one not in plan.left_out)
         with errors_of_target(path):
             writer = kind(path, chosen, recording.metadata, options, plan)
-        num_present = writer.num_earlier if num_present < 0 else num_present
+        num_present = max(num_present, writer.num_earlier)
         try:
             for episode in tqdm(chosen, desc="convert", unit=" episodes", disable=not progress):
                 if episode.id not in writer.written | writer.left_out:

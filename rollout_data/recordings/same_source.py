@@ -132,6 +132,21 @@ def _shown(values: Mapping[str, Any], name: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
+def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
+    """Return what the fields of a target depend on: field -> its forms, and whether every episode has it."""
+    forms: dict[str, set[str]] = {}
+    counts: dict[str, int] = {}
+    for episode in note.episodes:
+        fields = episode["fields"]
+        found = {**fields["numbers"], **dict.fromkeys(fields["texts"], "text")}
+        found |= {name + AFTER_LAST: "" for name in fields["final"]}
+        found |= {name: "told" for name in ("terminated", "truncated", "success") if episode[name] is not None}
+        for name, form in found.items():
+            forms.setdefault(name, set()).add(form)
+            counts[name] = counts.get(name, 0) + 1
+    return {name: (forms[name], counts[name] == len(note.episodes)) for name in forms}
+
+
 def check_nothing_gained(there: ConversionNote, now: ConversionNote, readable: Sequence[str], path: Path) -> None:
     """Check that a complete target has all episodes of its source.
 

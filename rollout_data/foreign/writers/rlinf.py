@@ -60,7 +60,8 @@ class Writer(ForeignWriter):
 
     def add(self, episode: EpisodeToWrite) -> None:
         with replace_file(self._file(episode)) as temporary:
-            torch.save(self._content(episode), temporary)
+            with open(temporary, "wb") as file:  # torch alone hides why a file cannot be written
+                torch.save(self._content(episode), file)
             self.note(episode)
         self.written.add(episode.id)
         if episode.metadata.keys() - {"task"}:

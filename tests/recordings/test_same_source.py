@@ -1,0 +1,344 @@
+"""A conversion is resumed with its own source and options only, one at a time, and never mixes sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from unittest import mock
+
+import h5py
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data import Episode
+from storage.errors import UsageError
+from tests.formats.lerobot_sets import LeRobotSet, feature
+from tests.recordings.conversions import (
+    IN_HDF5,
+    LENGTHS,
+    TARGETS,
+    Stop,
+    content,
+    convert,
+    demos,
+    in_child,
+    place,
+    remove_note,
+    stop_after_three,
+    stopped_at,
+    values,
+)
+from tests.recordings.sets import state
+
+every_target = pytest.mark.parametrize("name", TARGETS)
+
+
+def other_rows(path: Path, episode: int = 1, num_episodes: int = 6) -> Path:
+    """Write a source of the same names and lengths; one value of one episode differs."""
+    rows = state(episode, LENGTHS[episode])
+    rows[-1, 2] += 1
+    return demos(path, num_episodes, more={episode: {"obs/low": rows}})
+
+
+@every_target
+def test_a_stopped_conversion_is_resumed_as_if_it_had_never_stopped(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "whole", name)
+    stop_after_three(source, tmp_path / "stopped", name)
+    done = convert(source, tmp_path / "stopped", name)
+    assert (done.num_episodes, done.num_present, done.problems) == (6, 3, [])
+    assert values(place(tmp_path / "stopped", name)) == values(place(tmp_path / "whole", name))
+
+
+@every_target
+def test_other_rows_are_refused_and_the_first_episode_and_field_are_named(tmp_path, name):
+    source, other = demos(tmp_path / "source.hdf5"), other_rows(tmp_path / "other.hdf5")
+    stop_after_three(source, tmp_path / "stopped", name)
+    convert(source, tmp_path / "whole", name)
+    for target in (tmp_path / "stopped", tmp_path / "whole"):
+        before = content(place(target, name))
+        with pytest.raises(UsageError, match=r"other values of 'observation/low' in episode 'demo_1'") as error:
+            convert(other, target, name)
+        assert repr(str(place(target, name))) in str(error.value)
+        assert content(place(target, name)) == before
+    assert convert(source, tmp_path / "stopped", name).num_episodes == 6
+
+
+@every_target
+def test_a_source_that_was_rewritten_in_its_place_is_refused(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path, name)
+    other_rows(source)
+    with pytest.raises(UsageError, match=r"other values of 'observation/low' in episode 'demo_1'"):
+        convert(source, tmp_path, name)
+
+
+@every_target
+def test_a_complete_conversion_is_repeated_without_writing_or_reading(tmp_path, name):
+    source = demos(tmp_path / "source" / "demos.hdf5")
+    convert(source, tmp_path / "made", name)
+    before = content(place(tmp_path / "made", name))
+    with mock.patch.object(Episode, "read", side_effect=AssertionError("a row was read")):
+        done = convert(source, tmp_path / "made", name)
+    assert (done.num_episodes, done.num_present, done.problems) == (6, 6, [])
+    assert content(place(tmp_path / "made", name)) == before
+
+
+@every_target
+def test_rows_are_read_again_once_the_source_was_touched_or_moved(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "made", name)
+    os.utime(source, ns=(0, os.stat(source).st_mtime_ns + 1))
+    with mock.patch.object(Episode, "read", side_effect=Stop), pytest.raises(Stop):
+        convert(source, tmp_path / "made", name)
+    moved = source.rename(tmp_path / "moved.hdf5")
+    with mock.patch.object(Episode, "read", side_effect=Stop), pytest.raises(Stop):
+        convert(moved, tmp_path / "made", name)
+    assert convert(moved, tmp_path / "made", name).num_present == 6
+
+
+@every_target
+def test_a_target_that_was_moved_keeps_its_note(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "made", name)
+    place(tmp_path / "moved", name).parent.mkdir(parents=True)
+    place(tmp_path / "made", name).rename(place(tmp_path / "moved", name))
+    assert convert(source, tmp_path / "moved", name).num_present == 6
+
+
+@every_target
+def test_a_target_without_a_note_is_refused_by_name(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path, name)
+    remove_note(place(tmp_path, name), name)
+    with pytest.raises(UsageError, match="an empty folder, or one of an earlier conversion") as error:
+        convert(source, tmp_path, name)
+    assert str(place(tmp_path, name)) in str(error.value) and "rollout_conversion" in str(error.value)
+    assert len(rollout_data.open(place(tmp_path, name))) == 6
+
+
+@every_target
+def test_another_selection_is_refused(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    stop_after_three(source, tmp_path / "stopped", name)
+    convert(source, tmp_path / "whole", name)
+    recording = rollout_data.open(source)
+    for target in (tmp_path / "stopped", tmp_path / "whole"):
+        with pytest.raises(UsageError, match="5 episodes instead of 6"):
+            convert(recording[:5], target, name)
+    convert(recording[:5], tmp_path / "five", name)
+    others = recording.select([f"demo_{number}" for number in (0, 2, 3, 4, 5)])
+    with pytest.raises(UsageError, match=r"episode 'demo_2' instead of 'demo_1' at place 1"):
+        convert(others, tmp_path / "five", name)
+
+
+#: Target -> another option than the usual ones.
+OTHER_OPTIONS = {
+    "robomimic": {"obs_key": "other"},
+    "isaaclab": {"env_name": "other"},
+    "minari": {"missing_reward": 1.0},
+    "d4rl": {"missing_reward": 1.0},
+    "lerobot 3.0": {"fps": 50},
+    "lerobot 2.1": {"fps": 50},
+    "trajectory folders": {"env": "other"},
+    "rollout-data": {"obs_disassemble_mapping": {"low": "zlib"}},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_other_options_are_refused_and_named(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    stop_after_three(source, tmp_path / "stopped", name)
+    convert(source, tmp_path / "whole", name)
+    (option,) = OTHER_OPTIONS[name]
+    for target in (tmp_path / "stopped", tmp_path / "whole"):
+        with pytest.raises(UsageError, match=f"got option {option}="):
+            convert(source, target, name, **OTHER_OPTIONS[name])
+
+
+def test_another_version_of_lerobot_is_another_option(tmp_path):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path, "lerobot 3.0")
+    with pytest.raises(UsageError, match=r'got option version="v2\.1" instead of "v3\.0"'):
+        convert(source, tmp_path, "lerobot 2.1")
+
+
+@every_target
+def test_another_format_of_the_same_source_is_refused(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path, name)
+    other = "rlinf" if name != "rlinf" else "trajectory folders"
+    to = TARGETS[other][0]
+    with pytest.raises(UsageError, match=r"instead of|an empty folder, or one of an earlier conversion"):
+        rollout_data.convert(source, place(tmp_path, name), to, progress=False)
+
+
+@every_target
+def test_a_source_that_gained_episodes_goes_on_into_an_unfinished_target(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5", 5)
+    stop_after_three(source, tmp_path / "stopped", name)
+    demos(source, 6)
+    done = convert(source, tmp_path / "stopped", name)
+    assert (done.num_episodes, done.num_present) == (6, 3)
+    convert(source, tmp_path / "whole", name)
+    assert values(place(tmp_path / "stopped", name)) == values(place(tmp_path / "whole", name))
+
+
+@every_target
+def test_a_gained_episode_with_another_field_gives_that_field_to_every_episode(tmp_path, name):
+    if name == "rollout-data":
+        pytest.skip("a folder of block files has the fields of its first block")
+    source = demos(tmp_path / "source.hdf5", 5)
+    stop_after_three(source, tmp_path / "stopped", name)
+    more = {5: {"obs/extra": np.ones((LENGTHS[5], 1), np.float32), "next_obs/extra": np.ones((LENGTHS[5], 1), "f4")}}
+    demos(source, 6, more=more)
+    convert(source, tmp_path / "stopped", name)
+    convert(source, tmp_path / "whole", name)
+    assert values(place(tmp_path / "stopped", name)) == values(place(tmp_path / "whole", name))
+
+
+@every_target
+def test_a_source_that_gained_episodes_is_refused_by_a_complete_target_but_ours(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5", 4)
+    convert(source, tmp_path, name)
+    demos(source, 6)
+    if name == "rollout-data":
+        done = convert(source, tmp_path, name)
+        assert (done.num_episodes, done.num_present) == (6, 4)
+        assert [one.metadata["id"] for one in rollout_data.open(place(tmp_path, name))] == [
+            f"demo_{number}" for number in range(6)
+        ]
+        return
+    before = content(place(tmp_path, name))
+    with pytest.raises(UsageError, match=r"2 more than the 4 episodes of a complete target: 'demo_4'"):
+        convert(source, tmp_path, name)
+    assert content(place(tmp_path, name)) == before
+
+
+@every_target
+def test_rows_after_the_last_step_rewards_and_lengths_count_too(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "made", name)
+    following = state(2, LENGTHS[2] + 1)[1:]
+    following[-1, 0] = 7
+    other = demos(tmp_path / "other.hdf5", more={2: {"next_obs/low": following}})
+    with pytest.raises(UsageError, match=r"other values of 'observation/low' after the last step in episode 'demo_2'"):
+        convert(other, tmp_path / "made", name)
+    other = demos(tmp_path / "other.hdf5", more={4: {"rewards": np.array([0.0, 0.5])}})
+    with pytest.raises(UsageError, match=r"other values of 'reward' in episode 'demo_4'"):
+        convert(other, tmp_path / "made", name)
+    with h5py.File(source, "r+") as file:
+        file["data/demo_3"].attrs["ep_meta"] = '{"lang": "lift"}'
+    with pytest.raises(UsageError, match=r"of episode 'demo_3'"):
+        convert(source, tmp_path / "made", name)
+
+
+@pytest.mark.parametrize("name", ["lerobot 3.0", "rlinf", "rollout-data"])
+def test_texts_of_steps_count_too(tmp_path, name):
+    import pyarrow
+
+    def source(path: Path, word: str) -> Path:
+        note = feature("string", [1]), lambda episode, length: pyarrow.array([word] * length)
+        return LeRobotSet(path, LENGTHS, columns={"note": note}).write()
+
+    options = {"fps": None} if name == "lerobot 3.0" else {}
+    convert(source(tmp_path / "one", "left"), tmp_path / "made", name, **options)
+    with pytest.raises(UsageError, match=r"other values of 'note' in episode '0'"):
+        convert(source(tmp_path / "two", "rite"), tmp_path / "made", name, **options)
+    assert convert(tmp_path / "one", tmp_path / "made", name, **options).num_present == 6
+
+
+@every_target
+def test_a_second_conversion_into_a_target_is_refused_at_once(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    read, refused = Episode.read, []
+
+    def second(self, *arguments, **options):
+        if self.id == "demo_3" and not refused:
+            for act in (lambda: convert(source, tmp_path, name), in_thread, in_other_process):
+                refused.append(message_of(act))
+        return read(self, *arguments, **options)
+
+    def in_thread():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(message_of(lambda: convert(source, tmp_path, name))))
+        thread.start()
+        thread.join()
+        raise UsageError(message=found[0])
+
+    def in_other_process():
+        status = in_child(lambda: convert(source, tmp_path, name))
+        raise UsageError(message="another process or thread" if status == 1 else f"it ended with {status}")
+
+    with mock.patch.object(Episode, "read", second):
+        done = convert(source, tmp_path, name)
+    assert len(refused) == 3 and all("another process or thread" in one for one in refused)
+    assert (done.num_episodes, done.num_present) == (6, 0)
+    assert len(rollout_data.open(place(tmp_path, name))) == 6
+    assert [path.name for path in place(tmp_path, name).parent.glob(".*")] == []
+
+
+def message_of(act) -> str:
+    try:
+        act()
+    except UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+@every_target
+def test_a_killed_conversion_leaves_no_lock_and_does_not_make_its_target_occupied(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+
+    def killed():
+        with stopped_at(0), mock.patch.object(Episode, "read", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)):
+            convert(source, tmp_path, name)
+
+    assert in_child(killed) == -signal.SIGKILL
+    assert list(place(tmp_path, name).parent.glob(".rollout_*.lock"))
+    done = convert(source, tmp_path, name)
+    assert (done.num_episodes, done.num_present) == (6, 0)
+    assert not list(place(tmp_path, name).parent.glob(".rollout_*.lock"))
+
+
+def test_two_targets_in_one_folder_do_not_wait_for_each_other(tmp_path):
+    source = demos(tmp_path / "source.hdf5")
+    read, done = Episode.read, []
+
+    def second(self, *arguments, **options):
+        if not done:
+            done.append(None)
+            rollout_data.convert(source, tmp_path / "other.hdf5", "d4rl", progress=False)
+        return read(self, *arguments, **options)
+
+    with mock.patch.object(Episode, "read", second):
+        convert(source, tmp_path, "robomimic")
+    assert len(rollout_data.open(tmp_path / "other.hdf5")) == 6
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name not in IN_HDF5])
+def test_a_refused_conversion_leaves_nothing(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5", without_reward=range(6))
+    if name in ("trajectory folders",):
+        with pytest.raises(UsageError, match="missing_reward"):
+            convert(source, tmp_path / "made", name)
+        assert not place(tmp_path / "made", name).exists()
+        convert(source, tmp_path / "made", name, missing_reward=0.0)
+    else:
+        convert(source, tmp_path / "made", name)
+    assert len(rollout_data.open(place(tmp_path / "made", name))) == 6
+
+
+def test_nothing_is_kept_of_a_conversion_that_wrote_no_episode(tmp_path):
+    source, other = demos(tmp_path / "source.hdf5"), other_rows(tmp_path / "other.hdf5")
+    for name in TARGETS:
+        with stopped_at(0), pytest.raises(Stop):
+            convert(source, tmp_path / name, name)
+        assert convert(other, tmp_path / name, name).num_present == 0
+        convert(other, tmp_path / name / "whole", name)
+        assert values(place(tmp_path / name, name)) == values(place(tmp_path / name / "whole", name))
+        shutil.rmtree(tmp_path / name)
