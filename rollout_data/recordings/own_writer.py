@@ -70,8 +70,8 @@ class OwnWriter(ForeignWriter):
         self._num_bytes, self._is_open = 0, False
         about = [(_renamed(episode.schema), _is_unknown(episode)) for episode in self.episodes]
         self._fit: Fit = _without_widening(common_fields([schema for schema, _ in about]))
-        kept = [episode for episode in self.episodes if _renamed(episode.schema) not in self._fit.left_out]
-        self._texts = [name for name in (kept[0].texts if kept else ()) if all(name in one.texts for one in kept)]
+        spoken = [one.texts for one in self.episodes if _renamed(one.schema) not in self._fit.left_out]
+        self._texts = [name for name in (spoken[0] if spoken else ()) if all(name in texts for texts in spoken)]
         self._has_unknown_ends = any(is_unknown for _, is_unknown in about)
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
         # What is counts of 1/255 already stays so, without loss.
