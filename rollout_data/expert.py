@@ -127,8 +127,9 @@ def load_expert_trajectories_from_motion_lib(
     if not isinstance(motion_lib, Iterable) and not hasattr(motion_lib, "__getitem__"):
         raise UsageError(action, "", "motion_lib as an iterable of motions", type(motion_lib).__name__)
     motions = []
-    for number, motion in enumerate(motion_lib):
-        fields: Any = motion
+    listed: Iterable[Any] = motion_lib
+    for number, motion in enumerate(listed):
+        fields = motion
         if hasattr(motion, "schema") and hasattr(motion, "read"):
             read = {name: motion.read(name) for name in motion.schema}
             fields = {"motion_id": motion.id, **unflatten(read)}

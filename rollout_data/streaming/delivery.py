@@ -70,7 +70,7 @@ class PrefetchedBatches(Unique):
             dataset.reset()
         steps, ahead = dataset.num_transitions_per_env or 1, deque[Position]()
         self._plans.clear()
-        collector.iterable = self._read()
+        collector.base_collector = self._read()
         items = self._items = dataset.lent_to = iter(collector)
         try:
             with items:

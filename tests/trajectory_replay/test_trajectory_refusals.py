@@ -88,7 +88,7 @@ def test_what_is_no_path_is_refused(path: Any) -> None:
         with pytest.raises(UsageError, match=r"^cannot (load|save) a checkpoint: expected a path, got "):
             call(path)
     if path is not None:
-        with pytest.raises(UsageError, match="expected (auto_save_path )?a path"):
+        with pytest.raises(UsageError, match=r"expected (auto_save_path )?a path"):
             TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
 
 
