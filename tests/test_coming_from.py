@@ -1,0 +1,95 @@
+"""Every object, argument and default that the page for newcomers names is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+SYSTEMS = (
+    "legged_gym and instinct_rl", "BFM-Zero", "RLinf", "DI-engine", "rsl_rl", "stable-baselines3", "cleanrl", "LeRobot",
+    "robomimic", "diffusion policy",
+)  # fmt: skip
+SPAN = re.compile(r"`([^`]+)`")
+#: Optional packages that importing a name may need.
+OPTIONAL = {"tensordict", "ray"}
+
+
+def tables() -> dict[str, list[list[str]]]:
+    """Return the rows of the table of each system."""
+    found: dict[str, list[list[str]]] = {}
+    for part in PAGE.split("\n## ")[1:]:
+        name, _, text = part.partition("\n")
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        assert lines[:2] == ["| theirs | ours | what differs |", "|---|---|---|"], name
+        found[name] = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return found
+
+
+ROWS = [(system, row) for system, rows in tables().items() for row in rows]
+OURS = [(system, span) for system, row in ROWS for span in SPAN.findall(row[1])]
+
+
+def imported(path: str) -> tuple[Any, Any]:
+    """Import a dotted name: the object, and what it was found in."""
+    parts = path.split(".")
+    for stop in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:stop]))
+        except ModuleNotFoundError as error:
+            if error.name in OPTIONAL:
+                pytest.skip(f"needs {error.name}")
+            continue
+        owner = None
+        for name in parts[stop:]:
+            owner, found = found, getattr(found, name)
+        return found, owner
+    raise AssertionError(path)
+
+
+def parameters_of(made: Any) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a call; of a class also those that it hands on to the classes it is derived from."""
+    found = dict(inspect.signature(made).parameters)
+    for base in made.__mro__[1:-1] if inspect.isclass(made) else ():
+        further = inspect.signature(base.__init__).parameters if "__init__" in vars(base) else {}
+        found |= {name: one for name, one in further.items() if name not in found}
+    return found
+
+
+def test_there_is_a_table_for_each_system_and_a_page_in_the_navigation():
+    assert tuple(tables()) == SYSTEMS and all(tables().values())
+    assert "coming-from.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("system", "row"), ROWS)
+def test_a_row_names_theirs_ours_and_the_difference(system, row):
+    assert len(row) == 3 and all(row), row
+    assert SPAN.findall(row[1]) and re.fullmatch(r"`[^`]+`(, `[^`]+`)*", row[1]), row[1]
+    assert row[2].endswith(".")
+
+
+@pytest.mark.parametrize(("system", "span"), OURS)
+def test_what_the_page_calls_ours_is_there(system, span):
+    path, bracket, _ = span.partition("(")
+    assert path.split(".")[0] in ("storage", "rollout_data")
+    made, owner = imported(path)
+    if inspect.ismodule(owner):
+        assert path.rpartition(".")[2] in getattr(owner, "__all__", [path.rpartition(".")[2]])
+    if not bracket:
+        return
+    call = ast.parse(span, mode="eval").body
+    assert isinstance(call, ast.Call)
+    known = parameters_of(made)
+    positional = [name for name in known if name != "self"]
+    for place, argument in enumerate(call.args):
+        assert isinstance(argument, ast.Name) and positional[place] == argument.id, span
+    for keyword in call.keywords:
+        assert keyword.arg in known, f"{span}: no argument {keyword.arg}"
+        assert known[keyword.arg].default == ast.literal_eval(keyword.value), f"{span}: another default"
