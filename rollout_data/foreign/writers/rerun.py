@@ -130,10 +130,11 @@ class Writer(ForeignWriter):
             return
         axes = axes_of(rows.shape[1:])
         if not axes:
-            columns = rr.Scalars.columns(scalars=np.asarray(rows, np.float64).reshape(len(rows), -1))
+            scalars = self.cast(rows, np.dtype(np.float64), name, episode)
+            columns = rr.Scalars.columns(scalars=scalars.reshape(len(rows), -1))
         else:
             rows = np.moveaxis(rows, 1, -1) if axes == "CHW" else rows[..., None] if axes == "HW" else rows
-            rows = rows if rows.dtype.name in _PIXELS else rows.astype(np.float32)
+            rows = rows if rows.dtype.name in _PIXELS else self.cast(rows, np.dtype(np.float32), name, episode)
             kind = rr.Image if rows.dtype == np.uint8 or rows.shape[-1] > 1 else rr.DepthImage
             height, width, channels = rows.shape[1:]
             pixels = {"width": width, "height": height, "channel_datatype": _PIXELS.get(rows.dtype.name, "F32")}
@@ -184,5 +185,3 @@ def _changes(field: Field) -> Iterator[str]:
     is_picture = bool(axes_of(field.shape))
     if not is_picture and len(field.shape) > 1:
         yield "is flattened: scalars of a step are a list"
-    if field.dtype in (("float64", "int64", "uint64", "int32", "uint32") if is_picture else ("int64", "uint64")):
-        yield f"is rounded to {'float32' if is_picture else 'float64'}"
