@@ -45,6 +45,8 @@ REFERENCE = {
     "reference/storage.md": ("storage", ["storage"]),
     "reference/others.md": ("Errors and optional parts", ["storage.errors", "storage.remote", "rollout_data.ray"]),
 }
+#: Public names that `from PACKAGE import *` leaves out, because Python has functions of these names.
+NOT_IN_STAR_IMPORTS = {"rollout_data": ["open"]}
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
 
@@ -65,7 +67,8 @@ def reference(title: str, modules: list[str]) -> str:
         if len(modules) > 1:
             parts.append(f"::: {module}\n    options: {{members: true, show_root_full_path: true}}")
         else:
-            parts += [f"::: {module}.{name}" for name in importlib.import_module(module).__all__]
+            names = {*importlib.import_module(module).__all__, *NOT_IN_STAR_IMPORTS.get(module, ())}
+            parts += [f"::: {module}.{name}" for name in sorted(names)]
     return "\n\n".join(parts)
 
 

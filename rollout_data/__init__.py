@@ -102,7 +102,8 @@ _HOMES = {
     "undrop": ".editing.edits",
     "untag": ".editing.edits",
 }
-__all__ = sorted(_HOMES)
+#: `from rollout_data import *` leaves Python's own `open` alone; `rollout_data.open` stays.
+__all__ = sorted(_HOMES.keys() - {"open"})
 
 _storage = importlib.util.find_spec("storage")
 _folders = list(_storage.submodule_search_locations or ()) if _storage else []
@@ -122,4 +123,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that `__geta
         return globals()[name]
 
     def __dir__():
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *_HOMES})

@@ -71,6 +71,7 @@ def load_expert_trajectories(
         TypeError: `obs_dict_mapper` was given, and a motion has no observation.
     """
     root, episodes, names = arguments.path("load motions", "", motions_root), [], []
+    device = arguments.device("load motions", "device", device)
     for number, line in read_motion_list(motions):
         name, path = _motion_path(root, line, f"line {number} of {str(motions)!r}")
         for episode in read_motion(path):

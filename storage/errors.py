@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Self = TypeVar("_Self", bound="RolloutDataError")
 #: Names among which the nearest one is looked for, at most: so many take some tenths of a second.
@@ -108,6 +108,33 @@ class ClosedError(UsageError):
 
 class BackgroundError(RolloutDataError, RuntimeError):
     """A background thread failed; the failure itself is the `__cause__`."""
+
+
+class WriteError(RolloutDataError, OSError):
+    """A file or folder could not be written, as on a full disk; what was there before stays.
+
+    Args:
+        error_number: The system's number, as in `OSError.errno`.
+        filename: The file or folder.
+    """
+
+    def __init__(
+        self,
+        action: str = "",
+        where: str = "",
+        expected: str = "",
+        got: str = "",
+        advice: str = "",
+        message: str = "",
+        error_number: int | None = None,
+        filename: str | None = None,
+    ) -> None:
+        super().__init__(action, where, expected, got, advice, message)
+        self.errno, self.filename = error_number, filename
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts = self.action, self.where, self.expected, self.got, self.advice, self._message
+        return type(self), (*parts, self.errno, self.filename)
 
 
 class DatasetExhausted(RolloutDataError, StopIteration):

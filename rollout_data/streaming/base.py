@@ -6,6 +6,7 @@ from, in a subclass.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from storage.core import arguments
 from storage.core.arguments import whole
@@ -144,6 +145,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
         For a look that does not disturb a stream use another dataset; `get_batch` goes on without a reset.
         """
+        refuse_collation()
         self.reset()
         return self
 
@@ -215,6 +217,20 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     @staticmethod
     def _checked_steps(steps: int | None) -> int | None:
         return None if steps is None else whole("open the dataset", "num_transitions_per_env", steps, 1)
+
+
+def refuse_collation() -> None:
+    """Raise `UsageError` if a `DataLoader` iterates that collates what it gets; a stream yields whole batches.
+
+    torch tells a dataset nothing about its loader. The arguments are read from the function that called `__iter__`.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name in ("refuse_collation", "__iter__"):
+        frame = frame.f_back
+    loading = {} if frame is None else frame.f_locals
+    if loading.get("auto_collation") and loading.get("collate_fn") is default_collate:
+        expected, got = "batch_size=None, as the dataset gives whole batches", "a DataLoader that collates them"
+        raise UsageError("read the dataset", "", expected, got, "Write DataLoader(dataset, batch_size=None)")
 
 
 def _at_step(buffer: Any, step: int) -> Any:

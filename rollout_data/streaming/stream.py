@@ -26,7 +26,7 @@ from ..index.agreement import Agree, Board, Shard, current_shard, current_worker
 from ..index.index import Int64s
 from ..remote.access import Origin
 from ..transition import Transition
-from .base import RolloutFileBase
+from .base import RolloutFileBase, refuse_collation
 from .batches import BatchOptions, BatchReader, ReadAhead
 from .cursor import ALL, Deal, Plan, Position, StreamState, deal_next, plan_steps, share_of
 from .losses import ReadableCheck, leave_out
@@ -385,6 +385,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._go_to(position)
 
     def __iter__(self) -> Iterator[Transition]:
+        refuse_collation()
         if is_in_worker():
             return self._begin_in_worker()
         noted = self._noted()

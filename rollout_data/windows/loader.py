@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from storage.core import arguments
 from storage.core.arguments import choice, whole
 from storage.core.fields import flatten, unflatten
 from storage.core.samplers import RANDOM_BITS, scaled, whole_weights
@@ -341,7 +342,8 @@ class WindowLoader(Shown):
         self.even, self._shard = choice("share windows out", "even", even, get_args(Even)), checked_shard(shard)
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.seed = whole("open the dataset", "seed", seed, 0)
-        self.device, self.num_ahead = torch.device(device), whole("open the dataset", "num_ahead", num_ahead, 1)
+        self.device = arguments.device("open the dataset", "device", device)
+        self.num_ahead = whole("open the dataset", "num_ahead", num_ahead, 1)
         self.dataset: WindowDataset | WindowMixture = self._as_rank_0_has(dataset)
         if len(self.dataset) and not len(self):
             about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"

@@ -96,7 +96,7 @@ def load_checkpoint(
     Args:
         path: What was given to `save_async`: of `path` and `path` + ".lz4" the one saved last is read.
             A path that ends in ".lz4" names that file alone.
-        map_location: As for `torch.load`.
+        map_location: As for `torch.load`; a device has to be there.
         weights_only: Load nothing but tensors, numbers, strings, plain containers, numpy's arrays and scalars,
             `argparse.Namespace`, and members of enums whose classes are imported already. Turn it off only for files
             that you trust: loading then runs what the file says.
@@ -132,6 +132,8 @@ def load_checkpoint_parallel(
         if map_location not in ("cpu", device):
             raise UsageError(_LOAD, repr(str(path)), "device or map_location", f"{device!r} and {map_location!r}")
         map_location = arguments.device(_LOAD, "device", device)
+    elif isinstance(map_location, (str, torch.device)):
+        map_location = arguments.device(_LOAD, "map_location", map_location)
     found = _find(path)
     where, expected = repr(str(found)), "what torch.save makes"
     with open(found, "rb") as file:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..core import arguments
 from ..core.arguments import flag, whole
 from ..core.fields import flatten, unflatten
 from ..core.records import flat_name
@@ -81,7 +82,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         device: torch.device | str | None = None,
     ) -> None:
         self.level, self.cache = check_level(level), whole("compress tensors", "a cache", cache, 0)
-        self._device = None if device is None else torch.device(device)
+        self._device = arguments.optional_device("compress tensors", "device", device)
         self._lock = threading.Lock()
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
         if not isinstance(tensordict, Mapping) and not hasattr(tensordict, "items"):

@@ -115,11 +115,27 @@ def path(action: str, name: str, value: Any) -> Path:
 
 
 def device(action: str, name: str, value: Any) -> torch.device:
-    """Check a device of torch, or its name."""
+    """Check a device of torch, or its name, that this process can use."""
     try:
-        return torch.device(value)
+        found = torch.device(value)
     except (RuntimeError, TypeError, ValueError) as cause:
         raise UsageError(action, "", f"{name} a torch device such as 'cpu' or 'cuda:0'", repr(value)) from cause
+    if found.type == "cuda":
+        num_devices = torch.cuda.device_count()
+        if (found.index or 0) >= num_devices:
+            got = f"{str(found)!r}, and torch finds {num_devices} CUDA devices here"
+            raise UsageError(action, "", f"{name} a device that is there", got, "Use 'cpu'")
+    elif found.type != "cpu":
+        try:
+            torch.empty(0, device=found)
+        except (RuntimeError, AssertionError, NotImplementedError, ImportError) as cause:
+            raise UsageError(action, "", f"{name} a device that is there", repr(str(found)), "Use 'cpu'") from cause
+    return found
+
+
+def optional_device(action: str, name: str, value: Any) -> torch.device | None:
+    """Check a device as `device` does; None stays None."""
+    return None if value is None else device(action, name, value)
 
 
 def names(action: str, name: str, value: Any) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptFileError, DataFileError, SchemaError
+from ..errors import CorruptFileError, DataFileError, RolloutDataError, SchemaError, WriteError
 from . import arguments
 
 try:
@@ -54,6 +54,7 @@ def replace_file(path: str | os.PathLike[str], durable: bool = True) -> Iterator
 
     Raises:
         DataFileError: There is a folder, or anything else that is no regular file (a device, a pipe).
+        WriteError: The system does not let us write, as on a full disk.
     """
     target = arguments.path("save a file", "", path).resolve()
     if target.exists() and not target.is_file():
@@ -84,6 +85,7 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
 
     Raises:
         DataFileError: There is a file, or a folder with anything else in it.
+        WriteError: The system does not let us write, as on a full disk.
     """
     target = arguments.path("save to the folder", "", folder).resolve()
     _check_replaceable(target, folder, own_names)
@@ -122,12 +124,22 @@ def _check_replaceable(target: Path, named: str | os.PathLike[str], own_names: C
 
 @contextmanager
 def _made_beside(target: Path) -> Iterator[Path]:
-    """Make a folder beside `target`, locked while it is in use, and remove it afterwards."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Make a folder beside `target`, locked while it is in use, and remove it afterwards.
+
+    Raises:
+        WriteError: The system does not let us write there: a full disk, a read-only folder.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritten(target, error) from error
     _remove_abandoned(target)
     while True:
         made = target.with_name(f".{target.name}.new-{secrets.token_hex(4)}")
-        made.mkdir()
+        try:
+            made.mkdir()
+        except OSError as error:
+            raise _unwritten(target, error) from error
         try:
             handle = os.open(made, os.O_RDONLY)
         except FileNotFoundError:  # taken for abandoned
@@ -138,13 +150,20 @@ def _made_beside(target: Path) -> Iterator[Path]:
         os.close(handle)
     try:
         yield made
-    except OSError as error:  # the disk is full: name what the caller knows
-        if error.errno is not None and (error.filename is None or str(error.filename).startswith(str(made))):
-            error.filename = str(target)
-        raise
+    except OSError as error:
+        is_of_system = error.errno is not None and not isinstance(error, RolloutDataError)
+        if not is_of_system or not (error.filename is None or str(error.filename).startswith(str(made))):
+            raise
+        raise _unwritten(target, error) from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(handle)
+
+
+def _unwritten(target: Path, error: OSError) -> WriteError:
+    """Build the error for a file or folder that the system does not let us write; it names `target`."""
+    got = error.strerror or str(error)
+    return WriteError("write", repr(str(target)), "", got, error_number=error.errno, filename=str(target))
 
 
 @contextmanager

@@ -104,7 +104,7 @@ class WideTree:
     @lasting
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         self.capacity = arguments.whole("create a tree", "capacity", capacity, 1)
-        self.device = torch.device(device)
+        self.device = arguments.device("create a tree", "device", device)
         sizes = [capacity]
         while sizes[-1] > MAX_TOP:
             sizes.append(-(-sizes[-1] // WIDTH))

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..core import arguments
 from ..core.fields import Schema
 from ..core.memory import BufferPool, filled, lasting, tensor_of
 from ..core.records import names_below
@@ -49,7 +50,7 @@ class RingStore:
             raise UsageError("create a ring", "", "at least one slot and one lane", f"{num_slots} and {num_lanes}")
         self.num_slots, self.num_lanes = int(num_slots), int(num_lanes)
         self.schema, self.names = schema, tuple(schema)
-        self.device = torch.device(device)
+        self.device = arguments.device("create a ring", "device", device)
         self._is_on_cpu = self.device.type == "cpu"
         self.num_guards = min(int(num_guards), self.num_slots)
         #: Rows per lane that were ever written.

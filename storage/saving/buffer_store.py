@@ -70,7 +70,7 @@ class BufferStore(Store):
         Raises:
             SchemaError: A key cannot be written.
             DataFileError: There is a file, or a folder with anything else in it.
-            OSError: The disk is full; the earlier save stays.
+            WriteError: The folder cannot be written, as on a full disk; the earlier save stays. Also an `OSError`.
         """
         separator = nested_key_separator or self.nested_key_separator
         if not isinstance(separator, str) or not separator or "/" in separator:

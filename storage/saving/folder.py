@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..core import arguments
 from ..core.durable import existing_folder, read_json, replace_folder, write_json
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, RolloutDataWarning
 from .columns import SAVE_ID, write_columns
@@ -47,7 +48,7 @@ def write_folder(
 
     Raises:
         DataFileError: There is a file, or a folder with anything else in it.
-        OSError: The disk is full.
+        WriteError: The disk is full.
     """
     save_id = secrets.token_hex(8)
     with replace_folder(folder, _OWN_NAMES) as new:
@@ -114,7 +115,7 @@ def as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
 def device_for(saved: Any, wanted: torch.device | str | None) -> torch.device:
     """Choose where to load to: the argument wins; a device that is not here becomes the CPU, with a warning."""
     if wanted is not None:
-        return torch.device(wanted)
+        return arguments.device("load", "device", wanted)
     found = torch.device(saved if isinstance(saved, str) else "cpu")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         warnings.warn(f"{saved!r} is not here; the buffer is loaded onto the CPU", RolloutDataWarning, stacklevel=3)

@@ -133,7 +133,7 @@ class Store(Shown, ABC):
 
         Raises:
             DataFileError: There is a file, or a folder with anything else in it.
-            OSError: The disk is full; the earlier save stays.
+            WriteError: The folder cannot be written, as on a full disk; the earlier save stays. Also an `OSError`.
         """
         with self._lock:
             state = self._whole_state()

@@ -118,7 +118,7 @@ def save_onto_a_full_disk(folder: Path, name: str, most_bytes: int) -> None:
     try:
         store.save(folder)
     except OSError as error:
-        assert str(folder) in str(error), error
+        assert isinstance(error, RolloutDataError) and error.errno and str(folder) in str(error), error
     else:
         raise AssertionError("saved")
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -148,7 +148,8 @@ def save_until_the_disk_is_full(folder: Path) -> None:
         try:
             store.save(folder / name)
         except OSError as error:
-            assert f"{folder / name}" in str(error) and error.errno == 28, error
+            assert isinstance(error, RolloutDataError) and error.errno == 28, error
+            assert f"{folder / name}" in str(error) and error.filename == str(folder / name), error
         else:
             raise AssertionError("saved")
     assert len(load(folder / "b")) == 3 and [x.name for x in folder.iterdir()] == ["b"]
