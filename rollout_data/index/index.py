@@ -252,7 +252,8 @@ class TrajectoryIndex:
         keys = self.keys(self.trajectories_in([block]))
         named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
         named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
-        action, expected = f"play trajectory {', '.join(named)}", "the file as it was when it was found"
+        action = f"play trajectory {', '.join(named)}" if named else "read the block"
+        expected = "the file as it was when it was found"
         advice = "A stream goes on with other trajectories"
         advice += "; for windows, open the dataset again" if is_gone else ""
         lost = LostBlockError(action, f"in {str(self.blocks[block].path)!r}", expected, got, advice)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
+
+from storage.errors import CorruptFileError
 
 from ..format.header import BlockHeader, corrupt
 from ..format.notes import EPISODES, TASK, TEXTS, text_id
@@ -41,6 +44,20 @@ class Notes:
         self._headers: dict[Identity, BlockHeader | None] = {}
         self._tasks: tuple[TrajectoryIndex | None, Int64s] = None, np.zeros(0, np.int64)
         self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = None, {}
+        #: Notes of episodes in blocks of edits, which the next edit removes.
+        self._kept: dict[Identity, list[tuple[int, str]]] = {}
+
+    def keep_edits(self, noted: Noted) -> None:
+        """Read the notes of all edits now, so that they stay readable after the next edit.
+
+        Raises:
+            FileNotFoundError: An edit is gone: a newer one took its place meanwhile.
+        """
+        for block in noted.index.blocks:
+            header = self._header(noted, block) if block.is_edit else None
+            if header is not None:
+                with suppress(CorruptFileError):  # reading the note raises it again
+                    self._kept[block.identity] = list(header.read_notes(EPISODES))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Notes, ()
@@ -62,11 +79,18 @@ class Notes:
             try:
                 if (header := self._header(noted, index.blocks[number])) is None:
                     continue
+                for _, text in self._of_episodes(index.blocks[number], header, int(index.number[trajectory])):
+                    said |= parsed(header, text)
             except FileNotFoundError:
                 raise index.lost_block(number, "none") from None
-            for _, text in header.read_notes(EPISODES, int(index.number[trajectory])):
-                said |= parsed(header, text)
         return said
+
+    def _of_episodes(self, block: Block, header: BlockHeader, key: int | None = None) -> Iterable[tuple[int, str]]:
+        """Return (trajectory number, text) of the notes of episodes in a block, of one trajectory or of all."""
+        kept = self._kept.get(block.identity)
+        if kept is None:
+            return header.read_notes(EPISODES, key)
+        return [(number, text) for number, text in kept if key is None or number == key]
 
     def column(self, noted: Noted, name: str) -> list[Any]:
         """Give what was said under a name, for each trajectory; None where nothing was, or the block is gone."""
@@ -85,7 +109,11 @@ class Notes:
             places = np.searchsorted(index.number[mine], keys)
             places[places == len(mine)] = 0
             targets = np.where(index.number[mine][places] == keys, mine[places], -1) if len(mine) else keys * 0 - 1
-            for target, (_, text) in zip(targets.tolist(), header.read_notes(EPISODES), strict=True):
+            try:
+                notes = list(self._of_episodes(block, header))
+            except FileNotFoundError:  # removed since its header was read
+                continue
+            for target, (_, text) in zip(targets.tolist(), notes, strict=True):
                 said = parsed(header, text) if target >= 0 else {}
                 for name in names & said.keys():
                     found.setdefault(name, [None] * len(index))[target] = said[name]
@@ -101,7 +129,8 @@ class Notes:
         """Give all texts of frames and the tasks of all episodes, by their `text_id`; 0 is ""."""
         found = {0: ""}
         for _, header in self._noted(noted, TEXTS):
-            found.update(header.read_notes(TEXTS))
+            with suppress(FileNotFoundError):  # removed since its header was read
+                found.update(header.read_notes(TEXTS))
         told = set(self._told(noted)) | set(noted.told_texts() if noted.told_texts is not None else ())
         return found | {text_id(text): text for text in told}
 

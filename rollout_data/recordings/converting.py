@@ -98,13 +98,16 @@ def _convert(
     recording: Recording, path: Path, kind: type[ForeignWriter], options: Mapping[str, Any], progress: bool
 ) -> Conversion:
     """Convert into a target that nobody else writes."""
+    removed = recording.removed()
+    if removed:
+        recording = recording.select(one for one in recording.ids if one not in removed)
     damaged = _damaged(recording)
     plan = kind.planned(recording, recording.metadata, options)
     plan.source = source_state(recording)  # before a row is read: what changes later is another state
     with errors_of_target(path):
         there = kind.noted(path)
         is_complete = there is not None and kind.is_finished(path)
-    problems = list(recording.problems)
+    problems = [*recording.problems, *removed.values()]
     num_present = 0
     if there is not None and (is_complete or there.rows):
         check_same_source(there, plan, recording, path, progress)

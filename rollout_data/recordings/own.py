@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -19,14 +19,17 @@ from ..format.header import DATA, FINAL
 from ..frames.kind import Kind
 from ..frames.source import Source
 from ..frames.store import FrameStore
-from ..index.index import End, Int64s
+from ..index.block import Block
+from ..index.index import End, Int64s, LostBlockError
 from ..index.metadata import ENDS
 from ..index.notes import Notes
-from ..remote.access import Origin
+from ..remote.access import Origin, RemotePath
 from .table import column_of
 
 #: Id of a converted episode in its source; noted besides its metadata and `ABSENT`.
 SOURCE_ID = "id"
+#: An edit that is replaced while its notes are read is looked up so often.
+_MAX_LOOKS = 100
 _ENDS = np.array(["open", "terminated", "truncated", "unknown"])
 
 
@@ -48,16 +51,57 @@ class FolderReader(ForeignReader):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._source = source = Source(self._origin)
-        source.refresh()
-        self.store: FrameStore = source.snapshot()
+        self.store: FrameStore = self._looked_up()
         self._texts: dict[int, str] | None = None
         self._last: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
         self.metadata = source.metadata
         self.problems = source.problems
         self.advice = source.advice
-        return _Infos(self.store, self.problems)
+        return _Infos(self.store, self.notes, self.problems)
+
+    def _looked_up(self) -> FrameStore:
+        """Return what the folder holds now; look again where an edit was replaced meanwhile."""
+        for _ in range(_MAX_LOOKS):
+            self._source.refresh()
+            store = self._source.snapshot()
+            self.notes = Notes()
+            try:
+                self.notes.keep_edits(store)
+                return store
+            except FileNotFoundError:
+                continue
+        where, got = repr(str(self.path)), "edits that were replaced at each look"
+        raise DataFileError("open", where, "edits that stay while they are read", got, "Open it again later")
+
+    def removed(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
+        """Return the episodes of which a file is gone since the folder was opened, as `prune` removes it: why."""
+        index, found = self.store.index, dict[int, DataFileError]()
+        is_there: dict[Path, bool] = {}
+        for number in () if isinstance(self.path, RemotePath) else numbers:
+            for block in index.blocks_of(np.array([number])):
+                if block.path not in is_there:
+                    is_there[block.path] = block.path.exists()
+                if not is_there[block.path]:
+                    found[number] = self._removed(number, block)
+                    break
+        return found
+
+    def _removed(self, number: int, block: Block) -> DataFileError:
+        writer, within = self.store.index.keys(np.array([number]))[0]
+        name = f"{writer[writer.find(':') + 1 :]}:{within}"
+        got = f"none any more at {str(block.path)!r}"
+        advice = "It was removed, as by prune; the other episodes are read, and refresh() lists what is there now"
+        error = LostBlockError("read the episode", f"{name!r} of {str(self.path)!r}", "its file", got, advice)
+        error.key = block.key
+        return error.of("", name)
+
+    def check_there(self, numbers: Iterable[int]) -> None:
+        """Raise an error that names the first episode of which a file is gone since the folder was opened."""
+        for error in self.removed(numbers).values():
+            raise error
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        self.check_there([number])
         values = self._rows(number, name, start, stop)
         if not self.store.layouts[DATA].schema[name].is_text:
             return values
@@ -66,7 +110,7 @@ class FolderReader(ForeignReader):
     def _named(self, name: str, numbers: np.ndarray[Any, Any]) -> list[str]:
         """Return the texts of a field by their numbers."""
         if self._texts is None:
-            self._texts = Notes().texts(self.store)
+            self._texts = self.notes.texts(self.store)
         if lost := sorted(set(numbers.tolist()) - self._texts.keys()):
             where, expected = f"of {name!r} in {str(self.path)!r}", "the text of each number"
             raise DataFileError("read the texts", where, expected, f"none of {lost[0]}", "It was damaged and set aside")
@@ -82,6 +126,7 @@ class FolderReader(ForeignReader):
         return found
 
     def read_many(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+        self.check_there(numbers.tolist())
         column_of, found = self.store.layouts[DATA].column_of, dict[str, Any]()
         for column in {column_of[name].name: column_of[name] for name in names}.values():
             rows = self.store.rows(column.name, numbers, starts, counts)
@@ -134,11 +179,12 @@ class FolderReader(ForeignReader):
     def _noted(self) -> dict[str, list[Any]] | None:
         """What was noted under all names that are asked for, each note parsed once; None if one is damaged."""
         try:
-            return Notes().columns(self.store, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
+            return self.notes.columns(self.store, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
         except CorruptFileError:
             return None
 
     def read_final(self, number: int, name: str) -> Any:
+        self.check_there([number])
         column = self.store.layouts[FINAL].column_of[name].name
         found: np.ndarray[Any, Any] = self.store.array((FINAL, name), self.store.finals(column, np.array([number])))
         is_text = self.store.layouts[FINAL].schema[name].is_text
@@ -148,8 +194,8 @@ class FolderReader(ForeignReader):
 class _Infos(Sequence[EpisodeInfo]):
     """Descriptions of trajectories, each made when it is asked for."""
 
-    def __init__(self, store: FrameStore, problems: list[RolloutDataError]) -> None:
-        self._store, self._index, self._notes, self._problems = store, store.index, Notes(), problems
+    def __init__(self, store: FrameStore, notes: Notes, problems: list[RolloutDataError]) -> None:
+        self._store, self._index, self._notes, self._problems = store, store.index, notes, problems
         self._unsaid = set[int]()
         fields = list(store.layouts[DATA].schema.values())
         self._schema = Schema(field for field in fields if not field.is_text)

@@ -15,7 +15,7 @@ import numpy as np
 
 from storage.core.arguments import is_whole
 from storage.core.fields import Schema
-from storage.errors import OutOfRangeError, RolloutDataError, UsageError, nearest
+from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UsageError, nearest
 
 from ..foreign.formats import open_foreign
 from ..foreign.reader import EpisodeInfo, ForeignReader
@@ -40,6 +40,9 @@ class Recording(Sequence[Episode]):
 
     `recording[i]`, also with a negative number, is an episode, and a slice is a recording of some. Iterating keeps one
     episode at a time. `RolloutDataset`, `WindowDataset` and `convert` take a recording in place of a path.
+
+    A recording is a snapshot: edits (`tag`, `drop`, `keep`) and new episodes show after `refresh()`. An episode whose
+    file was removed, as by `prune`, raises an error that names it; the others are read.
 
     Attributes:
         origin: Where it lies, and which of its episodes are meant.
@@ -183,6 +186,8 @@ class Recording(Sequence[Episode]):
             expected = f"a number in {-len(self)}:{len(self)}, or a slice of such"
             raise kind("take the episode", f"of {str(self.path)!r}", expected, repr(index), "select() takes names")
         number = int(self._numbers[index])
+        if isinstance(self._reader, FolderReader):
+            self._reader.check_there([number])
         return Episode(self._reader, number, self._reader.episodes[number])
 
     def __iter__(self) -> Iterator[Episode]:
@@ -194,6 +199,24 @@ class Recording(Sequence[Episode]):
         return (
             f"<Recording of {_counted(len(self), 'episode')} ({names}) in {str(self.path)!r}, {self.format}{problems}>"
         )
+
+    def refresh(self) -> Recording:
+        """Take over what the files hold now, and return this recording; a selection keeps the episodes still there."""
+        reader = open_origin(replace(self.origin, ids=None))
+        for name in ("_reader", "_numbers", "schema", "table", "descriptions"):
+            vars(self).pop(name, None)
+        self._reader = reader
+        if self.origin.ids is not None:
+            there = {*self._column("id").tolist()}
+            self.origin = replace(self.origin, ids=tuple(one for one in self.origin.ids if one in there))
+        return self
+
+    def removed(self) -> dict[str, DataFileError]:
+        """Return the episodes of which a file is gone since the recording was opened: id -> the error that says so."""
+        if not isinstance(self._reader, FolderReader):
+            return {}
+        errors = self._reader.removed(self._numbers.tolist())
+        return {error.episode: error for error in errors.values()}
 
     def _of(self, places: Any) -> Recording:
         """Give the episodes at some places: numbers, a slice or a mask."""
