@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from storage.core.durable import open_regular
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError
 from storage.saving.hdf5 import open_hdf5
@@ -224,9 +225,9 @@ def usual(schemas: Iterable[Schema]) -> Schema:
 def is_whole_hdf5(path: Path) -> bool:
     """Tell whether a file begins as HDF5 does and is as long as it says there."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             head = file.read(48)
-    except OSError:
+    except (RolloutDataError, OSError):
         return False
     at = 40 if head[8:9] < b"\x02" else 28
     return head[:8] == b"\x89HDF\r\n\x1a\n" and path.stat().st_size >= int.from_bytes(head[at : at + 8], "little")

@@ -29,6 +29,8 @@ _MAX_WHOLE_ROWS = 1 << 23
 #: Of columns in lists of unknown lengths, where they have more values than the file has bytes: the least of both.
 _VALUES_PER_BYTE, _VALUES_PER_ROW, _MANY_VALUES = 1 << 5, 1 << 6, 1 << 20
 _MAX_FOOTERS = 64
+#: Rows whose texts are copies of their own for a moment.
+_TEXTS_AT_ONCE = 64
 #: Arrow's names -> ours.
 _KINDS = {"halffloat": "float16", "float": "float32", "double": "float64", "string": "text", "string_view": "text"}
 #: Numbers of fields in a footer: of the file, a row group, a column in it, and its statistics; the kind of texts.
@@ -334,6 +336,23 @@ def first_row(array: Any) -> tuple[tuple[int, ...], str]:
         sizes.append(len(array))
     name = str(array.type).removeprefix("dictionary<values=").partition(",")[0].removeprefix("large_")
     return tuple(sizes), _KINDS.get(name, name if array.type.num_fields == 0 else str(array.type))
+
+
+def shared_texts(array: Any, known: dict[str, str]) -> list[str]:
+    """Return the texts of an Arrow array; equal ones are one object, "" stands for missing ones.
+
+    A dictionary page stores a text once for any number of rows: copies of it would take memory that the file has not.
+
+    Args:
+        array: Texts, also as a dictionary.
+        known: The texts so far; grows.
+    """
+    texts: list[str] = []
+    for start in range(0, len(array), _TEXTS_AT_ONCE):
+        for text in array.slice(start, _TEXTS_AT_ONCE).to_pylist():
+            text = "" if text is None else str(text)
+            texts.append(known.setdefault(text, text))
+    return texts
 
 
 def as_rows(arrays: Sequence[Any], shape: tuple[int, ...], where: str) -> Array:

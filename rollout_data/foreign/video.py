@@ -219,7 +219,10 @@ def _frames_at(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...
 @contextmanager
 def _opened(path: Path, shape: tuple[int, ...] | None = None) -> Iterator[tuple[Any, Any]]:
     av = optional("av", "av", "video", "video")
-    damage = (av.FFmpegError, OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError)
+    damage = (
+        av.FFmpegError, OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError,
+        AttributeError, RuntimeError, AssertionError,  # PyAV finds no codec, or no stream that it knows
+    )  # fmt: skip
     with (
         damage_named("read", repr(str(path)), "an intact video", *damage),
         open(open_regular(path), "rb") as file,

@@ -118,7 +118,6 @@ class OwnWriter(ForeignWriter):
                 context[ENDS] = UNKNOWN
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
-            is_motion = not self._fit.schema.below("action")
             with warnings.catch_warnings():
                 # The episodes that a killed conversion had not published are converted again.
                 warnings.filterwarnings("ignore", ".*ended without close", RolloutDataWarning)
@@ -128,7 +127,8 @@ class OwnWriter(ForeignWriter):
                     metadata=context,
                     obs_disassemble_mapping=self._mapping or None,
                     block_age_s=1e9,
-                    without_action=is_motion,
+                    without_action=not self._fit.schema.below("action"),
+                    without_observation=not self._fit.schema.below("observation"),
                 )
         return self._writer
 

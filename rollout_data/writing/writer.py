@@ -71,6 +71,7 @@ class RolloutWriter(Shown, Owned):
             windows faster and files larger. None is what suits the codec, at most 8 frames and 64 MiB.
         retention: After every block, the folder is pruned to these limits, as in `{"bytes": 10**9}` (see `prune`).
         without_action: Records may lack an action, as those of motions do.
+        without_observation: Records may lack an observation, as demonstrations of simulator states and actions do.
 
     Attributes:
         name: The writer's name, part of its file names.
@@ -102,6 +103,7 @@ class RolloutWriter(Shown, Owned):
         frames_per_chunk: int | None = None,
         retention: Mapping[str, int] | None = None,
         without_action: bool = False,
+        without_observation: bool = False,
     ) -> None:
         self._closed, self._is_ended = True, False
         self.data_dir = arguments.path("record into", "", data_dir).absolute()  # whatever directory the process goes to
@@ -119,7 +121,8 @@ class RolloutWriter(Shown, Owned):
         chunk = None if frames_per_chunk is None else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
         limits = None if retention is None else checked_limits(retention)
         self._context = {"success_traj_only": success_only, **_checked_metadata(metadata)}
-        needed = ("observation",) if without_action else ("observation", "action")
+        may_lack = {"observation": without_observation, "action": without_action}
+        needed = [name for name, is_absent in may_lack.items() if not is_absent]
         self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only, needed)
         self._infos = InfoReader(self.num_envs)
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 import rollout_data  # noqa: E402
 from rollout_data.foreign.pictures import encode_picture  # noqa: E402
-from storage.errors import CorruptFileError, UsageError  # noqa: E402
+from storage.errors import CorruptFileError, DataFileError, UsageError  # noqa: E402
 from tests.formats.cases import ROOT  # noqa: E402
 from tests.formats.lerobot_sets import FIRST, FPS, TASKS, LeRobotSet, check, feature, lists  # noqa: E402
 from tests.formats.values import action, picture, state  # noqa: E402
@@ -188,7 +188,39 @@ def sample(tmp_path: Path, name: str) -> Path:
     return tmp_path / "copy"
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "short", "a playlist"])
+@pytest.mark.parametrize("damage", ["empty", "a playlist", "cut", "another codec", "flipped"])
+@pytest.mark.parametrize("version", ["lerobot_v3/video_h264", "lerobot_v21/groot_video"])
+def test_a_damaged_video_costs_its_camera_in_its_episodes_only(tmp_path: Path, version: str, damage: str) -> None:
+    pytest.importorskip("av", reason="the extra `video` is missing")
+    path = sample(tmp_path, version)
+    whole = rollout_data.open(path)
+    file = min(path.rglob("*.mp4"))
+    data = bytearray(file.read_bytes())
+    if damage == "cut":
+        del data[len(data) // 2 :]
+    elif damage == "another codec":
+        for name in (b"avc1", b"av01", b"hev1"):
+            data = data.replace(name, b"zzzz")
+    elif damage == "flipped":
+        at = data.index(b"moov")
+        data[at : at + 400] = bytes(byte ^ 0x5A for byte in data[at : at + 400])
+    else:
+        data = bytearray(b"" if damage == "empty" else b"#EXTM3U\n#EXTINF:10,\n/etc/passwd")
+    file.write_bytes(data)
+    recording = rollout_data.open(path)
+    assert recording.ids == whole.ids and recording.problems
+    assert all(isinstance(one, DataFileError) and one.kind == "undecodable" for one in recording.problems)
+    assert all(file.name in str(one) and "left out of this episode" in str(one) for one in recording.problems)
+    lost = {problem.episode for problem in recording.problems}
+    for episode, before in zip(recording, whole, strict=True):
+        missing = [name for name in before.schema if name not in episode.schema]
+        assert len(missing) == (episode.id in lost)
+        for name in episode.schema:
+            np.testing.assert_array_equal(episode.read(name), before.read(name))
+    assert any(finding.code == "IMG09" for finding in rollout_data.doctor(path, only=["IMG09"]).findings)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short"])
 def test_a_video_without_the_frames_is_refused_and_left_out_when_the_index_is_rebuilt(
     tmp_path: Path, damage: str
 ) -> None:
@@ -199,8 +231,6 @@ def test_a_video_without_the_frames_is_refused_and_left_out_when_the_index_is_re
     if damage == "short":
         other = ROOT / "lerobot_v21/groot_video/videos/chunk-000/observation.images.ego_view/episode_000000.mp4"
         shutil.copy(other, file)
-    elif damage != "missing":
-        file.write_text("" if damage == "empty" else "#EXTM3U\n#EXTINF:10,\n" + str(path / "meta" / "info.json"))
     with pytest.raises(CorruptFileError, match=r"open episode \d of"):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")
@@ -210,7 +240,7 @@ def test_a_video_without_the_frames_is_refused_and_left_out_when_the_index_is_re
     assert ("observation/images.left" in recording[0].schema) is (damage == "short")
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "short"])
+@pytest.mark.parametrize("damage", ["missing", "short"])
 def test_a_short_video_of_version_2_is_found_when_the_set_is_opened(tmp_path: Path, damage: str) -> None:
     pytest.importorskip("av", reason="the extra `video` is missing")
     path = sample(tmp_path, "lerobot_v21/groot_video")
@@ -218,8 +248,6 @@ def test_a_short_video_of_version_2_is_found_when_the_set_is_opened(tmp_path: Pa
     file.unlink()
     if damage == "short":
         shutil.copy(file.with_name("episode_000001.mp4"), file)
-    elif damage == "empty":
-        file.touch()
     with pytest.raises(CorruptFileError, match="open episode 0 of"):
         rollout_data.open(path)
     recording = rollout_data.open(path, on_bad_index="rebuild")

@@ -198,7 +198,42 @@ class TestMotion:
         np.savez(tmp_path / "a.npz", **{**clip_arrays(), **change})
         recording = rollout_data.open(tmp_path / "a.npz")
         assert len(recording) == 1 and recording.problems == []
-        assert [word in str(remark) for remark in recording.advice] == [True]
+        remarks = [str(remark) for remark in recording.advice if "order of quaternions" not in str(remark)]
+        assert [word in remark for remark in remarks] == [True]
+
+    @pytest.mark.parametrize("stored", ["wxyz", "xyzw"])
+    def test_the_order_of_quaternions_is_unknown_without_a_mark(self, tmp_path: Path, stored: str) -> None:
+        half = np.linspace(0, 0.15, 5)
+        rows = np.zeros((5, 4, 4), "f4")
+        rows[..., "wxyz".index("z") if stored == "wxyz" else 2] = np.sin(half)[:, None]
+        rows[..., 0 if stored == "wxyz" else 3] = np.cos(half)[:, None]
+        name, other = "observation/body_quat_w", {"wxyz": "xyzw", "xyzw": "wxyz"}[stored]
+        np.savez(tmp_path / "plain.npz", **{**clip_arrays(), "body_quat_w": rows})
+        plain = rollout_data.open(tmp_path / "plain.npz")
+        assert plain.metadata["quaternion_order"] == plain[0].metadata["quaternion_order"] == "unknown"
+        assert [f'quaternions="{stored}"' in str(remark) for remark in plain.advice] == [True]
+        said = rollout_data.open(tmp_path / "plain.npz", quaternions=stored)
+        assert (said.metadata["quaternion_order"], said.advice, said.problems) == (stored, [], [])
+        doubted = rollout_data.open(tmp_path / "plain.npz", quaternions=other)
+        assert doubted.metadata["quaternion_order"] == other and f"as {other}" in str(doubted.advice[0])
+        for recording in (plain, said, doubted):
+            np.testing.assert_array_equal(recording[0].read(name), rows)
+        np.savez(tmp_path / "marked.npz", **{**clip_arrays(), "body_quat_w": rows, "quaternion_order": stored})
+        marked = rollout_data.open(tmp_path / "marked.npz")
+        assert (marked.metadata["quaternion_order"], marked.advice) == (stored, [])
+        turned = rollout_data.open(tmp_path / "marked.npz", quaternions=other)
+        assert turned.metadata["quaternion_order"] == other
+        expected = np.stack([rows[..., stored.index(axis)] for axis in other], axis=-1)
+        np.testing.assert_array_equal(turned[0].read(name), expected)
+        windows = rollout_data.WindowDataset(turned, length=2)
+        np.testing.assert_array_equal(windows[1]["observation"]["body_quat_w"].numpy(), expected[1:3])
+
+    def test_a_wrong_order_of_quaternions_is_refused(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "a.npz", **clip_arrays(), quaternion_order="zyxw")
+        with pytest.raises(CorruptFileError, match="wxyz or xyzw, got 'zyxw'"):
+            rollout_data.open(tmp_path / "a.npz")
+        with pytest.raises(UsageError, match="quaternions one of 'wxyz', 'xyzw', got 'wzyx'"):
+            rollout_data.open(tmp_path / "a.npz", quaternions="wzyx")
 
     @pytest.mark.parametrize(
         "change",

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from storage.core import arguments
 from storage.core.durable import open_regular, read_text
 from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UsageError
@@ -37,6 +38,12 @@ _BODY_NAMES, _JOINT_NAMES = "body_names", ("joint_names", "dof_names")
 #: Texts of 3 bytes make lists of 64 in memory.
 _MAX_JSON_BYTES, _MAX_NAMES_BYTES, _HEAD_BYTES = 16 << 20, 1 << 20, 4096
 _ORDERS = ("breadth", "depth")
+_QUATERNIONS = ("wxyz", "xyzw")
+#: Arrays of one text that mark the order of quaternions in a clip.
+_ORDER_MARKS = ("quaternion_order", "quat_order")
+#: Order -> the place of the scalar part; from which size on it is large, and in which share of the rows.
+_SCALAR = {"wxyz": 0, "xyzw": 3}
+_LARGE, _SHARE = 0.8, 0.9
 #: Files of a folder, to tell its format; bytes of an array of poses, to tell whether they are right, and how closely.
 _MAX_LOOKED_AT, _CHECKED_BYTES, _TOLERANCE = 8, 1 << 22, 1e-2
 _Layout = tuple[str, ...]
@@ -47,11 +54,15 @@ _Json = tuple[dict[str, Array], dict[str, Any]]
 class Reader(ForeignReader):
     """Reads one clip, or a folder of them in the order of the numbers in their names.
 
-    Option `body_order`: "breadth", "depth", or the names of the bodies, where the files do not tell.
+    Options:
+        body_order: "breadth", "depth", or the names of the bodies, where the files do not tell.
+        quaternions: "wxyz" or "xyzw": the order in which quaternions are given. A clip with a mark of its own is
+            turned to it; of a clip without one it says how they are stored, and nothing is turned. None keeps what is
+            stored, and `metadata["quaternion_order"]` is "unknown" without a mark.
     """
 
     format = "motion"
-    OPTIONS: ClassVar[Mapping[str, Any]] = {"body_order": None}
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"body_order": None, "quaternions": None}
 
     @classmethod
     def detect(cls, path: Path) -> bool:
@@ -66,7 +77,13 @@ class Reader(ForeignReader):
         if order is not None and not is_names and not (isinstance(order, str) and order in _ORDERS):
             expected = "body_order='breadth', 'depth' or the names of the bodies"
             raise UsageError("open", repr(str(self.path)), expected, repr(order))
+        wanted = self.options["quaternions"]
+        if wanted is not None:
+            arguments.choice("open", "quaternions", wanted, _QUATERNIONS)
         self._latest: tuple[Path | None, _Json] = (None, ({}, {}))
+        #: Orders of quaternions of the clips, and (clip, field) of those that are turned when they are read.
+        self._orders, self._turned = set[str](), set[tuple[str, str]]()
+        self._advised = set[tuple[str, str]]()
         episodes = []
         for path in _candidates(self.path):
             if self.path != path:
@@ -89,10 +106,17 @@ class Reader(ForeignReader):
         if layout is None:
             raise CorruptFileError("read", repr(str(path)), f"arrays {', '.join(_TRACKING)}", "others")
         sizes = _sizes(layout, arrays)
-        self.metadata["quaternion_order"] = "wxyz"
+        marked = self._marked_order(path, arrays)
         fields = {f"observation/{name}": arrays.pop(name) for name in layout if name in arrays}
         self._check_poses(path, layout, fields, sizes)
         metadata: dict[str, Any] = {"fps": _fps(arrays.pop("fps"))} if "fps" in arrays else {}
+        stored = marked or self.options["quaternions"] or "unknown"
+        metadata["quaternion_order"] = self.options["quaternions"] or stored
+        if marked not in (None, metadata["quaternion_order"]):
+            self._turned.add((path.stem, f"observation/{layout[_ROTATIONS]}"))
+        self._check_order(path, fields.get(f"observation/{layout[_ROTATIONS]}"), stored)
+        self._orders.add(metadata["quaternion_order"])
+        self.metadata["quaternion_order"] = self._orders.copy().pop() if len(self._orders) == 1 else "mixed"
         for name, one in arrays.items():
             if name == _BODY_NAMES or name in _JOINT_NAMES:
                 metadata[name] = _names(one, sizes.get("B" if name == _BODY_NAMES else "J"))
@@ -115,6 +139,41 @@ class Reader(ForeignReader):
             raise UsageError("open", repr(str(path)), f"{num_bodies} names as body_order", str(len(order)))
         metadata[_BODY_NAMES] = list(order)
         return "names"
+
+    def _marked_order(self, path: Path, arrays: dict[str, NpzArray]) -> str | None:
+        """Take the mark of the order of quaternions from the arrays of a clip; None if it has none.
+
+        Raises:
+            CorruptFileError: It names another order.
+        """
+        name = next((name for name in _ORDER_MARKS if name in arrays), None)
+        if name is None:
+            return None
+        one = arrays.pop(name)
+        is_short = one.dtype.kind == "U" and prod(one.shape) * one.dtype.itemsize <= _MAX_NAMES_BYTES
+        mark = str(one.read().reshape(-1)[0]) if is_short and prod(one.shape) == 1 else str(one.dtype)
+        if mark not in _QUATERNIONS:
+            raise CorruptFileError("read", one.where, f"{' or '.join(_QUATERNIONS)}", repr(mark[:40]))
+        return mark
+
+    def _check_order(self, path: Path, rotations: NpzArray | None, stored: str) -> None:
+        """Advise where the numbers speak for another order than the one that is stored, or that nobody names.
+
+        A body that stands or walks turns about the vertical axis by little: the scalar part is large, x and y are
+        small. So the scalar is first or last, whichever is larger in nearly all rows.
+        """
+        if rotations is None or not rotations.shape[0]:
+            return
+        num_rows = max(1, _CHECKED_BYTES // (prod(rotations.shape[1:]) * rotations.dtype.itemsize))
+        rows = abs(np.asarray(rotations.read(0, num_rows), np.float64).reshape(-1, 4))
+        seen = next((name for name, place in _SCALAR.items() if (rows[:, place] > _LARGE).mean() > _SHARE), None)
+        if seen is None or seen == stored or (seen, stored) in self._advised:
+            return
+        self._advised.add((seen, stored))  # once for all clips of a folder
+        where, share = repr(str(path)), f"scalar parts near 1 where {seen} has them"
+        advice = f'Open it with quaternions="{seen}" if the file was written so; Isaac Lab 3 writes xyzw, earlier ones wxyz'
+        expected = "a mark of the order of quaternions" if stored == "unknown" else f"quaternions as {stored}"
+        self.advise("understand", where, expected, f"none, and {share}" if stored == "unknown" else share, advice)
 
     def _check_poses(self, path: Path, layout: _Layout, fields: Mapping[str, NpzArray], sizes: dict[str, int]) -> None:
         """Report what hints at another order of bodies or numbers; of a long clip looks at the first frames."""
@@ -152,6 +211,9 @@ class Reader(ForeignReader):
         source = self.episodes[number].source
         if isinstance(source, dict):
             found: Array = source[name].read(start, stop)
+            if (self.episodes[number].name, name) in self._turned:
+                is_last_scalar = self.options["quaternions"] == "xyzw"
+                return np.roll(found, -1 if is_last_scalar else 1, axis=-1)
             return found
         copied: Array = self._json(source)[0][name][start:stop].copy()
         return copied

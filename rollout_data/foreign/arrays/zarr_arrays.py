@@ -60,17 +60,29 @@ class Store:
             if member and member.compress_type == zipfile.ZIP_DEFLATED:
                 file.seek(begin)
                 most = start + num_bytes if start >= 0 else _MAX_CHUNK_BYTES
-                return zlib.decompressobj(-zlib.MAX_WBITS).decompress(file.read(size), most)[start:][:num_bytes]
+                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(file.read(size), most)
+                _check_member(member, data)
+                return data[start:][:num_bytes]
             if member and (member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1):
                 raise DataFileError("read", repr(name), "a member that is stored or deflated", "another")
             first = max(0, size + start) if start < 0 else min(start, size)
             file.seek(begin + first)
-            return file.read(min(num_bytes, size - first))
+            data = file.read(min(num_bytes, size - first))
+            if member:
+                _check_member(member, data)
+            return data
 
     def json(self, name: str) -> Any:
         """Parse a small piece."""
-        text = self.get(name, 0, MAX_META_BYTES).decode(errors="replace")
+        with damage_named("read", f"{name!r} of {str(self._path)!r}", "an intact piece", *_DAMAGE):
+            text = self.get(name, 0, MAX_META_BYTES).decode(errors="replace")
         return parse_json(text, self._path / name)
+
+
+def _check_member(member: zipfile.ZipInfo, data: bytes) -> None:
+    """Raise if the whole content of a member of a zip file contradicts the checksum that the archive has of it."""
+    if len(data) == member.file_size and zlib.crc32(data) != member.CRC:
+        raise zipfile.BadZipFile(f"{member.filename!r} has another checksum than stored")
 
 
 _Codecs = Sequence[tuple[str, Mapping[str, Any]]]

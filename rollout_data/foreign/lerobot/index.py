@@ -22,7 +22,7 @@ from storage.core.durable import read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
 from ..guards import file_inside, natural, parse_json
-from ..parquet import ParquetFile, ParquetFiles
+from ..parquet import ParquetFile, ParquetFiles, shared_texts
 from .description import INDEX_COLUMNS, UNFINISHED, Info, file_name
 
 SUCCESS, TASK = "next.success", "task_index"
@@ -287,9 +287,10 @@ def _read_tasks_3(info: Info) -> dict[int, str]:
     if len(texts) != 1:
         raise CorruptFileError("read", repr(str(file.path)), "the column task_index and a column of texts", str(texts))
     numbers = file.integers([TASK])[TASK].tolist()
-    found = [
-        str(text) for batch in file.batches({texts[0]: None}, 0, file.num_rows) for text in batch[texts[0]].to_pylist()
-    ]
+    known: dict[str, str] = {}
+    found: list[str] = []
+    for batch in file.batches({texts[0]: None}, 0, file.num_rows):
+        found += shared_texts(batch[texts[0]], known)
     return dict(zip(numbers, found, strict=True))
 
 
@@ -330,14 +331,22 @@ def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
     return Entry(_texts(row.get("tasks")), row["length"], row["dataset_from_index"], file, videos, other)
 
 
+def _shared(value: Any, known: dict[str, str]) -> Any:
+    """Return a value of a table in which equal texts, also those of lists, are one object; `known` grows."""
+    if isinstance(value, list):
+        return [_shared(part, known) for part in value]
+    return known.setdefault(value, value) if isinstance(value, str) else value
+
+
 def _rows_3(info: Info) -> Iterator[dict[str, Any]]:
     """Give the rows of the tables of episodes, without statistics."""
+    known: dict[str, str] = {}
     found = info.path.glob("meta/episodes/**/*.parquet")
     for name in sorted((path.relative_to(info.path).as_posix() for path in found), key=natural):
         file = ParquetFile(file_inside(info.path, name))
         columns = [name for name in file.types if not name.startswith(("stats/", "meta/"))]
         for batch in file.batches(dict.fromkeys(columns), 0, file.num_rows):
-            values = [batch[column].to_pylist() for column in columns]
+            values = [[_shared(row, known) for row in batch[column].to_pylist()] for column in columns]
             yield from ({**dict(zip(columns, row, strict=True))} for row in zip(*values, strict=True))
 
 

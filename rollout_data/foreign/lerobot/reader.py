@@ -23,7 +23,7 @@ from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError
 
 from ..guards import file_inside, read_object
-from ..parquet import as_rows
+from ..parquet import as_rows, shared_texts
 from ..pictures import decode_picture
 from ..reader import EpisodeInfo, ForeignReader
 from ..video import VideoRange, end_time, read_frames
@@ -205,7 +205,11 @@ class Reader(ForeignReader):
         return found
 
     def _missing_videos(self, info: Info, index: Index) -> dict[int, list[str]]:
-        """Give episode -> cameras whose video lacks frames; refuses unless the index is rebuilt."""
+        """Return episode -> cameras to leave out: those with a damaged video, and with too short ones if rebuilding.
+
+        Raises:
+            CorruptFileError: The index names a video that is missing or too short, and is not rebuilt.
+        """
         missing: dict[int, list[str]] = {}
         ends = lru_cache(maxsize=None)(self._end_of)
         for episode, camera in product(index.runs, info.cameras):
@@ -217,9 +221,17 @@ class Reader(ForeignReader):
                     raise index.bad(f"episode {episode}", expected, "none in the index")
                 file, start_s = entry.videos[camera]
                 try:
-                    end_s = ends(file)
+                    path = file_inside(self.path, file)
                 except CorruptFileError as cause:
                     raise index.bad(f"episode {episode}", expected, f"{cause.got} as {file!r}") from cause
+                try:
+                    end_s = ends(path)
+                except CorruptFileError as damage:  # of one file: the others and the rows are read
+                    where, advice = f"{camera!r} of episode {episode}", "The camera is left out of this episode"
+                    wrong = self.problem("read", where, expected, f"{damage.got} of {str(path)!r}", advice)
+                    wrong.of("undecodable", str(episode)).__cause__ = damage
+                    missing.setdefault(episode, []).append(camera)
+                    continue
                 if end_s < start_s + (length - 0.5) / info.fps:
                     got = f"one that ends at {end_s:.3f} s, and begins at {start_s:.3f} s"
                     raise index.bad(f"episode {episode}", expected, got)
@@ -230,9 +242,8 @@ class Reader(ForeignReader):
                 missing.setdefault(episode, []).append(camera)
         return missing
 
-    def _end_of(self, name: str) -> float:
+    def _end_of(self, path: Path) -> float:
         """Give when a video ends; without PyAV only an empty file is known to end."""
-        path = file_inside(self.path, name)
         if not path.stat().st_size:
             raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
         return end_time(path) if find_spec("av") else float("inf")
@@ -291,12 +302,12 @@ class Reader(ForeignReader):
                 times_s = start_s + np.arange(start, stop) / self._fps
                 found[one.name] = read_frames(file_inside(self.path, file), times_s, one.shape, one.depth)
         in_columns = [one for one in features if one.kind != "video"]
-        at = 0
+        at, texts = 0, dict[str, str]()
         for batch in self._batches(source.runs, in_columns, start, stop):
             self._check_frames(batch[_FRAME], start + at, self.episodes[number].name)
             for one in in_columns:
                 where = f"{one.source!r}, frames from {start + at} of episode {self.episodes[number].name!r}"
-                values = self._values(one, batch[one.source], f"{where} of {str(self.path)!r}")
+                values = self._values(one, batch[one.source], f"{where} of {str(self.path)!r}", texts)
                 if isinstance(values, list):
                     found[one.name] += values
                 else:
@@ -329,12 +340,13 @@ class Reader(ForeignReader):
                 yield from self._files[run.file].batches(widths, run.row + low, run.row + high)
             before += run.length
 
-    def _values(self, feature: Feature, array: Any, where: str) -> Any:
-        """Make of an arrow array what is delivered of it."""
+    def _values(self, feature: Feature, array: Any, where: str, texts: dict[str, str]) -> Any:
+        """Convert an Arrow array to the values of a field; equal texts become one object of `texts`, which grows."""
         if feature.kind == "text":
-            return ["" if text is None else str(text) for text in array.to_pylist()]
+            return shared_texts(array, texts)
         if feature.kind == "language":
-            return [json.dumps(rows, ensure_ascii=False, default=str) for rows in array.to_pylist()]
+            written = (json.dumps(row.as_py(), ensure_ascii=False, default=str) for row in array)
+            return [texts.setdefault(text, text) for text in written]
         if feature.kind == "image":
             decoded = [decode_picture(encoded(one) or b"", where, feature.shape) for one in array.to_pylist()]
             if any(one.dtype != feature.dtype for one in decoded):

@@ -20,7 +20,7 @@ from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 from ..guards import file_inside, read_object
 from ..hdf5.episodes import Told
 from ..hdf5.files import numbered
-from ..parquet import ParquetFile, as_rows, first_row
+from ..parquet import ParquetFile, as_rows, first_row, shared_texts
 from ..pictures import decode_picture, picture_shape
 from ..reader import EpisodeInfo, ForeignReader
 from .arrow import ArrowFile
@@ -187,7 +187,7 @@ def _of(array: Any, parts: Sequence[str]) -> Any:
 def _taken(array: Any, leaf: Leaf, where: str) -> Any:
     """Turn an arrow array into rows as they are given."""
     if leaf.dtype == _TEXT:
-        return ["" if text is None else text for text in array.to_pylist()]
+        return shared_texts(array, {})
     if leaf.dtype == _PICTURE:
         pictures = [decode_picture(data or b"", where, (*leaf.shape, 1)[:3]) for data in array.to_pylist()]
         return np.stack(pictures).reshape(-1, *leaf.shape)
