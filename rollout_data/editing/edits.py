@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,7 +61,7 @@ class Edits:
     created_ns: int | None = None
 
 
-def drop(path: str | os.PathLike[str], ids: Ids) -> int:
+def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
     """Leave trajectories out: every reader skips them from now on. `undrop` takes it back, `pack` makes it final.
 
     Writers and readers may be at work. A stream that plays one of them goes on with others at its next look.
@@ -69,6 +69,7 @@ def drop(path: str | os.PathLike[str], ids: Ids) -> int:
     Args:
         path: A folder of block files.
         ids: Names as in `open(path).ids`, or places in `open(path)`.
+        dry_run: Count them only; nothing is written.
 
     Returns:
         How many are left out by it that were not before.
@@ -77,16 +78,16 @@ def drop(path: str | os.PathLike[str], ids: Ids) -> int:
         UsageError: There is no such trajectory, or the path is of another format.
     """
 
-    return _edited(path, "drop", lambda edits, index: _left_out(edits, _chosen(index, edits, ids)))
+    return _edited(path, "drop", lambda edits, index: _left_out(edits, _chosen(index, edits, ids)), dry_run)
 
 
-def keep(path: str | os.PathLike[str], ids: Ids) -> int:
+def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
     """Leave out all other trajectories that are there now; see `drop`."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         return _left_out(edits, {*index.keys()}.difference(_chosen(index, Edits(), ids)))
 
-    return _edited(path, "keep", change)
+    return _edited(path, "keep", change, dry_run)
 
 
 def _left_out(edits: Edits, keys: Iterable[Key]) -> int:
@@ -95,7 +96,7 @@ def _left_out(edits: Edits, keys: Iterable[Key]) -> int:
     return len(edits.dropped) - num_before
 
 
-def undrop(path: str | os.PathLike[str], ids: Ids | None = None) -> int:
+def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool = False) -> int:
     """Take `drop` and `keep` back, of these trajectories by their names, or of all; give how many came back."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
@@ -103,7 +104,7 @@ def undrop(path: str | os.PathLike[str], ids: Ids | None = None) -> int:
         edits.dropped = edits.dropped - back
         return len(back)
 
-    return _edited(path, "undrop", change)
+    return _edited(path, "undrop", change, dry_run)
 
 
 def tag(path: str | os.PathLike[str], ids: Ids, /, **said: Any) -> int:
@@ -122,6 +123,11 @@ def tag(path: str | os.PathLike[str], ids: Ids, /, **said: Any) -> int:
     Raises:
         UsageError: There is no such trajectory, a value has a wrong type, or the path is of another format.
     """
+    return tagged(path, ids, said)
+
+
+def tagged(path: str | os.PathLike[str], ids: Ids, said: Mapping[str, Any], *, dry_run: bool = False) -> int:
+    """Do as `tag`, or with `dry_run` only check and count; here no name is taken."""
     data = json.loads(episode_json(said, "tag", "trajectories"))
     if not said or (reserved := said.keys() & {ENDS, ABSENT}):
         expected = f"names and values, none of them {ENDS!r} or {ABSENT!r}"
@@ -136,10 +142,10 @@ def tag(path: str | os.PathLike[str], ids: Ids, /, **said: Any) -> int:
                 raise UsageError("tag", where, expected, f"{size}", "Record what is large as a field")
         return len(chosen)
 
-    return _edited(path, "tag", change)
+    return _edited(path, "tag", change, dry_run)
 
 
-def untag(path: str | os.PathLike[str], ids: Ids | None = None) -> int:
+def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool = False) -> int:
     """Take back all that `tag` said of these trajectories, or of all; give how many it had said something of."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
@@ -148,7 +154,7 @@ def untag(path: str | os.PathLike[str], ids: Ids | None = None) -> int:
             del edits.said[key]
         return len(chosen)
 
-    return _edited(path, "untag", change)
+    return _edited(path, "untag", change, dry_run)
 
 
 def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -233,9 +239,13 @@ def only_editor(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _edited(path: str | os.PathLike[str], action: str, change: Callable[[Edits, TrajectoryIndex], int]) -> int:
-    """Change the edits of a folder; nothing is written where nothing changes."""
+def _edited(
+    path: str | os.PathLike[str], action: str, change: Callable[[Edits, TrajectoryIndex], int], dry_run: bool
+) -> int:
+    """Change the edits of a folder; nothing is written where nothing changes, or for a `dry_run`."""
     folder = _folder(path, action)
+    if dry_run:
+        return change(read_edits(folder), folder.index)
     with only_editor(folder.data_dir):
         folder.refresh()
         edits = read_edits(folder)

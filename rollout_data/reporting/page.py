@@ -32,7 +32,7 @@ from ..diagnosis.table import RULES
 from ..foreign.guards import optional
 from ..recordings.opening import open as open_recording
 from ..recordings.recording import Recording
-from ..remote.access import DataDir
+from ..remote.access import DataDir, RemotePath
 from . import summary
 from .closeups import NUM_FINE_POINTS, NUM_POINTS, NUM_SMALL_POINTS, Closeups
 from .comparing import compared
@@ -52,7 +52,7 @@ _POLICY = (
 
 def report(
     path: DataDir,
-    out: str | os.PathLike[str] = "report.html",
+    out: str | os.PathLike[str] | None = None,
     compare: DataDir | None = None,
     *,
     absolute_paths: bool = False,
@@ -64,7 +64,8 @@ def report(
 
     Args:
         path: A file or folder of any format, or a `Recording`.
-        out: The page, which replaces a file of that name; not inside the recording.
+        out: The page, which replaces a file of that name; not inside the recording. None is a page in the working
+            directory that is named after the recording: `walk.html` of `data/walk` or `data/walk.hdf5`.
         compare: Another recording to set beside it.
         absolute_paths: Let texts name the place of the recording on this machine; otherwise only its own name.
         progress: Show progress bars.
@@ -80,19 +81,29 @@ def report(
     plotly = _plotly()
     given = [one for one in (path, compare) if one is not None]
     recordings = [one if isinstance(one, Recording) else open_recording(one) for one in given]
-    target = arguments.path("write a report", "", out)
+    target = arguments.path("write a report", "", _page_name(recordings[0]) if out is None else out)
     for recording in recordings:
         if not len(recording):
             raise UsageError("write a report", f"of {str(recording.path)!r}", "an episode at least", "none")
         if recording.path.resolve() in (target.resolve(), *target.resolve().parents):
             advice = "Write it beside the recording"
-            raise UsageError("write a report", repr(str(out)), "a place outside of the recording", "one in it", advice)
+            raise UsageError(
+                "write a report", repr(str(target)), "a place outside of the recording", "one in it", advice
+            )
     with np.errstate(all="ignore"):  # what is not finite is drawn as unknown
         made = Page(recordings, absolute_paths, progress)
         text = made.text(*plotly)
     with replace_file(target) as new:
         new.write_bytes(text.encode())
     return target
+
+
+def _page_name(recording: Recording) -> str:
+    """Return the name of the page of a recording: the recording's own, without the ending of a file."""
+    path = recording.path
+    is_file = not isinstance(path, RemotePath) and path.is_file()
+    name = path.stem if is_file else path.name
+    return f"{name or 'report'}.html"
 
 
 class Page:

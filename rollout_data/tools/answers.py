@@ -6,7 +6,8 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from storage.errors import UsageError
@@ -25,6 +26,7 @@ from .pictures import save_gif, save_mp4
 from .play import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
 from .rewrite import check_folder, open_folder, pack_dataset, repair_folder
 from .selecting import selected
+from .several import as_lines, recordings_in, rows_about
 
 
 class Answer(NamedTuple):
@@ -42,13 +44,23 @@ class Answer(NamedTuple):
 
 
 def info(options: argparse.Namespace) -> Answer:
+    if several := recordings_in(options.data_dir):
+        return _listed(several)
     about = describe(options.data_dir)
     return Answer(about, as_text(about))
 
 
 def ls(options: argparse.Namespace) -> Answer:
+    if several := recordings_in(options.data_dir):
+        return _listed(several)
     rows = listing(_opened(options))
     return Answer(rows, listing_as_text(rows))
+
+
+def _listed(paths: Sequence[Path]) -> Answer:
+    """Answer with a row for each of several recordings; 1 if one cannot be opened."""
+    rows = rows_about(paths)
+    return Answer(rows, as_lines(rows), int(any(row["error"] for row in rows)))
 
 
 def convert(options: argparse.Namespace) -> Answer:
@@ -90,6 +102,10 @@ def option_value(text: str) -> Any:
 
 
 def report(options: argparse.Namespace) -> Answer:
+    if several := recordings_in(options.data_dir):
+        answer = _listed(several)
+        line = f"{options.data_dir} holds several recordings: no page was written; name one of them"
+        return answer._replace(lines=[*answer.lines, line], code=2)
     further = {"absolute_paths": options.absolute_paths, "progress": options.progress}
     page = write_report(options.data_dir, options.out, options.compare, **further)
     size = page.stat().st_size

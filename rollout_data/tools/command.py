@@ -92,7 +92,7 @@ def _convert_arguments() -> Arguments:
 _REPORT: Arguments = {
     **_ANY,
     "--compare": {"metavar": "OTHER", "help": "another recording, set beside it"},
-    "--out": {"default": "report.html", "metavar": "FILE", "help": "the page (default: %(default)s)"},
+    "--out": {"metavar": "FILE", "help": "the page (default: named after the recording, as walk.html)"},
     "--absolute-paths": _flag("let texts name where the recording lies"),
 }
 _PLAY: Arguments = {
@@ -142,7 +142,10 @@ _EDIT: Arguments = {
     "ids": {"nargs": "*", "metavar": "ID", "help": "ids as `ls` shows them"},
     **SELECT,
     "--undo": _flag("take it back, of these ids or, without one, of all"),
+    "--dry-run": _flag("say how many trajectories it concerns, and change nothing"),
 }
+#: Flags that change what a command does to data. None of them is suggested for a flag that is not known.
+_CHANGING = {"--undo", "--repair", "--in-place", "--yes", "--set"}
 _TO: Arguments = {"--to": {"required": True, "metavar": "NEW", "help": "a new or empty folder"}}
 _MERGE: Arguments = {"sources": {"nargs": "+", "metavar": "PATH", "help": "files or folders of any format"}, **_TO}
 _SPLIT: Arguments = {
@@ -303,7 +306,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         known = [name for action in self._actions for name in action.option_strings]
         wrong = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
-        message += _nearest(wrong, known) if wrong.startswith("-") else ""
+        if wrong.startswith("-"):
+            message += _nearest(wrong, [name for name in known if name not in _CHANGING], known)
         raise SystemExit(_told(self.prog, f"{message} (see {self.prog} --help)", 2))
 
 
@@ -311,7 +315,8 @@ def _parser(command: Command, prog: str) -> argparse.ArgumentParser:
     """Make the parser of a command from its row."""
     epilog = f"example:\n  {PROGRAM} {command.example}\n\nin Python: {command.function}"
     form = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog, description=command.summary, epilog=epilog, formatter_class=form)
+    # Without abbreviations, so that `--und` is an error and takes nothing back.
+    parser = _Parser(prog, description=command.summary, epilog=epilog, formatter_class=form, allow_abbrev=False)
     arguments = command.arguments() if callable(command.arguments) else command.arguments
     for name, about in arguments.items():
         parser.add_argument(name, **about)
@@ -340,9 +345,10 @@ def _command_named(given: Sequence[str]) -> str:
     overview.error(f"invalid choice: {word!r}{_nearest(word, found or COMMANDS)}")
 
 
-def _nearest(word: str, known: Collection[str]) -> str:
+def _nearest(word: str, known: Collection[str], listed: Collection[str] = ()) -> str:
+    """Suggest the nearest of some names, or list them, or those of `listed`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(listed or known)}"
 
 
 def _told(prog: str, text: str, code: int) -> int:

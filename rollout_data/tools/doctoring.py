@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from storage.errors import UsageError
@@ -11,6 +12,7 @@ from storage.errors import UsageError
 from ..diagnosis import examining
 from ..diagnosis.finding import SEVERITIES, Diagnosis, Finding, Rule
 from .answers import Answer
+from .several import as_lines, recordings_in, rows_about
 
 _LEVELS = dict(zip(SEVERITIES, ("note", "warning", "error"), strict=True))
 _SHOWN = 8
@@ -25,10 +27,26 @@ def doctor(options: argparse.Namespace) -> Answer:
     if options.data_dir is None:
         raise UsageError("examine", "", "a file or folder", "none", "Give one, or --list-rules, or --explain CODE")
     chosen = {"only": only, "skip": skip, "settings": dict(map(_setting, options.set)), "sample": options.sample}
+    if several := recordings_in(options.data_dir):
+        return _of_several(several, chosen, options)
     found = examining.doctor(options.data_dir, **chosen, progress=options.progress)
     code = 1 if found.at_least(options.fail_on) else 0
     options.json |= options.sarif  # both are printed as they are
     return Answer(sarif(found) if options.sarif else found.as_dict(), _lines(found), code)
+
+
+def _of_several(paths: Sequence[Path], chosen: Mapping[str, Any], options: argparse.Namespace) -> Answer:
+    """Examine several recordings and answer with a row for each."""
+    codes: list[int] = []
+
+    def counts(path: Path) -> dict[str, int]:
+        found = examining.doctor(path, **chosen, progress=options.progress)
+        codes.append(1 if found.at_least(options.fail_on) else 0)
+        return {f"{name}s": found.summary[name] for name in reversed(SEVERITIES)}
+
+    rows = rows_about(paths, counts)
+    line = "'rollout-data doctor PATH' of one of them names its findings"
+    return Answer(rows, [*as_lines(rows), line], max(codes))
 
 
 def _codes(text: str | None) -> list[str]:

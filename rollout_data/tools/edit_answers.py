@@ -15,12 +15,18 @@ from .selecting import selected
 def drop(options: argparse.Namespace) -> Answer:
     """Answer `drop` and `keep`, whose undoing is one."""
     if options.undo:
-        num = edits.undrop(options.data_dir, _chosen(options))
-        return Answer({"num_trajectories": num}, [f"{num:,} trajectories came back"])
+        num = edits.undrop(options.data_dir, _chosen(options), dry_run=options.dry_run)
+        return _changed(options, num, "would come back" if options.dry_run else "came back")
     call = {"drop": edits.drop, "keep": edits.keep}[options.command]
-    num = call(options.data_dir, _chosen(options) or [])
+    num = call(options.data_dir, _chosen(options) or [], dry_run=options.dry_run)
+    if options.dry_run:
+        return _changed(options, num, "would be left out")
     line = f"{num:,} trajectories are left out; 'rollout-data drop {options.data_dir} --undo' brings them back"
-    return Answer({"num_trajectories": num}, [line])
+    return Answer({"num_trajectories": num, "dry_run": False}, [line])
+
+
+def _changed(options: argparse.Namespace, num: int, says: str) -> Answer:
+    return Answer({"num_trajectories": num, "dry_run": options.dry_run}, [f"{num:,} trajectories {says}"])
 
 
 keep = drop
@@ -28,11 +34,12 @@ keep = drop
 
 def tag(options: argparse.Namespace) -> Answer:
     if options.undo:
-        num = edits.untag(options.data_dir, _chosen(options))
-        return Answer({"num_trajectories": num}, [f"what was said of {num:,} trajectories was taken back"])
+        num = edits.untag(options.data_dir, _chosen(options), dry_run=options.dry_run)
+        line = f"what was said of {num:,} trajectories {'would be' if options.dry_run else 'was'} taken back"
+        return Answer({"num_trajectories": num, "dry_run": options.dry_run}, [line])
     said = {name: option_value(text) for name, text in pairs("tag", options.set).items()}
-    num = edits.tag(options.data_dir, _chosen(options) or [], **said)
-    return Answer({"num_trajectories": num}, [f"{num:,} trajectories were tagged"])
+    num = edits.tagged(options.data_dir, _chosen(options) or [], said, dry_run=options.dry_run)
+    return _changed(options, num, "would be tagged" if options.dry_run else "were tagged")
 
 
 def merge(options: argparse.Namespace) -> Answer:

@@ -171,7 +171,9 @@ class Reader(ForeignReader):
             return
         self._advised.add((seen, stored))  # once for all clips of a folder
         where, share = repr(str(path)), f"scalar parts near 1 where {seen} has them"
-        advice = f'Open it with quaternions="{seen}" if the file was written so; Isaac Lab 3 writes xyzw, earlier ones wxyz'
+        advice = (
+            f'Open it with quaternions="{seen}" if the file was written so; Isaac Lab 3 writes xyzw, earlier ones wxyz'
+        )
         expected = "a mark of the order of quaternions" if stored == "unknown" else f"quaternions as {stored}"
         self.advise("understand", where, expected, f"none, and {share}" if stored == "unknown" else share, advice)
 

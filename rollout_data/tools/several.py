@@ -1,0 +1,73 @@
+"""Folders that hold several recordings: which ones, and a row about each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.core.arguments import is_url
+from storage.errors import RolloutDataError
+
+from ..foreign.formats import detect
+from ..foreign.guards import natural
+from ..frames.blocks import Blocks
+from ..frames.chunks import Chunks
+from ..index.folder import block_entries
+from ..recordings.opening import open as open_recording
+
+#: Columns of a row, in the order of the text.
+_COLUMNS = ("name", "format", "episodes", "frames", "problems")
+
+
+def recordings_in(path: str) -> list[Path]:
+    """List the recordings directly in a folder that is none itself, in natural order; [] for anything else."""
+    folder = Path(path)
+    if is_url(path) or not folder.is_dir() or _is_recording(folder):
+        return []
+    entries = sorted(folder.iterdir(), key=lambda entry: natural(entry.name))
+    return [entry for entry in entries if not entry.name.startswith(".") and _is_recording(entry)]
+
+
+def _is_recording(path: Path) -> bool:
+    with suppress(OSError, RolloutDataError):
+        if path.is_file():
+            return detect(path) is not None
+        is_written_here = any(entry.name.startswith("rollout_") for entry in block_entries(path))
+        return path.is_dir() and (is_written_here or detect(path) is not None or Chunks.is_there(path))
+    return False
+
+
+def row_about(path: Path) -> dict[str, Any]:
+    """Describe a recording in a row; `error` says why it cannot be opened, and is None otherwise."""
+    try:
+        recording = open_recording(path)
+        lengths = recording.column("length")
+        counts = {"episodes": len(recording), "frames": int(np.sum(lengths)), "problems": len(recording.problems)}
+    except (RolloutDataError, OSError) as error:
+        return {"name": path.name, **dict.fromkeys(_COLUMNS[1:]), "error": str(error)}
+    return {"name": path.name, "format": recording.format or Blocks.format, **counts, "error": None}
+
+
+def rows_about(paths: Sequence[Path], more: Callable[[Path], Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Describe recordings, one row each, with `more` columns."""
+    return [{**row_about(path), **(more(path) if more else {})} for path in paths]
+
+
+def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lay rows out for people: a line for each recording."""
+    names = [name for name in rows[0] if name != "error"]
+    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    errors = ["", *(f"  {row['error']}" if row["error"] else "" for row in rows)]
+    return [line + error for line, error in zip(lines, errors, strict=True)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "-" if value is None else str(value)

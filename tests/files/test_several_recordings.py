@@ -1,0 +1,110 @@
+"""Commands on a folder of several recordings, `--dry-run` of edits, misspelt flags, and names of reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+import rollout_data
+from rollout_data import convert, drop, edits_of, tag
+from rollout_data.tools.command import COMMANDS, main
+from tests.editing.folders import files, folder_of
+
+
+@pytest.fixture
+def walks(tmp_path: Path) -> Path:
+    """A folder of two recordings of ours and a robomimic file, beside what is no recording."""
+    folder_of(tmp_path / "all" / "walk_2", writers=("a",))
+    folder_of(tmp_path / "all" / "walk_10", writers=("b",), num=3)
+    convert(tmp_path / "all" / "walk_10", tmp_path / "all" / "demos.hdf5", "robomimic", progress=False)
+    (tmp_path / "all" / "notes.txt").write_text("none")
+    (tmp_path / "all" / "empty").mkdir()
+    return tmp_path / "all"
+
+
+@pytest.mark.parametrize("command", ["info", "ls", "doctor", "report"])
+def test_a_folder_of_several_recordings_is_a_row_for_each(walks: Path, command: str, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(walks.parent)
+    code = main([command, "all"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["demos.hdf5", "walk_2", "walk_10"]
+    assert code == {"report": 2}.get(command, 0) and not list(walks.parent.glob("*.html"))
+    main([command, "all", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["format"], row["episodes"]) for row in rows] == [
+        ("demos.hdf5", "robomimic", 3),
+        ("walk_2", "rollout-data", 10),
+        ("walk_10", "rollout-data", 3),
+    ]
+    assert all(row["frames"] and row["problems"] == 0 and row["error"] is None for row in rows)
+
+
+def test_a_recording_among_others_that_cannot_be_opened_is_a_row_with_the_reason(walks: Path, capsys) -> None:
+    path = walks / "set" / "meta"
+    path.mkdir(parents=True)
+    (path / "info.json").write_text("{")
+    assert main(["info", str(walks)]) == 1
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("set ")]
+    assert "info.json" in row
+
+
+@pytest.mark.parametrize("command", ["drop", "keep", "tag"])
+def test_a_dry_run_counts_and_changes_nothing(walks: Path, command: str, capsys) -> None:
+    walk = walks / "walk_2"
+    drop(walk, "a:9"), tag(walk, "a:8", task="push")
+    before, more = files(walk), ["--set", "task=pull"] if command == "tag" else []
+    assert main([command, str(walk), "a:0", "a:1", *more, "--dry-run", "--json"]) == 0
+    expected = {"drop": 2, "keep": 7, "tag": 2}[command]
+    assert json.loads(capsys.readouterr().out) == {"num_trajectories": expected, "dry_run": True}
+    assert main([command, str(walk), "--undo", "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("what was said of 1" if command == "tag" else "1 trajectories would")
+    assert files(walk) == before
+    assert main([command, str(walk), "a:0", "a:1", *more, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_trajectories"] == expected and files(walk) != before
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_beginning_of_a_flag_is_taken_for_the_flag(name: str, walks: Path, capsys) -> None:
+    command, walk = COMMANDS[name], str(walks / "walk_2")
+    before = files(walks)
+    arguments = command.arguments() if callable(command.arguments) else command.arguments
+    for flag in (flag for flag in arguments if flag.startswith("--") and len(flag) > 4):
+        for wrong in (flag[:-1], flag.replace("-", "", 1)[:-1] + "x", flag + "o"):
+            given = [name, walk, *([f"{wrong}=1"] if wrong.startswith("--") else [f"-{wrong}"])]
+            assert main(given) == 2
+            out, error = capsys.readouterr()
+            suggested = error.partition("did you mean ")[2].split("?")[0].strip("'")
+            assert not out and suggested not in {"--undo", "--repair", "--in-place", "--yes", "--set"}
+    assert files(walks) == before and edits_of(walks / "walk_2") == {"dropped": [], "said": {}}
+
+
+def test_a_report_is_named_after_its_recording(walks: Path, monkeypatch, capsys) -> None:
+    pytest.importorskip("plotly", reason="the extra `report` is missing")
+    monkeypatch.chdir(walks.parent)
+    assert main(["report", "all/walk_10"]) == 0 and (walks.parent / "walk_10.html").is_file()
+    assert rollout_data.report(walks / "demos.hdf5") == Path("demos.html")
+    assert rollout_data.report(walks / "demos.hdf5", "page.html") == Path("page.html")
+
+
+@pytest.mark.timeout(120)
+def test_pipes_and_sockets_among_data_are_waited_for_by_no_command(walks: Path, capsys, monkeypatch) -> None:
+    with socket.socket(socket.AF_UNIX) as unix:
+        for folder in (walks, walks / "walk_2", walks / "empty"):
+            for name in ("camera.h5", "x.hdf5", "rollout_x_000000.h5", "a.npz", "b.mcap", "c.parquet", "metadata.pt"):
+                os.mkfifo(folder / name)
+        monkeypatch.chdir(walks)
+        unix.bind("walk_10/socket.h5")
+        for name in ("info", "ls", "doctor", "verify", "convert", "merge", "split", "repair", "prune"):
+            for folder in ("walk_2", "walk_10", "empty"):
+                more = {
+                    "convert": [f"../{name}_{folder}"],
+                    "prune": ["--trajectories", "1", "--dry-run"],
+                    "split": ["x=1", "--to", f"../{name}_{folder}"],
+                }.get(name, ["--to", f"../{name}_{folder}"] if name in ("merge", "repair") else [])
+                assert main([name, folder, *more]) in (0, 1, 2)
+                capsys.readouterr()
+        assert any("camera.h5" in finding.message for finding in rollout_data.doctor("walk_2", only=["FIL"]).findings)
