@@ -96,7 +96,8 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
         try:
             return (path if isinstance(path, Recording) else open(path)), None
         except (DataFileError, OSError) as error:
-            if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP):
+            is_refused = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
+            if is_refused or isinstance(error, UsageError):
                 raise  # there is nothing to examine
             with suppress(RolloutDataError, OSError):  # no format but those with an index has this option
                 return open(path, on_bad_index="rebuild"), None

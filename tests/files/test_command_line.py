@@ -111,7 +111,7 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
 
 def test_the_beginning_of_a_name_is_enough_where_only_one_begins_so(walk: Path, says: Says) -> None:
     assert says(["inf", walk]) == says(["info", walk])
-    assert says(["ver", walk, "--js"]) == says(["verify", walk, "--json"])
+    assert says(["ver", walk, "--json"]) == says(["verify", walk, "--json"])
 
 
 @pytest.mark.parametrize(
