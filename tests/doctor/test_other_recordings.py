@@ -134,6 +134,13 @@ def test_success_is_compared_with_rewards_where_files_tell_no_end(tmp_path: Path
     assert [set(one.trajectories) for one in found] == [set(range(12))]
 
 
+@pytest.mark.parametrize("form", ["lerobot", "folders"])
+def test_the_note_of_a_conversion_is_a_part_of_the_recording(tmp_path: Path, form: str) -> None:
+    path = write(tmp_path, walker(np.random.default_rng(0)), form)
+    assert list(path.rglob("rollout_conversion*"))
+    assert [one.message for one in doctor(path, only=["FIL05"]).findings] == []
+
+
 Rows = dict[str, np.ndarray]
 
 

@@ -31,7 +31,7 @@ _EXPECTED = {
     "minari": r"main_data\.hdf5|(namespace_)?metadata\.json",
     "rlds": r"(dataset_info|features|metadata|dataset_statistics.*)\.json|.*tfrecord.*",
 }
-_ANYWHERE = r"|repair\.json|README.*|LICEN[CS]E.*|report.*\.html"
+_ANYWHERE = r"|repair\.json|rollout_conversion\.jsonl|README.*|LICEN[CS]E.*|report.*\.html"
 
 
 @checks("STA01")
