@@ -333,6 +333,15 @@ def test_a_refused_conversion_leaves_nothing(tmp_path, name):
     assert len(rollout_data.open(place(tmp_path / "made", name))) == 6
 
 
+@every_target
+def test_the_note_is_no_stranger_to_the_doctor_and_no_part_of_the_recording(tmp_path, name):
+    convert(demos(tmp_path / "source.hdf5"), tmp_path / "made", name)
+    report = rollout_data.doctor(place(tmp_path / "made", name))
+    assert not [finding for finding in report.findings if finding.code in ("FIL02", "FIL03", "FIL05")]
+    recording = rollout_data.open(place(tmp_path / "made", name))
+    assert recording.problems == [] and not [key for key in recording.metadata if "rollout_conversion" in str(key)]
+
+
 def test_nothing_is_kept_of_a_conversion_that_wrote_no_episode(tmp_path):
     source, other = demos(tmp_path / "source.hdf5"), other_rows(tmp_path / "other.hdf5")
     for name in TARGETS:
