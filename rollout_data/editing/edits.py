@@ -261,7 +261,7 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         UsageError: It is something else, or not on this machine.
         DataFileError: An edit in it is damaged.
     """
-    origin, *others = origins_of(path)
+    origin, *others = origins_of(path, action, "path")
     if others or isinstance(origin.path, RemotePath):
         raise UsageError(action, f"{path!r}", "one folder of this machine", "a URL or several", "Edit it, then push it")
     if kind_of(origin) is not Blocks:

@@ -23,7 +23,7 @@ def open(path: DataDir, format: str | None = None, *, remote: RemoteOptions | No
         DataFileError: It is of no known format, or of one that is not read at a URL, or cannot be read.
         UsageError: There is nothing at the path; the format or an option is not known.
     """
-    found, *others = origins_of(path)
+    found, *others = origins_of(path, "call rollout_data.open", "path")
     if others:
         raise UsageError("open", f"{path!r}", "one path", f"{1 + len(others)}", "Give the list to a dataset")
     if not hasattr(path, "origin"):

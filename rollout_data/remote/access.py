@@ -116,15 +116,18 @@ class RemotePath(PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
 
-def origins_of(data_dir: DataDirs) -> list[Origin]:
-    """Give what a `data_dir` argument names, so that it stays the same when the process goes elsewhere."""
+def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str = "data_dir") -> list[Origin]:
+    """Give what a `data_dir` argument names, so that it stays the same when the process goes elsewhere.
+
+    Errors name the `action`, and the argument by its `name`.
+    """
     try:
         listed: Any = [data_dir] if is_one(data_dir) else data_dir
-        origins = [_origin(one) for one in listed]
+        origins = [_origin(one, action, name) for one in listed]
     except TypeError as cause:
-        raise UsageError("open the dataset", "", "a path or a list of paths", repr(data_dir)) from cause
+        raise UsageError(action, "", f"{name} as a path or a list of paths", repr(data_dir)) from cause
     if not origins:
-        raise UsageError("open the dataset", "", "at least one data folder", "none")
+        raise UsageError(action, "", f"{name} with at least one data folder", "none")
     return origins
 
 
@@ -133,14 +136,14 @@ def is_one(data_dir: Any) -> bool:
     return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
 
 
-def _origin(one: Any) -> Origin:
+def _origin(one: Any, action: str, name: str) -> Origin:
     if not isinstance(one, Origin) and hasattr(one, "origin"):
         one = one.origin
-    return one if isinstance(one, Origin) else Origin(_absolute(os.fspath(one)))
+    return one if isinstance(one, Origin) else Origin(_absolute(os.fspath(one), action, name))
 
 
-def _absolute(path: str) -> Path:
-    return remote_path(path) if is_url(path) else path_of("open the dataset", "", path).absolute()
+def _absolute(path: str, action: str, name: str) -> Path:
+    return remote_path(path, action) if is_url(path) else path_of(action, name, path).absolute()
 
 
 def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -> RemotePath:

@@ -63,8 +63,10 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     ) -> None:
         super().__init__()
         self.data_dir = data_dir
-        self.num_envs = whole("open the dataset", "num_envs", num_envs, 1, _MAX_ENVS)
-        self._wanted_device = arguments.device("open the dataset", "device", device) if device is not None else None
+        self.num_envs = whole(arguments.creating(self), "num_envs", num_envs, 1, _MAX_ENVS)
+        self._wanted_device: torch.device | None = None
+        if device is not None:
+            self._wanted_device = arguments.device(arguments.creating(self), "device", device)
         self.all_env_ids = torch.arange(self.num_envs, device="cpu")
         self._is_started = False
 
@@ -211,12 +213,12 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
             return self.all_env_ids
         ids = arguments.env_ids("choose envs", "env_ids", env_ids, self.num_envs)
         if len(np.unique(ids)) != len(ids):
-            raise UsageError("choose envs", expected="each id once", got=str(ids.tolist()))
+            raise UsageError("choose envs", expected="env_ids with each id once", got=str(ids.tolist()))
         return torch.from_numpy(ids)
 
-    @staticmethod
-    def _checked_steps(steps: int | None) -> int | None:
-        return None if steps is None else whole("open the dataset", "num_transitions_per_env", steps, 1)
+    def _checked_steps(self, steps: int | None, method: str = "get_batch") -> int | None:
+        action = f"call {type(self).__name__}.{method}"
+        return None if steps is None else whole(action, "num_transitions_per_env", steps, 1)
 
 
 def refuse_collation() -> None:

@@ -36,6 +36,8 @@ class Undecided(Exception):
     """It is time to look at the folders, and what a pass may use is not decided yet."""
 
 
+#: The call that options of passes come from, for errors.
+CREATE = "create a RolloutDataset"
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
@@ -97,7 +99,7 @@ def frame_range(given: Any) -> tuple[int, int]:
         start = stop = 0
     if not 0 <= start < stop <= _MOST_FRAMES:
         expected = "starting_frame_range (start, stop), whole numbers with 0 <= start < stop"
-        raise UsageError("open the dataset", "", expected, repr(given))
+        raise UsageError(CREATE, "", expected, repr(given))
     return start, stop
 
 

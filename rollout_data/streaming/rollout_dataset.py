@@ -30,14 +30,14 @@ from ..transition import Transition
 from .batches import OBSERVATION, BatchOptions, BatchReader, write_into
 from .components import assembled
 from .delivery import PrefetchedBatches
-from .passes import PassOptions, frame_range, wait_for_trajectories
+from .passes import CREATE, PassOptions, frame_range, wait_for_trajectories
 from .stream import Even, RolloutStream
 
 Cache = Literal["none", "ram", "device"]
 OnError = Literal["raise", "skip"]
 Interpolation = Literal["nearest", "linear"]
-_flag, _whole = partial(flag, "open the dataset"), partial(whole, "open the dataset")
-_real, _choice = partial(real, "open the dataset"), partial(choice, "open the dataset")
+_flag, _whole = partial(flag, CREATE), partial(whole, CREATE)
+_real, _choice = partial(real, CREATE), partial(choice, CREATE)
 
 
 class RolloutDataset(RolloutStream):
@@ -139,8 +139,10 @@ class RolloutDataset(RolloutStream):
         lane: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
-        self._origins = origins_of(data_dir)
-        self.num_transitions_per_env = self._checked_steps(num_transitions_per_env)
+        self._origins = origins_of(data_dir, CREATE)
+        if num_transitions_per_env is not None:
+            num_transitions_per_env = _whole("num_transitions_per_env", num_transitions_per_env, 1)
+        self.num_transitions_per_env = num_transitions_per_env
         self.cache = _choice("cache", cache, get_args(Cache))
         self.interpolation = _choice("interpolation", interpolation, get_args(Interpolation))
         self.even = _choice("even", even, get_args(Even))
@@ -211,7 +213,9 @@ class RolloutDataset(RolloutStream):
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Transition:
         """Allocate a batch of zeros in the form that `get_batch` gives."""
         self._ensure_started()
-        return self.reader.empty(self._store(), self._checked_steps(num_transitions_per_env), self.num_envs)
+        return self.reader.empty(
+            self._store(), self._checked_steps(num_transitions_per_env, "get_buffer"), self.num_envs
+        )
 
     def fill_transition(self, buffer: Transition, env_ids: torch.Tensor | None = None) -> Transition:
         """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""

@@ -34,6 +34,7 @@ from .passes import Dealer, PassOptions, Undecided
 from .resume import Misfit, check_settings, position_in, state_at
 
 Even = Literal["pad", "drop", "none"]
+_CONTINUE = "continue the stream"
 
 
 class RolloutStream(RolloutFileBase[Transition]):
@@ -147,11 +148,12 @@ class RolloutStream(RolloutFileBase[Transition]):
         Epochs differ in their permutations and starting frames, equal ones are equal. Each reset, hence each
         iteration, begins the next epoch by itself. Workers that live on from epoch to epoch are reached too.
         """
-        if self._saved is not None and self._saved["epoch"] == whole("open the dataset", "epoch", epoch, 0):
+        epoch = whole(f"call {type(self).__name__}.set_epoch", "epoch", epoch, 0)
+        if self._saved is not None and self._saved["epoch"] == epoch:
             return  # of which the state is: it goes on
         if self._saved is not None:
             self._forget()
-        self._epoch, self._is_used = whole("open the dataset", "epoch", epoch, 0), False
+        self._epoch, self._is_used = epoch, False
         if self._noted() is not None:
             self._note(self._epoch, self._saved_name)
 
@@ -357,7 +359,7 @@ class RolloutStream(RolloutFileBase[Transition]):
             self._restore(state)
             self._saved, self._saved_name = dict(state), secrets.token_hex(8)
         else:
-            self._epoch, self._is_used = whole("open the dataset", "epoch", state.get("epoch", 0), 0), False
+            self._epoch, self._is_used = whole(_CONTINUE, "epoch", state.get("epoch", 0), 0), False
         if is_in_worker():  # of torchdata's StatefulDataLoader; the next epoch has other workers
             self._is_continued = True
             self._note(self._epoch + self._is_used, "")
@@ -372,9 +374,9 @@ class RolloutStream(RolloutFileBase[Transition]):
             skip = saved.pop("skip", None)
             if skip is not None and not is_in_worker():
                 raise Misfit("the state of a whole stream", "that of a DataLoader worker")
-            num_envs = whole("open the dataset", "num_envs", saved["settings"]["num_envs"], 1)
+            num_envs = whole(_CONTINUE, "num_envs", saved["settings"]["num_envs"], 1)
             check_settings(saved, self._passes, self.num_envs, self._rank().part_of(num_envs))
-            self._epoch = whole("open the dataset", "epoch", saved["epoch"], 0)
+            self._epoch = whole(_CONTINUE, "epoch", saved["epoch"], 0)
             position = position_in(saved, self._new_dealer(num_envs))
         except (Misfit, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as cause:
             what = "a state as state_dict() gives it", f"{type(cause).__name__}: {cause}"

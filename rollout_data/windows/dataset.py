@@ -47,6 +47,8 @@ from .reader import (
 )
 from .shared import WindowBatches
 
+_CREATE = "create a WindowDataset"
+
 
 class WindowDataset(WindowBatches):
     """Windows of trajectories, by number; a map-style dataset that reads whole batches at once.
@@ -123,19 +125,19 @@ class WindowDataset(WindowBatches):
         remote: RemoteOptions | None = None,
         on_error: OnError = "raise",
     ) -> None:
-        self.on_error = choice("open the dataset", "on_error", on_error, get_args(OnError))
+        self.on_error = choice(_CREATE, "on_error", on_error, get_args(OnError))
         self.losses, self._intact = WindowLosses(), 0  # the last window that was found to be readable
-        self.data_dir, self._origins = data_dir, origins_of(data_dir)
+        self.data_dir, self._origins = data_dir, origins_of(data_dir, _CREATE)
         self.padding = choice("read windows", "padding", padding, get_args(Padding))
-        self.length = whole("open the dataset", "length", length, 1, MAX_FRAMES)
-        self.stride = whole("open the dataset", "stride", stride, 1, MAX_FRAMES)
+        self.length = whole(_CREATE, "length", length, 1, MAX_FRAMES)
+        self.stride = whole(_CREATE, "stride", stride, 1, MAX_FRAMES)
         self._delta = checked_delta(delta)
         self._fields = fields if fields is None or isinstance(fields, str) else list(fields)
-        self._split = SplitOptions(split, validation_fraction, whole("open the dataset", "seed", seed, 0))
+        self._split = SplitOptions(split, validation_fraction, whole(_CREATE, "seed", seed, 0))
         self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
         self._flatten_observations, self._has_texts, self._notes = bool(flatten_observations), bool(texts), Notes()
         self._verify_on_open, self._remote = verify_on_open, remote or RemoteOptions()
-        self._chunk_cache_bytes = whole("open the dataset", "chunk_cache_bytes", chunk_cache_bytes, 0)
+        self._chunk_cache_bytes = whole(_CREATE, "chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: Any = None
         self._spot: Spot | None = None
         self._may_lack = False

@@ -38,6 +38,7 @@ from .shared import WindowBatches, collate_windows
 
 #: Of a state of a loader; in 2 the order was a permutation of numbers, rather than of names.
 _VERSION = 3
+_CREATE = "create a WindowLoader"
 
 
 class WindowMixture(WindowBatches):
@@ -239,7 +240,9 @@ class WindowMixture(WindowBatches):
         told = agreement_of(current_shard(checked_shard(shard)))(0, lambda: self.opened_as)
         if told != self.opened_as:
             self.__setstate__(self.at(told).__getstate__())
-        num_samples = len(self) if num_samples is None else whole("open the dataset", "num_samples", num_samples, 0)
+        num_samples = (
+            len(self) if num_samples is None else whole("call WindowMixture.sampler", "num_samples", num_samples, 0)
+        )
         return MixtureSampler(self, num_samples, seed, even, shard)
 
 
@@ -251,13 +254,14 @@ class MixtureSampler(Shown, Sampler[int]):
     """
 
     def __init__(self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice) -> None:
-        self.mixture, self.num_samples, self.seed = mixture, num_samples, whole("open the dataset", "seed", seed, 0)
+        self.mixture, self.num_samples = mixture, num_samples
+        self.seed = whole("call WindowMixture.sampler", "seed", seed, 0)
         self.even = choice("share windows out", "even", even, get_args(Even))
         self._shard, self.epoch = checked_shard(shard), 0
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of another epoch, and count on from there."""
-        self.epoch = whole("open the dataset", "epoch", epoch, 0)
+        self.epoch = whole("call MixtureSampler.set_epoch", "epoch", epoch, 0)
 
     def _places(self) -> Int64s:
         bounds = rank_batches(0, self.num_samples, 1, current_shard(self._shard), self.even, False)
@@ -338,12 +342,12 @@ class WindowLoader(Shown):
         if not isinstance(dataset, WindowBatches):
             expected, advice = "a WindowDataset or a WindowMixture", "A RolloutDataset gives its batches itself"
             raise UsageError("load windows", "", expected, type(dataset).__name__, advice)
-        self.batch_size = whole("open the dataset", "batch_size", batch_size, 1)
+        self.batch_size = whole(_CREATE, "batch_size", batch_size, 1)
         self.even, self._shard = choice("share windows out", "even", even, get_args(Even)), checked_shard(shard)
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
-        self.seed = whole("open the dataset", "seed", seed, 0)
-        self.device = arguments.device("open the dataset", "device", device)
-        self.num_ahead = whole("open the dataset", "num_ahead", num_ahead, 1)
+        self.seed = whole(_CREATE, "seed", seed, 0)
+        self.device = arguments.device(_CREATE, "device", device)
+        self.num_ahead = whole(_CREATE, "num_ahead", num_ahead, 1)
         self.dataset: WindowDataset | WindowMixture = self._as_rank_0_has(dataset)
         if len(self.dataset) and not len(self):
             about = f"batch_size {batch_size}, drop_last {drop_last}, ranks {current_shard(self._shard).total}"
@@ -355,7 +359,7 @@ class WindowLoader(Shown):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, and count on from there."""
-        self._go_to(whole("open the dataset", "epoch", epoch, 0))
+        self._go_to(whole("call WindowLoader.set_epoch", "epoch", epoch, 0))
         self._turn += 1
 
     def _go_to(self, epoch: int) -> None:
@@ -455,7 +459,7 @@ class WindowLoader(Shown):
         version = state.get("version")
         if version not in (2, _VERSION):
             raise UsageError("resume the loader", "", f"a state of version 2 or {_VERSION}", repr(version))
-        position = whole("open the dataset", "position", state.get("position"), 0)
+        position = whole("resume the loader", "position", state.get("position"), 0)
         windows = self.dataset
         after: Any = state.get("after")
         # States of earlier versions hold the key of the last window alone, or nothing.
@@ -472,7 +476,7 @@ class WindowLoader(Shown):
         for name, value in {**expected, "shuffle": self.shuffle, "seed": self.seed}.items():
             if state.get(name) != value:
                 raise UsageError("resume the loader", "", f"{name} = {value}", repr(state.get(name)))
-        self.set_epoch(whole("open the dataset", "epoch", state["epoch"], 0))
+        self.set_epoch(whole("resume the loader", "epoch", state["epoch"], 0))
         self._windows, self._position, self._until = windows, position, state.get("until")
         self._is_of_version_2 = version != _VERSION
         self._ordered = order, keys = self._order(self.epoch)

@@ -340,7 +340,8 @@ def test_a_prefetch_that_is_left_open_does_not_break_the_exit(tmp_path):
 )  # fmt: skip
 def test_wrong_arguments_are_named_at_once(tmp_path, arguments):
     with pytest.raises(
-        UsageError, match=f"cannot open the dataset.*{'device' if 'device' in arguments else next(iter(arguments))}"
+        UsageError,
+        match=f"cannot create a RolloutDataset.*{'device' if 'device' in arguments else next(iter(arguments))}",
     ):
         RolloutDataset(tmp_path, **{"num_envs": 1, **arguments})
 
