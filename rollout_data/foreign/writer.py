@@ -474,7 +474,7 @@ def shared_fields(
         elif has_one_form and len(owners[name]) > 1:
             forms = [f"{dtype}{list(shape)} in episode {one!r}" for (dtype, shape), one in owners[name].items()]
             left_out[name] = f"it is {' and '.join(forms[:2])}"
-        elif counts[name] < len(episodes) and not _can_be_filled(field, depth):
+        elif counts[name] < len(episodes) and not can_be_filled(field, depth):
             left_out[name] = "not all episodes have it"
     for name, count in texts.items():
         if name not in fields and count < len(episodes):
@@ -483,8 +483,8 @@ def shared_fields(
     return SharedFields(kept, tuple(name for name in texts if name not in left_out), left_out)
 
 
-def _can_be_filled(field: Field, depth: Collection[str]) -> bool:
-    """Return whether False or NaN may stand for a missing field."""
+def can_be_filled(field: Field, depth: Collection[str] = ()) -> bool:
+    """Return whether False or NaN may be written for a field that an episode lacks; `depth`: fields of depth pictures."""
     if field.name.partition("/")[0] in ("action", "reward"):
         return False
     if field.dtype == "bool":

@@ -22,11 +22,11 @@ from storage.errors import RolloutDataWarning
 
 from ..foreign.conversion_note import NOTE_NAME, ConversionNote
 from ..foreign.plain import plain
-from ..foreign.writer import ABSENT, EpisodeToWrite, ForeignWriter, occupied
+from ..foreign.writer import ABSENT, EpisodeToWrite, ForeignWriter, can_be_filled, occupied
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout
-from ..frames.readers import FLOATS, RESERVED, Fit, common_fields
+from ..frames.readers import RESERVED, Fit, common_fields
 from ..frames.source import Source
 from ..frames.store import FrameStore
 from ..index.folder import block_entries
@@ -69,7 +69,7 @@ class OwnWriter(ForeignWriter):
         self._writer: RolloutWriter | None = None
         self._num_bytes, self._is_open = 0, False
         about = [(_renamed(episode.schema), _is_unknown(episode)) for episode in self.episodes]
-        self._fit: Fit = _without_widening(common_fields([schema for schema, _ in about]))
+        self._fit: Fit = _without_inventions(common_fields([schema for schema, _ in about]))
         spoken = [one.texts for one in self.episodes if _renamed(one.schema) not in self._fit.left_out]
         self._texts = [name for name in (spoken[0] if spoken else ()) if all(name in texts for texts in spoken)]
         self._has_unknown_ends = any(is_unknown for _, is_unknown in about)
@@ -225,7 +225,9 @@ class OwnWriter(ForeignWriter):
         }
         said |= {name: value for name, value in known.items() if value is not None}
         said |= {SOURCE_ID: episode.id, **({ENDS: UNKNOWN} if _is_unknown(episode) else {})}
-        if absent := [name for name in self._fit.schema if name not in _renamed(episode.schema)]:
+        schema, earlier = _renamed(episode.schema), said.pop(ABSENT, None)
+        filled = earlier if isinstance(earlier, list) else []  # by the conversion that wrote the source
+        if absent := [name for name in self._fit.schema if name not in schema or name in filled]:
             said[ABSENT] = absent
         for name in sorted(said, key=lambda name: -len(json.dumps(said[name]))):
             if len(json.dumps(said)) <= MAX_NOTE_BYTES:
@@ -239,21 +241,21 @@ class OwnWriter(ForeignWriter):
             self._writer.close()
 
 
-def _without_widening(fit: Fit) -> Fit:
-    """Return a fit without NaN in flags and integers that some episodes lack: flags stay flags, integers are dropped.
+def _without_inventions(fit: Fit) -> Fit:
+    """Return a fit in which only flags and floats are filled that some episodes lack: flags stay flags.
 
-    A stream gives both as floats; a copy would keep other numbers than its source, as floats round large integers.
+    A stream gives flags and integers as floats; a copy would keep other numbers than its source, as floats round large
+    integers.
     """
     lacking = {name for names in fit.lacking.values() for name in names}
     own = {name: field for schema in fit.forms for name, field in schema.items() if name in lacking}
-    fields = [own[name] if name in own and own[name].dtype == "bool" else field for name, field in fit.schema.items()]
-    integers = [name for name, field in own.items() if field.dtype not in (*FLOATS, "bool")]
-    kept = Schema(field for field in fields if field.name not in integers)
+    unfilled = [name for name, field in own.items() if not can_be_filled(field)]
+    kept = Schema(own.get(name, field) for name, field in fit.schema.items() if name not in unfilled)
     still = {schema: [name for name in names if name in kept] for schema, names in fit.lacking.items()}
     return fit._replace(
         schema=kept,
         lacking={schema: names for schema, names in still.items() if names},
-        dropped={**fit.dropped, **dict.fromkeys(integers, "a field of all episodes")},
+        dropped={**fit.dropped, **dict.fromkeys(unfilled, "a field of all episodes")},
     )
 
 

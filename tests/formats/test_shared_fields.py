@@ -269,3 +269,24 @@ def test_our_format_keeps_flags_as_flags_and_never_turns_integers_into_floats(tm
     assert back[2]["is_held"].tolist() == [True, False] * 2
     batch = rollout_data.RolloutDataset(tmp_path / "own", num_envs=1).get_batch(12)
     assert batch.extras["is_held"].dtype == torch.bool and not batch.extras["is_held"][4:8].any()
+
+
+def test_our_format_makes_up_no_rewards_actions_and_pictures(tmp_path):
+    source = record_with_gaps(tmp_path / "gaps.hdf5")
+    with h5py.File(source, "r+") as file:
+        file["data/demo_0/obs/camera"] = np.ones((4, 8, 8, 3), np.float32)
+    copy = convert(source, tmp_path / "own", "rollout-data")
+    assert copy.changes["field 'reward' is left out: expected a field of all episodes"] == ["demo_0", "demo_2"]
+    assert copy.changes["field 'observation/camera' is left out: expected a field of all episodes"] == ["demo_0"]
+    assert [{"reward", "observation/camera"} & {*one.schema} for one in rollout_data.open(tmp_path / "own")] == [set()] * 3
+    batch = rollout_data.RolloutDataset(tmp_path / "own", num_envs=1).get_batch(12)
+    assert batch.reward is None and batch.action[:, 0, 0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
+    assert "reward" not in rollout_data.WindowDataset(tmp_path / "own")[5]
+
+
+def test_our_copy_of_a_file_with_filled_fields_lacks_them_too(tmp_path):
+    source = gaps_with_rewards(tmp_path / "gaps.hdf5")
+    convert(source, tmp_path / "filled.hdf5", "robomimic")
+    convert(tmp_path / "filled.hdf5", tmp_path / "own", "rollout-data")
+    for mine, theirs in zip(rollout_data.open(tmp_path / "own"), source, strict=True):
+        assert [name in mine.schema for name in ("is_held", "observation/touch")] == ["is_held" in theirs.schema] * 2

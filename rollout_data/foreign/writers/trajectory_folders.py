@@ -62,8 +62,9 @@ class Writer(ForeignWriter):
                 raise UsageError("write", where, "parts of an observation that stay apart without '/'", got)
             if "reward" not in self._fields.schema and self.options["missing_reward"] is None:
                 where, advice = f"episode {episode.id!r} as a trajectory folder", "Say missing_reward="
-                got = self._fields.left_out.get("reward", "none")
-                raise UsageError("write", where, "a reward", got, advice)
+                reason = self._fields.left_out.get("reward")
+                got = f"none that can be written: {reason}" if reason else "none"
+                raise UsageError("write", where, "a reward in all episodes", got, advice)
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".tmp_*"):
             left.unlink()
