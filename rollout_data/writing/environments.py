@@ -14,7 +14,7 @@ import torch
 
 from storage.core.fields import map_leaves
 from storage.core.memory import as_given, on_host
-from storage.errors import UsageError, nearest
+from storage.errors import FieldTypeError, SchemaError, UsageError, nearest
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
 #: Names in infos of final observations, and of flags of time limits.
@@ -197,7 +197,15 @@ def told(infos: Mapping[str, Any], names: Sequence[str], num_envs: int) -> tuple
 
 
 def told_time_outs(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return where infos name a time-out, and where they say whether there was one: `[N]` bool both."""
+    """Return where infos name a time-out, and where they say whether there was one: `[N]` bool both.
+
+    Raises:
+        SchemaError: There is not one flag for each environment.
+    """
+    for name in TIME_OUTS:
+        if infos.get(name) is not None and (num_flags := on_host(infos[name]).size) != num_envs:
+            where, expected = f"with {name!r} of infos", f"{num_envs} flags, one of each environment"
+            raise SchemaError("read time-outs", where, expected, str(num_flags))
     flags, are_told = zip(*(told(infos, (name,), num_envs) for name in TIME_OUTS), strict=True)
     return np.logical_or.reduce(flags), np.logical_or.reduce(are_told)
 
@@ -258,6 +266,9 @@ def final_rows(infos: Mapping[str, Any], observation: Any, done: np.ndarray) -> 
     found: Any = infos.get(name)
     is_given = done & (found is not None) & on_host(infos.get("_" + name, True)).reshape(-1).astype(bool)
     if _is_listed(found):
+        if len(found) != len(done):
+            expected = f"{len(done)} final observations or None, one of each environment"
+            raise SchemaError("read final observations", f"with {name!r} of infos", expected, str(len(found)))
         is_given &= [row is not None for row in found]
     if not is_given.any():
         return None, None, done
@@ -282,7 +293,17 @@ def _rows(found: Any, like: Any, ended: np.ndarray) -> Any:
 def _stacked(rows: list[Any], like: Any) -> Any:
     if isinstance(like, dict):
         return {key: _stacked([row[key] for row in rows], item) for key, item in like.items()}
-    return torch.stack([torch.as_tensor(row, dtype=as_given(like).dtype) for row in rows])
+    dtype = as_given(like).dtype
+    return torch.stack([_as_dtype(torch.as_tensor(row), dtype) for row in rows])
+
+
+def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert a final observation to the dtype of the observations; integers keep their numbers."""
+    found = row.to(dtype)
+    if not dtype.is_floating_point and not torch.equal(found.to(row.dtype), row):
+        expected = f"numbers that the dtype of the observations, {str(dtype).removeprefix('torch.')}, holds"
+        raise FieldTypeError("read final observations", "of infos", expected, f"others, as {row.dtype}")
+    return found
 
 
 def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:

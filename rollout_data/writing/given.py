@@ -20,6 +20,7 @@ from storage.errors import RolloutDataWarning, SchemaError, UsageError
 from storage.onpolicy.columns import rollout_columns
 
 from ..transition import Transition
+from .infos import are_infos
 
 #: Our name -> the names of Minari, gymnasium, stable-baselines3, torchrl, D4RL, RLlib, tianshou and rsl_rl.
 _OTHER_NAMES = {
@@ -46,7 +47,7 @@ _DERIVED = dict.fromkeys(("next_observation", "next_observations", "next_obs", "
 _DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
 #: What transitions of other storages carry besides, in shapes of their own; given by keyword it is a field like others.
 _CARRIED = {"hidden_states"}
-_NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "next"}
+_NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "extras", "next"}
 
 
 def is_taken(name: str) -> bool:
@@ -77,6 +78,8 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
     for source, carried in ((_items_of(transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
         for given, value in _with_next(source).items():
             name = _ALIASES.get(given, given)
+            if given == "extras" and are_infos(value):
+                name = "infos"
             if value is None or name in carried:
                 continue
             if reason := _DERIVED.get(name):

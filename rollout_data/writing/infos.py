@@ -15,8 +15,14 @@ from .environments import FINAL, FINAL_PRIVILEGED, TIME_OUTS, final_rows, joined
 
 _ADD = "add a record"
 _RECORDED = {*TIME_OUTS, *FINAL, *FINAL_PRIVILEGED}
-_KNOWN = _RECORDED | {f"_{name}" for name in _RECORDED}
 _ENDS = ("done", "terminated", "truncated", "timeout")
+
+
+def are_infos(extras: Any) -> bool:
+    """Return whether `extras` of a record are infos, as those of legged_gym and rsl_rl: they hold time-outs."""
+    if isinstance(extras, list):  # of each step of a rollout
+        return any(map(are_infos, extras))
+    return isinstance(extras, Mapping) and not _RECORDED.isdisjoint(extras)
 
 
 class InfoReader:
@@ -30,8 +36,10 @@ class InfoReader:
         self._num_envs = num_envs
         self._warned_keys = set[str]()
 
-    def read(self, infos: Any, values: Mapping[str, Any], is_step: bool) -> dict[str, Any]:
-        """Return `timeout` and final observations that infos hold and `values` lack.
+    def read(
+        self, infos: Any, values: Mapping[str, Any], is_step: bool
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Return `timeout` and final observations from infos, unless they are in `values`.
 
         Args:
             infos: Of a step: a list with a mapping for each environment, or one mapping of values of all of them.
@@ -39,11 +47,15 @@ class InfoReader:
             values: The other values of the record, by our names.
             is_step: Whether the record is a step.
 
+        Returns:
+            The values, and which ends have a final observation among them, `[T, N]` bool; None without any.
+
         Raises:
             SchemaError: Infos are not of N environments or T steps.
-            UsageError: Only some of the environments that end in a step have a final observation.
+            UsageError: Only some of the final observations have a privileged part.
         """
-        steps = [joined(self._checked(one)) for one in ([infos] if is_step else _listed(infos))]
+        given = [infos] if is_step else _listed(infos, values.get("observation"))
+        steps = [joined(self._checked(one)) for one in given]
         self._warn_of(steps)
         found: dict[str, Any] = {}
         if values.get("timeout") is None and values.get("truncated") is None:
@@ -51,9 +63,10 @@ class InfoReader:
             if np.any(are_told):
                 found["timeout"] = flags[0] if is_step else np.stack(flags)
         ended = self._ended({**values, **found}, len(steps))
-        if values.get("final_observation") is None and ended is not None and ended.any():
-            found |= self._finals(steps, values.get("observation"), ended, is_step)
-        return found
+        if values.get("final_observation") is not None or ended is None or not ended.any():
+            return found, None
+        finals, has_final = self._finals(steps, values.get("observation"), ended, is_step)
+        return found | finals, has_final
 
     def _checked(self, infos: Any) -> Any:
         if isinstance(infos, Mapping):
@@ -66,7 +79,10 @@ class InfoReader:
         return infos
 
     def _warn_of(self, steps: Sequence[Mapping[str, Any]]) -> None:
-        keys = {key: None for step in steps for key in step if key not in _KNOWN and key not in self._warned_keys}
+        keys = {key: None for step in steps for key in step if key not in _RECORDED | self._warned_keys}
+        # Gymnasium names the environments that have a value beside it: "_distance" beside "distance".
+        masks = {f"_{key}" for step in steps for key in step}
+        keys = {key: None for key in keys if key not in masks}
         if keys:
             self._warned_keys.update(keys)
             listed = ", ".join(map(repr, keys))
@@ -92,29 +108,29 @@ class InfoReader:
 
     def _finals(
         self, steps: Sequence[Mapping[str, Any]], observation: Any, ended: np.ndarray, is_step: bool
-    ) -> dict[str, Any]:
-        """Return the final observations of the ends, `[k, ...]` in the order of time, then environment."""
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
+        """Return the final observations of ends, `[k, ...]` in the order of time, then environment, and which ends."""
         rows, privileged_rows = [], []
+        has_final = np.zeros_like(ended)
         for number in np.flatnonzero(ended.any(1)).tolist():
             done = ended[number]
             now = observation if is_step else _mapped(lambda leaf, step=number: leaf[step], observation)
             found, privileged, lacking = final_rows(self._with_env_axis(steps[number], now), now, done)
-            if found is not None and lacking.any():
-                expected = "infos with the final observation of each environment that ends in a step"
-                got = f"none of environment {np.flatnonzero(lacking)[0]}"
-                raise UsageError(_ADD, "", expected, got, "Add the environments that lack one alone, by env_mask")
             if found is not None:
-                rows.append(_mapped(lambda leaf, kept=done: _of_ends(leaf, kept), found))
+                has_final[number] = done & ~lacking
+                rows.append(_mapped(lambda leaf, kept=has_final[number]: _of_ends(leaf, kept), found))
                 if privileged is not None:
-                    privileged_rows.append(_mapped(lambda leaf, kept=done: _of_ends(leaf, kept), privileged))
-        num_steps = int(ended.any(1).sum())
+                    kept_rows = _mapped(lambda leaf, kept=has_final[number]: _of_ends(leaf, kept), privileged)
+                    privileged_rows.append(kept_rows)
         if not rows:
-            return {}
-        if len(rows) != num_steps or len(privileged_rows) not in (0, num_steps):
-            expected, got = "infos with final observations in each step in which a trajectory ends", "some without"
-            raise UsageError(_ADD, "", expected, got)
-        found = {"final_observation": _joined(rows)}
-        return found | ({"final_privileged_observation": _joined(privileged_rows)} if privileged_rows else {})
+            return {}, None
+        if len(privileged_rows) not in (0, len(rows)):
+            expected = "infos with final privileged observations in each step with final observations"
+            raise UsageError(_ADD, "", expected, "some without")
+        values = {"final_observation": _joined(rows)}
+        if privileged_rows:
+            values["final_privileged_observation"] = _joined(privileged_rows)
+        return values, has_final
 
     def _with_env_axis(self, infos: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
         """Give final observations of a single environment the axis of environments that its observation has."""
@@ -129,16 +145,24 @@ class InfoReader:
         return found
 
 
-def _listed(infos: Any) -> list[Any]:
+def _listed(infos: Any, observation: Any) -> list[Any]:
+    """Return the infos of each step of a rollout with this observation, whose leaves are `[T, N, ...]`."""
     if isinstance(infos, Mapping) or not isinstance(infos, (Sequence, np.ndarray)) or not len(infos):
         raise SchemaError(_ADD, "", "infos of a rollout as a list with those of each step", type(infos).__name__)
+    leaf = _first_leaf(observation)
+    if leaf is not None and len(infos) != len(leaf):
+        raise SchemaError(_ADD, "", f"infos of each of {len(leaf)} steps", f"those of {len(infos)}")
     return list(infos)
 
 
-def _num_axes(tree: Any) -> int:
+def _first_leaf(tree: Any) -> Any:
     while isinstance(tree, Mapping):
-        tree = next(iter(tree.values()))
-    return int(np.ndim(on_host(tree)))
+        tree = next(iter(tree.values()), None)
+    return tree
+
+
+def _num_axes(tree: Any) -> int:
+    return int(np.ndim(on_host(_first_leaf(tree))))
 
 
 def _mapped(function: Any, tree: Any) -> Any:

@@ -31,6 +31,8 @@ FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
 _NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
 #: Mark of a frame that exists; the other marks are the flags of fragments.
 PRESENT = 128
+#: Mark of an end whose final observation is known. Fragments have another meaning for this bit.
+HAS_FINAL = 1
 #: A value as it was given: an array, or a tensor where numpy has no such memory or dtype.
 Leaf = np.ndarray | torch.Tensor
 _ADD = "add a record"
@@ -45,8 +47,8 @@ class Rollout:
         fields: Field -> `[T, N, *shape]` as it is stored; may share memory with the record.
         marks: `[T, N]` uint8: `PRESENT` where there is a frame, and the flags with which it ends its trajectory.
         policy_version: `[T, N]` int64, or one number for all.
-        finals: Observation field -> `[k, *shape]` as stored, a row for each end in the order of time, then env; or
-            None if none were given.
+        finals: Observation field -> `[k, *shape]` as stored, a row for each `HAS_FINAL` in the order of time, then
+            env; or None if none were given.
         max_errors: Field -> largest error that its codec made, where it loses.
         notes: What was said of its episodes, and its texts.
     """
@@ -61,14 +63,14 @@ class Rollout:
 
     def steps(self, start: int, stop: int) -> Rollout:
         """Give the steps `start:stop`, sharing memory; errors of codecs are those of all steps."""
-        ends = np.append(0, ends_of(self.marks).sum(axis=1).cumsum())
+        num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
         version, finals = self.policy_version, self.finals
         return replace(
             self,
             fields={name: values[start:stop] for name, values in self.fields.items()},
             marks=self.marks[start:stop],
             policy_version=version[start:stop] if isinstance(version, np.ndarray) else version,
-            finals=finals and {name: rows[ends[start] : ends[stop]] for name, rows in finals.items()},
+            finals=finals and {name: rows[num_finals[start] : num_finals[stop]] for name, rows in finals.items()},
             notes=self.notes.steps(start, stop),
         )
 
@@ -126,8 +128,13 @@ class RolloutReader:
         self._flags, self._finals = list[str](), list[str]()
         self._all_present = np.full((1, num_envs), PRESENT, np.uint8)
 
-    def read(self, record: Mapping[str, Any], is_step: bool) -> Rollout:
+    def read(self, record: Mapping[str, Any], is_step: bool, has_final: np.ndarray | None = None) -> Rollout:
         """Read a record: from `given_values`, `[N, ...]` for a step, else `[T, N, ...]`.
+
+        Args:
+            record: The values by name.
+            is_step: Whether the record is a step.
+            has_final: `[T, N]` bool, the ends that have a row in the final observations; None for all of them.
 
         Raises:
             SchemaError: Another field set, shape, dtype or leading size than declared.
@@ -173,7 +180,9 @@ class RolloutReader:
             stored[name] = array[None] if is_step else array
         rows = None
         if finals and not (is_known and is_plain):
-            picked = self._pick_ends(finals, schema, lead, is_end := ends_of(marks))
+            is_end = ends_of(marks) if has_final is None else ends_of(marks) & has_final
+            marks = marks | is_end * np.uint8(HAS_FINAL)
+            picked = self._pick_ends(finals, schema, lead, is_end)
             rows = {name: _stored(schema[name], leaf, errors) for name, leaf in picked.items()}
             if missing := [name for name in schema.below(PRIVILEGED) if name not in rows]:
                 rows |= {name: stored[name][is_end] for name in missing}

@@ -31,7 +31,7 @@ from ..format.notes import EPISODES, TEXTS
 from ..format.rows import BlockContent, RowSource
 from ..format.schema import RowLayout, StoredColumn
 from .notes import StepNotes
-from .record import PRESENT, REWARD, Rollout, ends_of, nonfinite_rewards, numbers
+from .record import HAS_FINAL, PRESENT, REWARD, Rollout, ends_of, nonfinite_rewards, numbers
 
 #: A block is written without its unused rows when more than this part of them is unused.
 MAX_UNUSED_PART = 0.25
@@ -187,7 +187,7 @@ class Staging:
         """Join the final rows, `[k, *shape]` per field, and give `env * num_steps + step` of each, `[k]`."""
         keys = [np.zeros(0, np.int64)]
         for start, _ in parts:
-            step, env = ends_of(self._marks[start : start + self._others[start][0]]).nonzero()
+            step, env = (self._marks[start : start + self._others[start][0]] & HAS_FINAL).nonzero()
             keys.append(env * self.num_steps + start + step)
         stored = layouts_of(self.schema)[FINAL].stored
         joined = {

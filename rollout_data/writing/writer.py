@@ -195,7 +195,8 @@ class RolloutWriter(Shown, Owned):
                 bool. At most 1 MiB of an episode.
             infos: As environments return them, a list with a mapping for each env or one mapping for all. `time_outs`
                 and `TimeLimit.truncated` are time-outs, `final_obs` and `terminal_observation` final observations,
-                unless they are given by keyword. A warning names other keys, once: they are not recorded.
+                unless they are given by keyword. A warning names other keys, once: they are not recorded. `extras` that
+                hold one of these names are infos too.
             **extras: Any other field, `[N, ...]` or a mapping; not next observations nor `is_first`, which follow.
                 A str, or a list or array of N, is a field of texts: each text is stored once, and its frames have its
                 number.
@@ -326,10 +327,11 @@ class RolloutWriter(Shown, Owned):
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
         values = given_values(transition, keywords)
-        infos = values.pop("infos", None)
+        infos, has_final = values.pop("infos", None), None
         if infos is not None:
-            values |= self._infos.read(infos, values, is_step)
-        rollout = self._reader.read(values, is_step)
+            found, has_final = self._infos.read(infos, values, is_step)
+            values |= found
+        rollout = self._reader.read(values, is_step, has_final)
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
                 where, got = f"with the field {name!r}", f"{count} NaN or infinite ones"

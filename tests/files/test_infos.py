@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout_data import RecordingWrapper, RolloutDataset, RolloutWriter, record_demonstrations
-from storage.errors import RolloutDataWarning, SchemaError, UsageError
+from storage.errors import FieldTypeError, RolloutDataWarning, SchemaError
 
 N = 3
 #: Env 0 terminated, env 1 was cut, env 2 goes on.
@@ -161,7 +161,7 @@ def test_a_record_may_have_the_time_limit_itself(tmp_path):
 
 
 def test_an_unknown_key_is_named_once(tmp_path):
-    infos = [{"distance": 0.5, "TimeLimit.truncated": False}, {"episode": {"r": 1.0}}, {}]
+    infos = [{"distance": 0.5, "_distance": True, "TimeLimit.truncated": False}, {"episode": {"r": 1.0}}, {}]
     with RolloutWriter(tmp_path, N, durable=False) as writer, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):
@@ -180,11 +180,9 @@ def test_an_unknown_key_is_named_once(tmp_path):
         ([{}, {}], SchemaError, "expected infos as a mapping, or a list of 3 mappings, .* got list of 2"),
         ("done", SchemaError, "expected infos as a mapping"),
         ([{}, 3, {}], SchemaError, "expected infos as a mapping"),
-        (
-            [{"terminal_observation": np.zeros(2, np.float32)}, {}, {}],
-            UsageError,
-            "infos with the final observation of each environment .* got none of environment 1",
-        ),
+        ({"time_outs": np.ones(2, bool)}, SchemaError, "'time_outs' of infos: expected 3 flags, .* got 2"),
+        ({"TimeLimit.truncated": True}, SchemaError, "'TimeLimit.truncated' of infos: expected 3 flags"),
+        ({"final_obs": [last_seen(0)]}, SchemaError, "'final_obs' of infos: expected 3 final observations .* got 1"),
     ],
 )
 def test_infos_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, infos, error, text):
@@ -192,6 +190,68 @@ def test_infos_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, info
         with pytest.raises(error, match=text):
             writer.add(**record(infos))
         assert writer.num_frames == 0
+
+
+def test_a_rollout_needs_the_infos_of_each_step(tmp_path):
+    values = {name: np.stack([value] * 3) for name, value in record().items()}
+    infos = [[{"terminal_observation": last_seen(env)} for env in range(N)]] * 2
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        with pytest.raises(SchemaError, match="infos of each of 3 steps, got those of 2"):
+            writer.add_rollout(values, infos=infos)
+        assert writer.num_frames == 0
+
+
+@pytest.mark.parametrize("last", [0.5, 300])
+def test_final_observations_that_the_dtype_of_observations_cannot_hold_are_refused(tmp_path, last):
+    values = record([{"terminal_observation": np.full(2, last)}] * N)
+    values["obs"] = observed(0).astype(np.uint8)
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        with pytest.raises(FieldTypeError, match="of the observations, uint8"):
+            writer.add(**values)
+        assert writer.num_frames == 0
+
+
+@pytest.mark.parametrize("as_rollout", [False, True])
+def test_some_of_the_ends_may_have_a_final_observation(tmp_path, as_rollout):
+    random = np.random.default_rng(0)
+    num_steps = 60
+    ended = random.random((num_steps, N)) < 0.4
+    has_final = ended & (random.random((num_steps, N)) < 0.5)
+    infos: list[list[dict]] = [[{} for _ in range(N)] for _ in range(num_steps)]
+    for step, env in np.argwhere(has_final).tolist():
+        infos[step][env]["terminal_observation"] = np.full(2, 10000 + 100 * step + env, np.float32)
+    observations = np.stack([observed(step) for step in range(num_steps)])
+    actions = np.zeros((num_steps, N, 1), np.float32)
+    with RolloutWriter(tmp_path, N, durable=False, block_bytes=400) as writer:
+        if as_rollout:
+            writer.add_rollout(obs=observations, actions=actions, dones=ended, infos=infos)
+        else:
+            for step in range(num_steps):
+                writer.add(obs=observations[step], actions=actions[step], dones=ended[step], infos=infos[step])
+    found = np.zeros((num_steps, N), bool)
+    for batch in RolloutDataset(tmp_path, 1, device="cpu"):
+        step, env = divmod(int(batch.observation[0, 0]), 100)
+        if ended[step, env]:
+            found[step, env] = batch.next_observation[0, 0] == 10000 + 100 * step + env
+    assert np.array_equal(found, has_final)
+
+
+@pytest.mark.parametrize("as_rollout", [False, True])
+def test_extras_with_time_outs_are_infos(tmp_path, as_rollout):
+    extras = {"time_outs": torch.from_numpy(CUT), "final_observation": torch.from_numpy(observed(10) % 100 + 1000)}
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        if as_rollout:
+            writer.add_rollout({name: value[None] for name, value in record().items()}, extras=[extras])
+        else:
+            writer.add(**record(), extras=extras)
+        assert sorted(writer.schema) == ["action", "observation", "reward"]
+    check(tmp_path)
+
+
+def test_other_extras_are_fields(tmp_path):
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        writer.add(**record(), extras={"contact": np.ones(N, np.float32)})
+        assert "extras/contact" in writer.schema
 
 
 class Sb3Env:
