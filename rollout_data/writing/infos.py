@@ -36,9 +36,7 @@ class InfoReader:
         self._num_envs = num_envs
         self._warned_keys = set[str]()
 
-    def read(
-        self, infos: Any, values: Mapping[str, Any], is_step: bool
-    ) -> tuple[dict[str, Any], np.ndarray | None]:
+    def read(self, infos: Any, values: Mapping[str, Any], is_step: bool) -> tuple[dict[str, Any], np.ndarray | None]:
         """Return `timeout` and final observations from infos, unless they are in `values`.
 
         Args:

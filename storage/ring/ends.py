@@ -93,19 +93,27 @@ class EndKinds:
         """All of these fields."""
         return self.terminations + self.time_outs + self.others
 
-    def terminated(self, rows: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-        """Return which rows ended a trajectory by themselves: `[n]` bool; None if no field says so.
+    def unnamed(self, end_names: Sequence[str]) -> tuple[str, ...]:
+        """Return the fields that say more of ends than `end_names`, of which none is set at ends of every kind."""
+        if any(name not in self.terminations + self.time_outs for name in end_names):
+            return ()
+        return tuple(name for name in self.terminations + self.time_outs if name not in end_names)
+
+    def terminated(self, rows: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return which rows ended a trajectory by themselves: `[n]` bool, which may share memory with a field.
 
         Args:
             rows: Gives a field of these rows, `[n, *event]`.
         """
-        by_itself, cut = (_any_set(names, rows) for names in (self.terminations, self.time_outs))
-        other = _any_set(self.others, rows)
-        if other is not None and cut is not None:
-            other &= ~cut
-        if other is None or by_itself is None:
-            return by_itself if other is None else other
-        return by_itself | other
+        by_itself, other = (_any_set(names, rows) for names in (self.terminations, self.others))
+        if other is None and by_itself is not None:
+            return by_itself
+        cut = _any_set(self.time_outs, rows)
+        if other is None:
+            return torch.zeros_like(cut)
+        if cut is not None:
+            other = other & ~cut
+        return other if by_itself is None else by_itself | other
 
 
 def _last_part(name: str) -> str:
@@ -113,11 +121,15 @@ def _last_part(name: str) -> str:
 
 
 def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-    """Return in which rows any value of any of these fields is not 0: `[n]` bool; None without fields."""
+    """Return in which rows any value of any of these fields is not 0: `[n]` bool; None without fields.
+
+    It may share memory with a field.
+    """
     found: torch.Tensor | None = None
     for name in names:
-        leaf = rows(name)
-        flags = (leaf.reshape(len(leaf), -1) != 0).any(1)
+        leaf = rows(name).flatten(1)
+        flags = leaf.squeeze(1) if leaf.shape[1] == 1 else (leaf != 0).any(1)
+        flags = flags if flags.dtype is torch.bool else flags != 0
         found = flags if found is None else found | flags
     return found
 

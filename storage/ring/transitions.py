@@ -7,7 +7,7 @@ left out or marked, as the caller chooses, and never continued with the next tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -21,6 +21,7 @@ from .ends import EndKinds
 from .windows import Boundaries
 
 _ACTION = "sample transitions"
+_GAMMA = 0.99
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class TransitionRequest:
             trajectory terminated, `gamma ** k` after k steps where it was cut or goes on. An end flag
             that is neither a termination nor a time-out by its name, such as `done`, is a termination
             unless a time-out of the same step is set. Multiplying by `1 - terminated` changes nothing.
-        gamma: Discount per step.
+        gamma: Discount per step. None is 0.99, and leaves `discount` out of transitions of one step.
         reward_key: What is summed if `num_steps > 1`.
         num_frames: Frames that the fields of `next_keys` are stacked of, oldest first: `[B, frames,
             *event]`; the first row of a trajectory stands in for those before it.
@@ -47,7 +48,7 @@ class TransitionRequest:
 
     next_keys: tuple[Key, ...] = ("observation",)
     num_steps: int = 1
-    gamma: float = 0.99
+    gamma: float | None = None
     reward_key: Key = "reward"
     num_frames: int = 1
     at_end: str = "exclude"
@@ -90,14 +91,19 @@ class TransitionSampler:
         names = (name for key in request.next_keys for name in names_below(schema, key, _ACTION, "next_keys"))
         self._next_names = tuple(dict.fromkeys(names))
         added = [f"next/{name}" for name in self._next_names] + ["next"] * bool(self._next_names)
-        added += ["discount"] * (request.num_steps > 1) + ["next_valid"] * (request.at_end == "mark")
+        self._has_discount = request.num_steps > 1 or request.gamma is not None
+        added += ["discount"] * self._has_discount + ["next_valid"] * (request.at_end == "mark")
         for name in added:
             if name in schema:
                 expected, got = "a name that no transition adds", "that of something that is computed"
                 raise SchemaError(_ACTION, f"with the field {name!r}", expected, got, "Add it under another name")
         self._finals_given = boundaries.finals
-        is_short = request.num_steps == request.num_frames == 1
-        #: Whether every transition is two rows of one trajectory, and nothing else.
+        gamma = _GAMMA if request.gamma is None else request.gamma
+        self._gamma = torch.tensor(gamma, dtype=torch.float32, device=self._ring.device)
+        self._zero = torch.zeros_like(self._gamma)
+        self._unnamed_ends = self._end_kinds.unnamed(end_names)
+        is_short = request.num_steps == request.num_frames == 1 and not self._unnamed_ends
+        #: Whether every transition is two rows of one trajectory.
         self._is_plain = is_short and request.at_end == "exclude" and boundaries.finals_of(self._next_names) is None
         if request.num_steps > 1:
             (self._reward_name,) = names_below(schema, request.reward_key, _ACTION, "reward_key")[:1]
@@ -117,12 +123,17 @@ class TransitionSampler:
             places = boundaries.draw_places(num_draws, 2, generator)
             if places is None:
                 raise _no_transition()
-            return self._ring.rows(places, self._ring.cut_of(names, self._next_names, contiguous))
+            found = self._ring.rows(places, self._ring.cut_of(names, self._next_names, contiguous))
+            if self._has_discount:
+                found["discount"] = self._discount(lambda name: _leaf_at(found, name), 1)
+            return found
         drawn = boundaries.draw(num_draws, 1, generator, self._is_complete)
         if drawn is None:
             raise _no_transition()
         lane, first = drawn
         num_steps, ended = self._reach(lane, first)
+        if self._unnamed_ends:
+            self._check_ends_are_named(lane, first, num_steps, ended)
         places = self._ring.place(lane, first)
         if self._request.num_steps == 1:
             found = self._ring.rows(places, self._ring.cut_of(names, self._next_names, contiguous, nested=False))
@@ -132,6 +143,8 @@ class TransitionSampler:
             rows = self._ring.gather(self._ring.place(lane, first + num_steps - ended.long()), contiguous)
             following = {name: rows[name] for name in self._next_names}
             self._sum_rewards(found, lane, first, num_steps)
+        if self._has_discount:
+            found["discount"] = self._discount(found.__getitem__, num_steps)
         follows = boundaries.put_finals(following, lane, first + num_steps - 1, ended)
         if self._request.num_frames > 1:
             self._stack(found, following, lane, first, num_steps)
@@ -164,7 +177,7 @@ class TransitionSampler:
     def _sum_rewards(
         self, found: dict[str, torch.Tensor], lane: torch.Tensor, first: torch.Tensor, num_steps: torch.Tensor | int
     ) -> None:
-        """Replace the first row's reward by the discounted sum, its end flags by the last step's; add `discount`."""
+        """Replace the first row's reward by the discounted sum, and its end flags by those of the last step."""
         request, name = self._request, self._reward_name
         steps = torch.arange(request.num_steps, device=first.device)
         taken = torch.as_tensor(num_steps, device=first.device)
@@ -172,16 +185,29 @@ class TransitionSampler:
         # Steps that are not taken read the first row, which is always there, and weigh nothing.
         ids = torch.where(is_taken, first.unsqueeze(1) + steps, first.unsqueeze(1))
         rewards = self._rows_of(name, lane, ids)
-        weights = torch.where(is_taken, request.gamma**steps, 0).to(rewards.dtype)
+        weights = torch.where(is_taken, self._gamma**steps, 0).to(rewards.dtype)
         found[name] = (rewards * weights.view(*ids.shape, *[1] * (rewards.dim() - 2))).sum(1)
         last = self._ring.place(lane, first + num_steps - 1)
         for flag_name in self._flag_names:
             found[flag_name] = self._ring.column(flag_name).index_select(0, last)
-        discount = request.gamma ** taken.to(torch.float32)
-        terminated = self._end_kinds.terminated(found.__getitem__)
-        if terminated is not None:
-            discount = discount.masked_fill(terminated, 0)
-        found["discount"] = discount.unsqueeze(1)
+
+    def _discount(self, rows: Callable[[str], torch.Tensor], num_steps: torch.Tensor | int) -> torch.Tensor:
+        """Return the factors of next values after transitions with these end flags: `[n, 1]` float32."""
+        discount = self._gamma**num_steps
+        return torch.where(self._end_kinds.terminated(rows), self._zero, discount).unsqueeze(1)
+
+    def _check_ends_are_named(
+        self, lane: torch.Tensor, first: torch.Tensor, num_steps: torch.Tensor | int, ended: torch.Tensor
+    ) -> None:
+        """Raise `UsageError` if a flag of ends that `end_key` does not name is set within a trajectory."""
+        steps = torch.arange(self._request.num_steps, device=first.device)
+        is_within = steps < (num_steps - ended.long()).unsqueeze(1)
+        ids = torch.where(is_within, first.unsqueeze(1) + steps, first.unsqueeze(1))
+        for name in self._unnamed_ends:
+            flags = self._rows_of(name, lane, ids).flatten(2)
+            if bool(((flags != 0).any(2) & is_within).any()):
+                expected, got = f"an end_key that names {name!r} too", "rows where it is set and no trajectory ends"
+                raise UsageError(_ACTION, "", expected, got, "What follows such a row is of another trajectory")
 
     def _stack(
         self,
@@ -204,6 +230,15 @@ class TransitionSampler:
         places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
         rows = self._ring.column(name).index_select(0, places)
         return rows.view(*ids.shape, *rows.shape[1:])
+
+
+def _leaf_at(tree: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return the leaf of a nested record with this flat name."""
+    found: Any = tree
+    for key in name.split("/"):
+        found = found[key]
+    leaf: torch.Tensor = found
+    return leaf
 
 
 def _no_transition() -> UsageError:

@@ -217,6 +217,39 @@ def test_a_marked_end_without_final_observation_has_its_discount_too() -> None:
     assert torch.equal(batch["discount"].flatten(), expected)
 
 
+@pytest.mark.parametrize("has_finals", [False, True])
+@pytest.mark.parametrize(("end_key", "last", "is_terminated"), ENDS)
+def test_transitions_of_one_step_have_a_discount_if_gamma_is_given(end_key, last, is_terminated, has_finals):
+    ended = (torch.arange(10) % 5 == 4).view(10, 1)
+
+    def columns(tree):
+        return {key: columns(x) if isinstance(x, dict) else ended * x for key, x in tree.items()}
+
+    number = torch.arange(10.0).view(10, 1)
+    buffer = DictBuffer(capacity=10, end_key=end_key, generator=0)
+    final = {"step": number + 1} if has_finals else None
+    buffer.extend({"step": number, **columns(last)}, final=final)
+    batch = buffer.sample_transitions(200, gamma=0.5, next_keys=("step",))
+    ends = batch["step"] % 5 == 4
+    assert bool(ends.any()) == has_finals
+    assert torch.equal(batch["discount"], torch.where(ends, 0 if is_terminated else 0.5, 0.5))
+    assert "discount" not in buffer.sample_transitions(5, next_keys=("step",))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_steps": 3}, {"num_frames": 2}, {"at_end": "mark"}])
+@pytest.mark.parametrize(("end_key", "other"), [("truncated", "terminated"), ("terminated", "time_outs")])
+def test_an_end_that_end_key_does_not_name_is_refused(end_key, other, options) -> None:
+    row = torch.arange(12).view(12, 1)
+    rows = {"observation": row.float(), "reward": torch.ones(12, 1), end_key: row % 6 == 5}
+    same = DictBuffer(capacity=12, end_key=end_key, generator=0)
+    same.extend({**rows, other: row % 6 == 5}, final={"observation": row + 1.0})
+    same.sample_transitions(200, **options)
+    apart = DictBuffer(capacity=12, end_key=end_key, generator=0)
+    apart.extend({**rows, other: row % 6 == 2}, final={"observation": row + 1.0})
+    with pytest.raises(UsageError, match=f"expected an end_key that names '{other}' too"):
+        apart.sample_transitions(200, **options)
+
+
 def test_memory_holds_the_observation_once() -> None:
     buffer = DictBuffer(capacity=20_000, end_key="done")
     row = {"observation": torch.zeros(1, 348), "action": torch.zeros(1, 17), "reward": torch.zeros(1, 1)}
