@@ -110,6 +110,7 @@ class EndKinds:
             return by_itself
         cut = _any_set(self.time_outs, rows)
         if other is None:
+            assert cut is not None  # at least one of these fields ends trajectories
             return torch.zeros_like(cut)
         if cut is not None:
             other = other & ~cut
