@@ -484,7 +484,7 @@ def shared_fields(
 
 
 def can_be_filled(field: Field, depth: Collection[str] = ()) -> bool:
-    """Return whether False or NaN may be written for a field that an episode lacks; `depth`: fields of depth pictures."""
+    """Return whether False or NaN may be written for a field that an episode lacks; `depth`: names of depth images."""
     if field.name.partition("/")[0] in ("action", "reward"):
         return False
     if field.dtype == "bool":

@@ -278,7 +278,8 @@ def test_our_format_makes_up_no_rewards_actions_and_pictures(tmp_path):
     copy = convert(source, tmp_path / "own", "rollout-data")
     assert copy.changes["field 'reward' is left out: expected a field of all episodes"] == ["demo_0", "demo_2"]
     assert copy.changes["field 'observation/camera' is left out: expected a field of all episodes"] == ["demo_0"]
-    assert [{"reward", "observation/camera"} & {*one.schema} for one in rollout_data.open(tmp_path / "own")] == [set()] * 3
+    for one in rollout_data.open(tmp_path / "own"):
+        assert {"reward", "observation/camera"}.isdisjoint(one.schema)
     batch = rollout_data.RolloutDataset(tmp_path / "own", num_envs=1).get_batch(12)
     assert batch.reward is None and batch.action[:, 0, 0].tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
     assert "reward" not in rollout_data.WindowDataset(tmp_path / "own")[5]
