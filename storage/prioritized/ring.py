@@ -27,6 +27,8 @@ from .sum_tree import LeastWeight, MinTree, SumTree, last_copies, least_positive
 _MAX_SUM = 1e300
 #: The least importance weight, as float32, and the least weight of a priority above 0: rounding makes no 0 of them.
 _LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float64).tiny
+#: Up to this alpha the least float64 above 0 has a weight far above `_LEAST_WEIGHT`.
+_LARGEST_SAFE_ALPHA = 0.9
 #: `collected` of a row that does not say when; it is never stale.
 UNKNOWN = (1 << 62) - 1
 #: Saved as the id of a place without a row that counts; ids are >= 0.
@@ -90,6 +92,8 @@ class PrioritizedRing:
         self._total = self._num_valid = 0
         self._weights = SumTree(self._num_places, device)
         self._least = LeastWeight(self._weights)
+        #: Of one row; all weights can be summed.
+        self._largest_priority = rule.largest_priority(_MAX_SUM / self._num_places)
         self.priorities = filled((self._num_places,), 0, torch.float64, device)
         self._counts = filled((self._num_places,), 0, torch.bool, device)
         self._own_priorities, self._own_counts = own(self.priorities), own(self._counts)
@@ -292,7 +296,7 @@ class PrioritizedRing:
         if not 0 <= least <= largest < inf:  # a NaN spoils both
             wrong = next(x for x in found.reshape(-1).tolist() if not 0 <= x < inf)
             raise UsageError(action, "", "finite numbers >= 0", str(wrong))
-        if self.rule.weight(largest + self.rule.eps) > _MAX_SUM / self._num_places:
+        if largest + self.rule.eps > self._largest_priority:
             raise UsageError(action, "", "numbers whose weights can be summed", str(largest))
         return found if found.ndim else own(tensor_of(found).expand(num_rows)), largest
 
@@ -338,7 +342,7 @@ class PrioritizedRing:
         """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts."""
         priorities = last_copies(places, priorities, self._num_places)
         weights = self.rule.weights(priorities)
-        if self.rule.alpha != 1:  # powers and their rounding may end at 0
+        if self.rule.alpha > _LARGEST_SAFE_ALPHA:
             weights = weights.clip(min=priorities.clip(max=_LEAST_WEIGHT))
         self._own_priorities[places] = priorities
         self._least.note(places, self._weights.exchange(places, weights), weights)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..core import arguments
@@ -40,14 +39,17 @@ class PriorityRule:
                 arguments.real("prioritize rows", name, value, ">= 0", lambda number: 0 <= number < inf)
 
     def weights(self, priorities: Any) -> Any:
-        """Return priorities ** alpha of what `own` gives; inf where float64 ends."""
+        """Return priorities ** alpha of what `own` gives; those of arrays are rounded, see `rounded_power`."""
         if isinstance(priorities, torch.Tensor):
             return priorities**self.alpha
         return rounded_power(priorities, self.alpha)
 
-    def weight(self, priority: float) -> float:
-        """Return priority ** alpha; inf where float64 ends."""
-        return float(rounded_power(np.array([priority], np.float64), self.alpha)[0])
+    def largest_priority(self, largest_weight: float) -> float:
+        """Return the priority of a weight above 1, up to rounding; inf where float64 ends."""
+        try:
+            return largest_weight ** (1 / self.alpha) if self.alpha else inf
+        except OverflowError:
+            return inf
 
 
 @dataclass(frozen=True)

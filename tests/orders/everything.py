@@ -42,6 +42,7 @@ from storage import (
     TrajectoryDictBufferMultiDim,
     ZBuffer,
     motion_priorities,
+    sequence_priorities,
 )
 from storage.core.durable import crc32
 from tests.files.recorded import drain, frames_of, record
@@ -169,6 +170,15 @@ def stream_of_a_loader(folder: Path) -> Order:
         folder / "first", 2, random_shuffle_traj_order=True, seed=9, num_transitions_per_env=5, device="cpu"
     )
     batches = [list(rollout_data.loader(dataset)) for _ in range(2)]  # two epochs
+    return [number for batch in chain(*batches) for _, _, *place in frames_of(batch) for number in place]
+
+
+@order
+def stream_of_a_loader_with_workers(folder: Path) -> Order:
+    dataset = RolloutDataset(
+        folder / "second", 3, random_shuffle_traj_order=True, seed=11, num_transitions_per_env=4, device="cpu"
+    )
+    batches = [list(rollout_data.loader(dataset, num_workers=2)) for _ in range(2)]  # two epochs
     return [number for batch in chain(*batches) for _, _, *place in frames_of(batch) for number in place]
 
 
@@ -512,6 +522,13 @@ def prioritized_windows(folder: Path) -> Order:
         return batch["x"][:, 0]
 
     return draws(make, draw)
+
+
+@order
+def priorities_of_sequences(folder: Path) -> Order:
+    errors = (priorities_of(torch.arange(60 * 80), 5) - 1.5).float().reshape(60, 80)
+    masked = sequence_priorities(errors, 0.5, torch.arange(80).expand(60, -1) >= 20)
+    return torch.cat([sequence_priorities(errors), masked]).view(torch.int32).tolist()
 
 
 def episode_buffer() -> EpisodeReplayBuffer:

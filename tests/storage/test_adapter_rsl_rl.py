@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ theirs = pytest.importorskip("rsl_rl.storage", exc_type=ImportError)
 from tensordict import TensorDict  # noqa: E402
 
 from storage.adapters.rsl_rl import RslRlStorage  # noqa: E402
-from tests.storage.rollouts import columns_of  # noqa: E402
+from tests.orders import everything  # noqa: E402
+from tests.storage.rollouts import columns_of, value_of  # noqa: E402
 
 ENVS, STEPS, ACTIONS = 8, 12, 3
 GROUPS = {"actor": ["policy"], "critic": ["policy", "privileged"], "student": ["policy"], "teacher": ["privileged"]}
@@ -208,3 +210,24 @@ def test_a_failed_first_add_changes_nothing():
     with pytest.raises(SchemaError):
         storage.add_transition(storage.Transition(distribution_params=(rows(0, ACTIONS),)))
     assert storage.step == 0 and not any(x.any() for x in columns_of(storage).values())
+
+
+def test_mini_batches_without_compat_have_the_stored_order_of_a_rollout_storage():
+    num_envs, num_steps = 6, 8
+    example = {"policy": value_of(0, 0, num_envs, 3)}
+    storage = RslRlStorage("rl", num_envs, num_steps, example, (ACTIONS,), compat=False, generator=15)
+    for step in range(num_steps):
+        transition = RslRlStorage.Transition()
+        transition.observations = {"policy": value_of(0, step, num_envs, 3)}
+        transition.actions = torch.zeros(num_envs, ACTIONS)
+        transition.rewards = torch.zeros(num_envs)
+        transition.dones = torch.zeros(num_envs)
+        transition.values = torch.zeros(num_envs, 1)
+        transition.actions_log_prob = torch.zeros(num_envs, 1)
+        transition.distribution_params = (torch.zeros(num_envs, ACTIONS), torch.ones(num_envs, ACTIONS))
+        storage.add_transition(transition)
+    storage.compute_returns(torch.zeros(num_envs), 0.9, 0.9)
+    rows = [batch.observations["policy"][:, 0] for batch in storage.mini_batch_generator(3, 2)]
+    order = (torch.cat(rows) * 100).round().long().tolist()
+    stored = json.loads(everything.STORED.read_text())["rollout_mini_batches"]
+    assert order[: everything.NUM_SHOWN] == stored["first"]

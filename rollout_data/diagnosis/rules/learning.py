@@ -183,7 +183,7 @@ def return_outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
     away = np.abs(total[known] - np.median(total[known])) if len(known) else total[known]
     if len(known) < 8 or not (spread := float(np.median(away))):
         raise Inapplicable("most returns are equal")
-    order = np.argsort(-away)
+    order = np.argsort(-away, kind="stable")
     # A long episode has a large sum of ordinary rewards.
     by_frame = np.abs(mean[known] - np.median(mean[known]))
     if by_frame[order[0]] <= settings["deviations"] * np.median(by_frame):

@@ -101,7 +101,8 @@ def outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
             steps = away >= settings["gap"] * np.append(away[1:], usual)
             alone = np.flatnonzero(steps & (away > settings["ranges"]))
             if len(alone) and alone[-1] + 1 <= settings["share"] * facts.num_values / facts.field.num_elements:
-                chosen = mine[np.argsort(-np.abs(mine["value"] - facts.quantile(0.5)[dim]))[: alone[-1] + 1]]
+                order = np.argsort(-np.abs(mine["value"] - facts.quantile(0.5)[dim]), kind="stable")
+                chosen = mine[order[: alone[-1] + 1]]
                 places += [(a, dim, one["number"], one["frame"]) for a, one in zip(away.tolist(), chosen, strict=False)]
         peak = np.where(active, 0, np.nan_to_num(np.maximum(np.abs(facts.low), np.abs(facts.high)), posinf=0))
         usual = float(np.maximum(np.abs(facts.low), np.abs(facts.high))[:, active].max(initial=0))
