@@ -31,9 +31,10 @@ def rounded_power(base: Floats, exponent: float) -> Floats:
         base: `[n]`, finite and >= 0; no power may overflow.
         exponent: Finite and >= 0; 1 rounds nothing.
     """
-    power: Floats = base**exponent
     if exponent == 1:
-        return power
+        unrounded: Floats = base.copy()
+        return unrounded
+    power: Floats = base**exponent
     bits = power.view(np.int64)
     bits += _HALF  # What stays after cutting off the last bits is rounded.
     is_doubtful = ((bits + _MAX_ERROR) & _ROUNDED) < 2 * _MAX_ERROR
