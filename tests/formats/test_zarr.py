@@ -11,6 +11,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,25 @@ def test_a_zip_file_is_as_its_folder(tmp_path: Path, write: Any, compression: in
         for path in folder.rglob("*"):
             archive.write(path, path.relative_to(folder))
     check(pickle.loads(pickle.dumps(rollout_data.open(tmp_path / "a.zarr.zip"))))
+
+
+def test_a_flipped_name_in_the_directory_of_a_zip_file_never_gives_other_values(tmp_path: Path) -> None:
+    folder, path = write_2(tmp_path / "a.zarr", arrays()), tmp_path / "a.zarr.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for member in sorted(folder.rglob("*")):
+            archive.write(member, member.relative_to(folder))
+    whole, start = path.read_bytes(), 0
+    with zipfile.ZipFile(path) as archive:
+        start = archive.start_dir
+        names = [member.filename.encode() for member in archive.infolist()]
+    for name in names:
+        place = whole.index(b"PK\x01\x02", whole.index(name, start) - 46) + 46
+        for offset in range(len(name)):
+            data = bytearray(whole)
+            data[place + offset] ^= 1 << (offset % 7)
+            path.write_bytes(data)
+            with suppress(RolloutDataError):
+                check(rollout_data.open(path))
 
 
 def test_numbers_of_the_other_byte_order_keep_their_width(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 Array = np.ndarray[Any, Any]
 _MAX_MEMBERS, _MAX_HEAD_BYTES = 4096, 10_000
+#: Bit of the flags of a member whose name is UTF-8.
+_UTF_8 = 0x800
 #: DEFLATE gives no more for a byte.
 _MAX_EXPANSION = 1032
 #: States of zlib, 40 KB each, are kept at distances of at least this, at most the second number for an array.
@@ -230,7 +232,11 @@ def member_begin(file: BufferedIOBase, member: zipfile.ZipInfo) -> int:
     head = file.read(30)
     if member.header_offset < 0 or len(head) < 30 or head[:4] != b"PK\3\4":
         raise zipfile.BadZipFile(f"no member at {member.header_offset}")
-    return member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+    num_name, num_extra = (int.from_bytes(head[at : at + 2], "little") for at in (26, 28))
+    name = file.read(num_name).decode("utf-8" if member.flag_bits & _UTF_8 else "cp437")
+    if name != member.orig_filename:
+        raise zipfile.BadZipFile(f"the name {name!r} in the member and {member.orig_filename!r} in the directory")
+    return member.header_offset + 30 + num_name + num_extra
 
 
 def _read_head(stream: IO[bytes], where: str) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:

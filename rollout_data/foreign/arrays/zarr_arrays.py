@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -43,13 +44,15 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         self._path, self._members = path, dict[str, zipfile.ZipInfo]()
+        self._listed: list[zipfile.ZipInfo] = []
         if path.is_dir():
             found = ((folder, name) for folder, _, names in os.walk(path) for name in names)
             self.names = {os.path.relpath(os.path.join(*one), path) for one in found}
         else:
             opening = damage_named("open", repr(str(path)), "a zip file", *_DAMAGE)
             with opening, open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
-                self._members = {member.filename: member for member in archive.infolist()}
+                self._listed = archive.infolist()
+            self._members = {member.filename: member for member in self._listed}
             self.names = set(self._members)
 
     def get(self, name: str, start: int, num_bytes: int) -> bytes:
@@ -77,6 +80,26 @@ class Store:
         with damage_named("read", f"{name!r} of {str(self._path)!r}", "an intact piece", *_DAMAGE):
             text = self.get(name, 0, MAX_META_BYTES).decode(errors="replace")
         return parse_json(text, self._path / name)
+
+    def check_names(self, arrays: Collection[ZarrArray]) -> None:
+        """Check the names of members of a zip file that are no chunk of an array, or are listed twice.
+
+        A chunk with a damaged name in the directory would count as one that was never written.
+
+        Raises:
+            CorruptFileError: A member has another name in the directory than in its own head.
+        """
+        counts = Counter(member.filename for member in self._listed)
+        others = [
+            member
+            for member in self._listed
+            if counts[member.filename] > 1 or not any(array.has_piece(member.filename) for array in arrays)
+        ]
+        with damage_named("open", repr(str(self._path)), "intact names of its members", *_DAMAGE):
+            if others:
+                with open(open_regular(self._path), "rb") as file:
+                    for member in others:
+                        member_begin(file, member)
 
 
 def _check_member(member: zipfile.ZipInfo, data: bytes) -> None:
@@ -121,6 +144,20 @@ class ZarrArray:
         """Whether pictures were coded with loss."""
         return any(
             name == "imagecodecs_jpegxl" and settings.get("lossless") is not True for name, settings in self.codecs
+        )
+
+    def has_piece(self, name: str) -> bool:
+        """Return whether a piece of a store is one of this array by its name."""
+        prefix, separator = self.key
+        if not name.startswith(prefix):
+            return False
+        numbers = name.removeprefix(prefix).split(separator)
+        counts = [-(-size // piece) for size, piece in zip(self.shape, self.pieces, strict=True)]
+        if len(numbers) != len(counts):
+            return False
+        return all(
+            number.isdecimal() and str(int(number)) == number and int(number) < count
+            for number, count in zip(numbers, counts, strict=True)
         )
 
     def read(self, store: Store, start: int, stop: int) -> Array:
@@ -226,6 +263,7 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
             with damage_named("read", repr(name), "the description of an array", *_DAMAGE):
                 found[folder] = _of_format_2(folder, about) if last == ".zarray" else _of_format_3(folder, about)
                 _check_sizes(found[folder], store)
+    store.check_names(found.values())
     return found
 
 
