@@ -205,12 +205,12 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
             if writer in names and (ids is None or (writer, number) in wanted):
                 said[names[writer], number] = said.get((names[writer], number), {}) | told
     described = [load_metadata(one.data_dir) for one in found]
-    if len({_rate_of(one) for one in described}) > 1:
-        for selection, metadata, names in zip(selections, described, renamed, strict=True):
-            for (writer, number), rate in _rates_of_episodes(selection, _rate_of(metadata)).items():
+    metadata = _common(described)
+    if {_rate_of(one) for one in described} != {_rate_of(metadata)}:
+        for selection, of_source, names in zip(selections, described, renamed, strict=True):
+            for (writer, number), rate in _rates_of_episodes(selection, _rate_of(of_source)).items():
                 key = (names.get(writer, writer), number)
                 said[key] = {RATE_KEYS[0]: rate} | said.get(key, {})
-    metadata = _common(described)
     shutil.rmtree(made / _CONVERTED, ignore_errors=True)
     folder = BlockFolder.at(made)
     finish(folder, metadata, kept, said)
@@ -231,8 +231,9 @@ def _rates_of_episodes(selection: Recording, rate: float | None) -> dict[Key, fl
     rates = {}
     for name, episode in zip(selection.ids, selection, strict=True):
         writer, _, number = name.rpartition(":")
-        own_rate = episode.metadata.get(RATE_KEYS[0], rate)
-        if is_real(own_rate):
+        stated = [episode.metadata.get(key) for key in RATE_KEYS]
+        own_rate = next((one for one in (*stated, rate) if is_real(one)), None)
+        if own_rate is not None:
             rates[writer, int(number)] = own_rate
     return rates
 

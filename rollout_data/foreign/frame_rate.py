@@ -16,10 +16,13 @@ from .writer import EpisodeToWrite
 RATE_KEYS = ("frame_rate_hz", "fps")
 #: Last part of the name of a field of recorded times in seconds.
 _TIME_NAMES = ("timestamp", "timestamps")
+_TIME_DTYPES = ("float32", "float64")
 #: Rates that differ by more than this share contradict each other.
 _MAX_DIFFERENCE = 0.01
 #: Rates this close to an integer, as rounded times give them, are that integer.
-_ROUNDING = 1e-3
+_ROUNDING = 5e-4
+#: Steps that differ from the median by more than this share of it are pauses and lost frames.
+_MAX_STEP_DIFFERENCE = 0.5
 _UNKNOWN = (None, "", "unknown")
 
 
@@ -51,9 +54,10 @@ def frame_rate(
     episodes, `fps` there, the field `timestamp` in seconds.
 
     Raises:
-        UsageError: No rate is known, or two statements, `fps` included, differ by more than 1 %.
+        UsageError: The rate of an episode is not known, or two statements, `fps` included, differ by more than 1 %.
     """
-    stated = list(_stated(metadata, "the recording", has_fps=fps is not None))
+    of_all = list(_stated(metadata, "the recording", has_fps=fps is not None))
+    stated = list(of_all)
     for episode in episodes:
         where = f"episode {episode.id!r}"
         stated += _stated(episode.metadata, where, episode.id, has_fps=fps is not None)
@@ -64,12 +68,16 @@ def frame_rate(
         certain.insert(0, Statement(float(fps), "the argument fps"))
     if not certain and measured:
         median_hz = float(np.median([one.rate_hz for one in measured]))
-        certain = [Statement(_rounded(median_hz), measured[0].where)]
+        certain = [Statement(_rounded(median_hz, _MAX_DIFFERENCE), measured[0].where)]
     if not certain:
-        where, expected = "as LeRobot", f"a frame rate, as {RATE_KEYS[0]!r} in the metadata of the recording"
-        raise UsageError("write the recording", where, expected, "none", "Say fps=")
+        raise _unknown("the recording", "the recording")
     rate_hz = certain[0].rate_hz
     _check_alike(certain)
+    if fps is None and not of_all:
+        known = {one.episode for one in stated}
+        for episode in episodes:
+            if episode.id not in known and not _times(episode):
+                raise _unknown(f"episode {episode.id!r}", "the episode")
     report: dict[str, set[str]] = {}
     for one in stated:
         if one.rate_hz != rate_hz:
@@ -90,12 +98,26 @@ def _stated(metadata: Mapping[str, Any], where: str, episode: str = "", has_fps:
             raise UsageError("take the frame rate", f"{key} of {where}", "a number > 0", repr(value)[:80], "Say fps=")
 
 
+def _unknown(what: str, whose: str) -> UsageError:
+    expected = f"a frame rate, as {RATE_KEYS[0]!r} in the metadata of {whose}"
+    return UsageError(f"write {what}", "as LeRobot", expected, "none", "Say fps=")
+
+
+def _times(episode: EpisodeToWrite) -> list[str]:
+    """Return the names of the fields of recorded times in seconds."""
+    return [
+        name
+        for name, field in episode.schema.items()
+        if name.rpartition("/")[2] in _TIME_NAMES and field.num_elements == 1 and field.dtype in _TIME_DTYPES
+    ]
+
+
 def _measured(episode: EpisodeToWrite) -> Iterator[Statement]:
-    """Yield the rates of the recorded times of an episode."""
-    for name, field in episode.schema.items():
-        is_time = name.rpartition("/")[2] in _TIME_NAMES and field.num_elements == 1
-        if not is_time or field.dtype not in ("float32", "float64"):
-            continue
+    """Yield the rates of the recorded times of an episode: of its usual steps, the mean.
+
+    The median is no rate: steps of times that are rounded to milliseconds are 33 or 34 ms at 30 Hz.
+    """
+    for name in _times(episode):
         try:
             times = np.asarray(episode.read(name), np.float64).reshape(-1)
         except DataFileError:  # `add` raises it again
@@ -104,14 +126,19 @@ def _measured(episode: EpisodeToWrite) -> Iterator[Statement]:
         median = float(np.median(steps)) if len(steps) else 0.0
         if not 0 < median < float("inf") or not np.isfinite(steps).all():
             continue
-        error = float(steps.std()) / median / np.sqrt(len(steps))
+        usual = steps[np.abs(steps - median) <= _MAX_STEP_DIFFERENCE * median]
+        mean = float(usual.mean())
+        error = float(usual.std()) / mean / np.sqrt(len(usual))
+        is_certain = error < _MAX_DIFFERENCE / 2 and 2 * len(usual) > len(steps)
         where = f"{name!r} of episode {episode.id!r}"
-        yield Statement(_rounded(1 / median), where, episode.id, error < _MAX_DIFFERENCE / 2)
+        yield Statement(_rounded(1 / mean, error), where, episode.id, is_certain)
 
 
-def _rounded(rate_hz: float) -> float:
+def _rounded(rate_hz: float, error: float) -> float:
+    """Return the nearest integer if the rate, whose relative error is known, may be that."""
     nearest = round(rate_hz)
-    return float(nearest) if nearest and abs(rate_hz / nearest - 1) < _ROUNDING else rate_hz
+    tolerance = min(max(_ROUNDING, error), _MAX_DIFFERENCE)
+    return float(nearest) if nearest and abs(rate_hz / nearest - 1) < tolerance else rate_hz
 
 
 def _check_alike(statements: Sequence[Statement]) -> None:

@@ -67,7 +67,7 @@ class EpisodeToWrite(Protocol):
 
 #: What metadata of a recording say of its files, which follows from the episodes.
 DERIVED = frozenset((
-    "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "success_traj_only", "frame_rate_hz",
+    "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "success_traj_only",
     "total_timesteps", "total_trajectories",
 ))  # fmt: skip
 #: Metadata of an episode in a target: names of its fields that were False or NaN because the source lacks them.

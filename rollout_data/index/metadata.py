@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from storage.core.durable import read_text, sync_path
 from storage.core.fields import Schema
 from storage.errors import RolloutDataError, SchemaError
@@ -116,7 +118,7 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
     temporary = folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
     try:
         with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(metadata.to_json(), file, indent=2, default=str)
+            json.dump(metadata.to_json(), file, indent=2, default=_plain)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
@@ -186,3 +188,8 @@ def _schema_of(path: Path) -> Schema | None:
 
 def _shape(shape: Any) -> tuple[int, ...]:
     return (int(shape),) if isinstance(shape, int) else tuple(int(size) for size in shape)
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers and arrays of numpy as JSON holds them; the text of other objects."""
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)

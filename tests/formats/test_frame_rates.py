@@ -22,6 +22,7 @@ def record(
     time_hz: float | None = None,
     notes: dict[str, Any] | None = None,
     jitter_s: float = 0.0,
+    decimals: int | None = None,
 ) -> Path:
     """Record two episodes of 30 frames; `time_hz` adds the field `timestamp`."""
     rng = np.random.default_rng(0)
@@ -31,7 +32,8 @@ def record(
             is_last = frame % 30 == 29
             fields: dict[str, Any] = {}
             if time_hz is not None:
-                fields["timestamp"] = np.array([frame % 30 / time_hz + rng.uniform(0, jitter_s)])
+                time_s = frame % 30 / time_hz + rng.uniform(0, jitter_s)
+                fields["timestamp"] = np.array([time_s if decimals is None else round(time_s, decimals)])
             if notes and is_last:
                 fields["episode"] = [notes]
             writer.add(observation=row, action=row, terminated=[is_last], **fields)
@@ -51,6 +53,9 @@ STATED: dict[str, tuple[dict[str, Any], float]] = {
     "a note of the episodes": ({"notes": {"frame_rate_hz": 12.5}}, 12.5),
     "recorded times": ({"time_hz": 20}, 20),
     "recorded times that vary": ({"time_hz": 15, "jitter_s": 0.0001}, 15),
+    "recorded times in whole milliseconds": ({"time_hz": 30, "decimals": 3}, 30),
+    "a statement and times in whole milliseconds": ({"metadata": {"fps": 30}, "time_hz": 30, "decimals": 3}, 30),
+    "recorded times of 29.97 Hz": ({"time_hz": 29.97}, 29.97),
     "a statement before recorded times": ({"metadata": {"fps": 20}, "time_hz": 20.1}, 20),
 }
 
@@ -124,3 +129,35 @@ def test_merged_sets_of_equal_rates_state_it_once(tmp_path: Path) -> None:
     merged = rollout_data.open(tmp_path / "all")
     assert merged.metadata["frame_rate_hz"] == 20
     assert converted_fps(merged, tmp_path / "set") == 20
+
+
+def test_a_rate_that_two_sets_state_under_other_keys_is_kept(tmp_path: Path) -> None:
+    sources = [record(tmp_path / "a", {"frame_rate_hz": 20}), record(tmp_path / "b", {"fps": 20})]
+    rollout_data.merge(sources, tmp_path / "all")
+    merged = rollout_data.open(tmp_path / "all")
+    assert [episode.metadata["frame_rate_hz"] for episode in merged] == [20] * 4
+    assert converted_fps(merged, tmp_path / "set") == 20
+
+
+def test_an_episode_of_unknown_rate_beside_others_is_refused_by_name(tmp_path: Path) -> None:
+    sources = [record(tmp_path / "a", {"frame_rate_hz": 20}), record(tmp_path / "silent")]
+    rollout_data.merge(sources, tmp_path / "all")
+    with pytest.raises(UsageError, match=r"episode 'silent:0' as LeRobot.*Say fps="):
+        converted_fps(tmp_path / "all", tmp_path / "set")
+    assert converted_fps(tmp_path / "all", tmp_path / "said", fps=20) == 20
+
+
+def test_a_rate_from_numpy_is_recorded_as_a_number(tmp_path: Path) -> None:
+    source = record(tmp_path / "own", {"frame_rate_hz": np.float32(12.5)})
+    assert rollout_data.open(source).metadata["frame_rate_hz"] == 12.5
+    assert converted_fps(source, tmp_path / "set") == 12.5
+
+
+@pytest.mark.parametrize("target", ["robomimic", "minari", "d4rl", "isaaclab", "rlinf", "trajectory-folders"])
+def test_a_target_keeps_the_rate_or_names_it_as_left_out(tmp_path: Path, target: str) -> None:
+    source = record(tmp_path / "own", {"frame_rate_hz": 20})
+    options = {} if target in ("isaaclab", "rlinf") else {"missing_reward": 0.0}
+    path = tmp_path / ("set.hdf5" if target in ("robomimic", "d4rl", "isaaclab") else "set")
+    done = rollout_data.convert(source, path, target, progress=False, **options)
+    is_kept = rollout_data.open(path).metadata.get("frame_rate_hz") == 20
+    assert is_kept != any("frame_rate_hz" in change for change in done.changes)

@@ -135,7 +135,7 @@ class Feature:
     Attributes:
         source: Name of the column or camera.
         name: Of the field.
-        kind: "number", "text", "language", "image", "video" or "annotation" (the number of a task).
+        kind: "number", "text", "language", "image", "video" or "annotation" (the number of a task or subtask).
         shape, dtype: Of a row.
         depth: How a video of depth is coded.
         unit: Of depth: "mm" or "m".

@@ -43,6 +43,7 @@ from .description import (
 )
 from .index import SUCCESS, Entry, Index, Run
 from .language import ARROW_TYPES, describe
+from .subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, read_subtasks
 
 MODALITY_NAME = "meta/modality.json"
 _FRAME = "frame_index"
@@ -88,6 +89,7 @@ class Reader(ForeignReader):
         self.problems += index.problems
         self._files, self._tasks, self._fps = index.files, index.tasks, info.fps
         features = self._describe(info, index)
+        subtask_types = self._read_subtasks(info, features)
         components = self._components(features) if (self.path / MODALITY_NAME).exists() else {}
         if has_components:
             features += [part for listed in components.values() for part in listed.values() if part.part]
@@ -98,8 +100,10 @@ class Reader(ForeignReader):
             "lossy": sorted(feature.name for feature in features if feature.is_lossy),
             "units": {feature.name: feature.unit for feature in features if feature.unit},
         }
-        if described := self._arrow_types(index):
+        if described := {**self._arrow_types(index), **subtask_types}:
             self.metadata[ARROW_TYPES] = described
+        if self._subtasks:
+            self.metadata[SUBTASKS] = {str(number): text for number, text in self._subtasks.items()}
         if components:
             self.metadata["components"] = {
                 group: {name: _place(name, feature) for name, feature in listed.items()}
@@ -136,6 +140,21 @@ class Reader(ForeignReader):
             found[feature.name] = self._with_unit(feature, about)
             self._compare(feature, about)
         return list(found.values())
+
+    def _read_subtasks(self, info: Info, features: list[Feature]) -> dict[str, Any]:
+        """Read the texts of subtasks and append their field; return the description of their table by its name."""
+        self._subtasks: dict[int, str] = {}
+        if not (self.path / TABLE_NAME).exists():
+            return {}
+        try:
+            self._subtasks, described = read_subtasks(info)
+        except CorruptFileError as problem:
+            self.problems.append(problem.of("metadata"))
+            return {}
+        numbers = [one for one in features if one.source == NUMBER and one.kind == "number" and not one.shape]
+        if numbers and all(one.name != TEXT for one in features):
+            features.append(replace(numbers[0], name=TEXT, kind="annotation"))
+        return {TABLE_NAME: described}
 
     def _arrow_types(self, index: Index) -> dict[str, Any]:
         """Describe the columns of language: field -> Arrow type, None if JSON cannot hold all of it."""
@@ -356,7 +375,8 @@ class Reader(ForeignReader):
         if rows.dtype != feature.dtype:
             raise CorruptFileError("read", where, f"numbers of {feature.dtype}", str(rows.dtype))
         if feature.kind == "annotation":
-            return [self._tasks.get(number, "") for number in rows.tolist()]
+            numbered = self._subtasks if feature.source == NUMBER else self._tasks
+            return [numbered.get(number, "") for number in rows.tolist()]
         return rows if feature.part is None else rows[:, slice(*feature.part)]
 
 

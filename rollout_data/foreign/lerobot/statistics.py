@@ -108,9 +108,13 @@ def _summary(columns: Array) -> dict[str, Array]:
 
 
 def _between(low: Array, high: Array, share: float) -> Array:
-    """Interpolate between neighbours; equal ones stay as they are, infinite ones too."""
+    """Interpolate between neighbours; equal ones stay as they are, and an infinite one is the result."""
+    if not share:
+        return low
+    is_finite = np.isfinite(low) & np.isfinite(high)
     with np.errstate(invalid="ignore"):
-        return np.where(low == high, low, low + (high - low) * share)
+        between = np.where(is_finite, low + (high - low) * share, low + high)
+    return np.where(low == high, low, between)
 
 
 def _unknown() -> dict[str, Array]:

@@ -22,7 +22,7 @@ import numpy as np
 from storage.core import arguments
 from storage.core.durable import replace_file, sync_path
 from storage.core.fields import Field
-from storage.errors import CorruptFileError, UsageError
+from storage.errors import CorruptFileError, DataFileError, UsageError
 
 from ..frame_rate import RATE_KEYS, frame_rate
 from ..guards import damage_named, read_object
@@ -46,6 +46,7 @@ from .description import INFO_NAME, TEMPLATES, UNFINISHED, file_name
 from .index import SUCCESS, TASK
 from .language import ARROW_TYPES, arrow_type, column_of_texts
 from .statistics import AnyStatistics, NumberStatistics, PictureStatistics
+from .subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, numbers_of, stated_subtasks, subtask_table, with_pairs
 
 _CHUNKS_SIZE = 1000
 #: Read at a time of a field, and in a row group of the file of an episode.
@@ -86,8 +87,9 @@ class Writer(ForeignWriter):
     format = "lerobot"
     HOLDS = frozenset((
         ARROW_TYPES, "chunks_size", "codebase_version", "data_files_size_in_mb", "data_path", "features",
-        "fps", "lossy", "robot_type", "splits", "tasks", "total_chunks", "total_episodes", "total_frames",
-        "total_tasks", "total_videos", "units", "video_files_size_in_mb", "video_path",
+        "fps", "frame_rate_hz", "lossy", "robot_type", "splits", SUBTASKS, "tasks", "total_chunks",
+        "total_episodes", "total_frames", "total_tasks", "total_videos", "units", "video_files_size_in_mb",
+        "video_path",
     ))  # fmt: skip
     OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": None, "groot": False}
 
@@ -118,7 +120,10 @@ class Writer(ForeignWriter):
         units = self.metadata.get("units") or {}
         flags = [name for name in (SUCCESS, _DONE) if self._is_made(name)]
         self._shared = shared_fields(self.episodes, units, ignored=(*SCALARS, *flags))
-        self._columns, self._texts, self._languages = self._choose(units), *self._chosen_texts()
+        self._columns = self._choose(units)
+        self._has_subtask_texts = self._is_numbered_by_subtasks()
+        self._subtasks = self._chosen_subtasks()
+        self._texts, self._languages = self._chosen_texts()
         self._check_names()
         self._flags = self._chosen_flags()
         self._has_absent = any(self._absent(episode) for episode in self.episodes)
@@ -206,11 +211,28 @@ class Writer(ForeignWriter):
         texts, languages = list[str](), dict[str, Any]()
         for name in sorted(self._shared.texts):
             is_annotation = name == _ANNOTATION and self.options["groot"]
+            if name == TEXT and self._has_subtask_texts:
+                continue
             if name not in described and not is_annotation:
                 texts.append(name)
             elif described.get(name) is not None:
                 languages[name] = arrow_type(described[name])
         return texts, languages
+
+    def _is_numbered_by_subtasks(self) -> bool:
+        """Return whether every episode has the texts of its subtasks beside their numbers."""
+        fields = [column.field for column in self._columns if column.field.name == NUMBER]
+        are_numbers = any(field.num_elements == 1 and field.dtype.startswith("int") for field in fields)
+        return are_numbers and TEXT in self._shared.texts
+
+    def _chosen_subtasks(self) -> dict[int, str]:
+        """Return the table of subtasks: that of the recording, with texts that only its episodes have."""
+        table = stated_subtasks(self.metadata)
+        for episode in self.episodes if self._has_subtask_texts else ():
+            with suppress(DataFileError):  # `add` raises it again
+                numbers = np.asarray(episode.read(NUMBER)).reshape(-1).tolist()
+                table = with_pairs(table, zip(numbers, episode.read(TEXT), strict=True))
+        return table
 
     def _chosen_flags(self) -> list[str]:
         """Return the flags of the last row that some episode tells: success, and whether it ended."""
@@ -380,7 +402,12 @@ class Writer(ForeignWriter):
         part_bytes = _VIDEO_PART_BYTES if is_video else _PART_BYTES
         step = max(1, part_bytes // max(1, column.field.row_bytes))
         for start in range(*rows, step):
-            values = self._shared.read(episode, column.field.name, start, min(start + step, rows[1]))
+            stop = min(start + step, rows[1])
+            values = self._shared.read(episode, column.field.name, start, stop)
+            if column.field.name == NUMBER and self._has_subtask_texts:
+                numbers = numbers_of(self._subtasks, episode.read(TEXT, start, stop), values)
+                self.changed(f"{NUMBER!r} is counted anew", episode, (numbers != values).any())
+                values = numbers
             statistics.add(values)
             yield values
 
@@ -452,7 +479,8 @@ class Writer(ForeignWriter):
             self.changed(f"{name!r} is False in episodes that do not tell it", episode)
         deep = [name for name, field in episode.schema.items() if len(field.shape) > _MAX_LIST_DIMENSIONS]
         empty = [name for name, field in episode.schema.items() if not field.num_elements]
-        lost_texts = set(self._shared.texts) - {*self._texts, *self._languages, _ANNOTATION}
+        numbered = {TEXT} if self._has_subtask_texts else set()
+        lost_texts = set(self._shared.texts) - {*self._texts, *self._languages, _ANNOTATION} - numbered
         numbers = [column for column in self._columns if column.kind == "number" and "image" in column.field.name]
         renamed = [column.field.name for column in numbers if "image" not in column.name]
         for what, names in (
@@ -481,6 +509,7 @@ class Writer(ForeignWriter):
             ("the parts of nested names are joined by dots", any(name.count("/") > 1 for name in episode.schema)),
             ("bfloat16 is written as float32", any(column.field.dtype == "bfloat16" for column in self._columns)),
             ("metadata of episodes are left out, but for task and success", other),
+            ("texts of subtasks in the metadata are left out", SUBTASKS in self.metadata and not self._subtasks),
         ):
             if is_so:
                 self.changed(what, episode)
@@ -495,6 +524,9 @@ class Writer(ForeignWriter):
 
     def _write_tables(self) -> None:
         """Write what concerns all episodes, but for the description of the set."""
+        if self._subtasks:
+            described: Any = (self.metadata.get(ARROW_TYPES) or {}).get(TABLE_NAME)
+            self._write_texts(TABLE_NAME, subtask_table(self._subtasks, described))
         if self._version == "v3.0":
             self._write_tables_3()
             return
@@ -509,11 +541,7 @@ class Writer(ForeignWriter):
     def _write_tables_3(self) -> None:
         pyarrow, parquet = arrow()
         tasks = pyarrow.table({"task_index": np.arange(len(self._tasks)), "task": pyarrow.array(self._tasks, "string")})
-        # lerobot takes the text from the index of pandas; as a plain column it gives wrong tasks.
-        index = dict.fromkeys(("name", "field_name"), "task") | {"pandas_type": "unicode", "numpy_type": "object"}
-        pandas = {"index_columns": ["task"], "columns": [{**index, "metadata": None}], "column_indexes": []}
-        with self._replaced("meta/tasks.parquet") as new:
-            parquet.write_table(tasks.replace_schema_metadata({b"pandas": json.dumps(pandas)}), new)
+        self._write_texts("meta/tasks.parquet", tasks)
         if not self._num_episodes:
             return
         if self.is_complete:
@@ -528,6 +556,16 @@ class Writer(ForeignWriter):
                     table = table.set_column(table.column_names.index(ABSENT), ABSENT, names)
                 file = file or opened.enter_context(parquet.ParquetWriter(new, table.schema))
                 file.write_table(table)
+
+    def _write_texts(self, name: str, table: Any) -> None:
+        """Write a table of numbers and texts."""
+        _, parquet = arrow()
+        text = next(column for column in table.column_names if not column.endswith("_index"))
+        # lerobot takes the text from the index of pandas; as a plain column it gives wrong tasks.
+        index = dict.fromkeys(("name", "field_name"), text) | {"pandas_type": "unicode", "numpy_type": "object"}
+        pandas = {"index_columns": [text], "columns": [{**index, "metadata": None}], "column_indexes": []}
+        with self._replaced(name) as new:
+            parquet.write_table(table.replace_schema_metadata({b"pandas": json.dumps(pandas)}), new)
 
     def _total_statistics(self) -> dict[str, dict[str, Array]]:
         """Compute the statistics of all frames; numbers are read again, for the quantiles."""
