@@ -149,6 +149,10 @@ class DataFileError(RolloutDataError):
     """A file or folder does not hold what it should."""
 
 
+class UnansweredError(DataFileError):
+    """A store refused access or did not answer: its files may be intact, and a later request may be answered."""
+
+
 class CorruptFileError(DataFileError):
     """A file is truncated, damaged or contradicts itself."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.errors import RolloutDataError
+from storage.errors import RolloutDataError, UnansweredError
 
 from .facts import MIN_DISTINCT
 from .finding import Inapplicable
@@ -46,6 +46,8 @@ class Bounds:
         for row in spread.tolist():
             try:
                 found = scan.recording[int(self.episodes[row])].final_observation
+            except UnansweredError:
+                raise
             except (RolloutDataError, OSError):
                 continue
             parts = [_part(found, name) for name in names]
@@ -115,6 +117,8 @@ class Jumps(Collector):
             have = numbers[has[which[numbers]]]
             try:
                 first = scan.recording.read_many(have, [name], have * 0, have * 0 + 1)[name]
+            except UnansweredError:
+                raise
             except (RolloutDataError, OSError):
                 continue
             first = first.reshape(len(first), -1)[:, dims].astype(np.float64)

@@ -1,6 +1,6 @@
 """The examination: chooses rules, runs them over one scan, and gathers what they find.
 
-One rule: no rule ends the run; one that fails is itself the finding FIL00.
+One rule: no rule ends the run; one that fails is itself the finding FIL00. A store that does not answer ends it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from storage.core import arguments
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError, nearest
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UnansweredError, UsageError, nearest
 
 from ..recordings.opening import open
 from ..recordings.recording import Recording
@@ -45,6 +45,7 @@ def doctor(
 
     Raises:
         UsageError: There is nothing at the path; a rule, a threshold or a number is not known.
+        AccessError, FetchError: The store refuses access, or does not answer.
     """
     rules, changed = chosen_rules(only, skip), _changed(settings or {})
     if sample is not None:
@@ -72,6 +73,8 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
             found += scan.files.told(*rule.problems) if rule.problems else ()  # checks may read, and meet more
             findings += _gathered(rule, found, scan, settings)
             skipped += [(rule.code, why)] if why and not found else []
+        except UnansweredError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a rule did not expect is a finding
             findings += _gathered(FAILED, [_failure(rule, error)], scan, {})
     findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
@@ -95,6 +98,8 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
             warnings.simplefilter("ignore", RolloutDataWarning)
         try:
             return (path if isinstance(path, Recording) else open(path)), None
+        except UnansweredError:
+            raise
         except (DataFileError, OSError) as error:
             is_refused = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
             if is_refused or isinstance(error, UsageError):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from storage.core.fields import Schema
-from storage.errors import RolloutDataError
+from storage.errors import RolloutDataError, UnansweredError
 
 from ..recordings.recording import Recording
 
@@ -155,6 +155,8 @@ class Reading:
             usual = self.recording.schema  # what an episode has in another form is the subject of STR06
             names = [name for name in self.names if own.get(name) == usual[name]]
             values = self.recording.read_many(numbers, names, starts, counts)
+        except UnansweredError:
+            raise
         except (RolloutDataError, OSError) as error:
             if len(numbers) == 1:
                 self.failed(int(numbers[0]), error)

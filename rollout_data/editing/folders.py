@@ -276,6 +276,10 @@ def _converted(recording: Recording, scratch: Path, done: NewFolder, progress: b
     """Convert a recording to the folder `scratch`; its problems and advice are appended to those of `done`."""
     scratch.mkdir(parents=True)
     conversion = convert(recording, scratch, progress=progress)
+    if not conversion.num_episodes:
+        where, got = repr(str(recording.path)), f"none of {len(recording)}"
+        advice = str(conversion.problems[0]) if conversion.problems else ""
+        raise DataFileError("read", where, "an episode that can be read", got, advice)
     done.problems += conversion.problems
     done.advice += conversion.advice
     return BlockFolder.at(scratch)

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from storage.core import arguments
-from storage.errors import DataFileError, RolloutDataError, UsageError, nearest
+from storage.errors import DataFileError, RolloutDataError, UnansweredError, UsageError, nearest
 
 from ..diagnosis.examining import doctor, opened
 from ..diagnosis.finding import Finding
@@ -337,6 +337,8 @@ def _write_anew(plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made:
         for place, piece in tqdm(pieces, desc="repair", unit=" episodes", disable=not progress):
             try:
                 writer.add(piece)
+            except UnansweredError:
+                raise
             except DataFileError:  # a foreign episode that cannot be read: `doctor` names it
                 continue
             about = plan.recording.info(place).metadata

@@ -16,7 +16,7 @@ import numpy as np
 
 from storage.core.durable import crc32
 from storage.core.fields import Schema
-from storage.errors import DataFileError, RolloutDataError
+from storage.errors import DataFileError, RolloutDataError, UnansweredError
 
 from .plain import plain
 
@@ -111,7 +111,7 @@ class SummedEpisode:
     def _of_source(self, read: Any) -> Any:
         try:
             return read()
-        except UnreadableEpisode:
+        except (UnreadableEpisode, UnansweredError):
             raise
         except DataFileError as problem:
             raise UnreadableEpisode(problem) from problem

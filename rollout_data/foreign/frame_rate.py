@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.core.arguments import is_real
-from storage.errors import DataFileError, UsageError
+from storage.errors import DataFileError, UnansweredError, UsageError
 
 from .writer import EpisodeToWrite
 
@@ -120,6 +120,8 @@ def _measured(episode: EpisodeToWrite) -> Iterator[Statement]:
     for name in _times(episode):
         try:
             times = np.asarray(episode.read(name), np.float64).reshape(-1)
+        except UnansweredError:
+            raise
         except DataFileError:  # `add` raises it again
             continue
         steps = np.diff(times)

@@ -16,14 +16,13 @@ import torch
 
 from storage.core.durable import crc32
 from storage.core.memory import BufferPool
-from storage.errors import DataFileError, UsageError
+from storage.errors import DataFileError, UnansweredError, UsageError
 
 from ..format.header import DATA, FINAL, read_header
 from ..format.schema import RowLayout
 from ..index.block import Block
 from ..index.index import Int64s, LostBlockError, Runs, TrajectoryIndex
 from ..index.stand_ins import is_stand_in
-from ..remote.fetching import UNANSWERED
 from .coded import RowCache
 from .shared import SharedMemory, Spot, shared_memory
 from .store import GONE, FrameStore, Place
@@ -198,7 +197,7 @@ class FileFrames(FrameStore):
     def _read(self, block: int, place: Place) -> np.ndarray:
         try:
             return self._read_rows(self.index.blocks[block], place)
-        except UNANSWERED:
+        except UnansweredError:
             raise
         except DataFileError as cause:
             if DataFileError not in self._losses:
@@ -235,7 +234,7 @@ class FileFrames(FrameStore):
             try:
                 rows[start:stop] = read_part(about, place, start, stop)
                 return True
-            except UNANSWERED:
+            except UnansweredError:
                 raise
             except DataFileError as cause:
                 if stop - start == 1:

@@ -222,10 +222,9 @@ class RemoteFrames(FrameStore):
     def _passing_of(self, block: int, place: Place) -> PassingRows | None:
         """Return what compares a column of a block; None where pieces or chunks are compared, or nothing is known."""
         at, columns = self.index.blocks[block], self.layouts[place[0]].columns
-        known = self._folders[at.path.parent].fragment_sums.get(at.path.name)
-        if known is None or columns[place[1]].is_coded:
+        if at.fragment_sums is None or columns[place[1]].is_coded:
             return None
-        fragments, sums = known
+        fragments, sums = at.fragment_sums
         column = list(columns).index(place[1])
         return PassingRows(at.path, place, row_ranges(place[0], fragments), sums[place[0]][:, column])
 

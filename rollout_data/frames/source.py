@@ -14,14 +14,13 @@ import numpy as np
 
 from storage.core import arguments
 from storage.core.fields import Schema
-from storage.errors import DataFileError, MissingFolderError, UsageError
+from storage.errors import DataFileError, MissingFolderError, UnansweredError, UsageError
 
 from ..format.header import layouts_of
 from ..index.folder import block_entries, read_metadata
 from ..index.index import Int64s, LostBlockError, TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import DataDirs, Origin, RemoteOptions
-from ..remote.fetching import UNANSWERED
 from .blocks import Blocks
 from .cached import CachedFrames
 from .chunks import Chunks
@@ -147,7 +146,7 @@ class Source(Origins):
             DataFileError: `problem`, unless it concerns one of them and its file is gone or `skips` is True. A store
                 that refuses access, or does not answer, concerns none of them.
         """
-        if isinstance(problem, UNANSWERED):
+        if isinstance(problem, UnansweredError):
             raise problem
         if isinstance(problem, LostBlockError):
             blocks = [number for number, block in enumerate(store.index.blocks) if block.key == problem.key]
@@ -196,7 +195,7 @@ def _damage(store: FrameStore, trajectory: int) -> DataFileError | None:
     if not store.is_lost[trajectory]:
         try:
             CachedFrames(store, np.array([trajectory]), store.device)
-        except UNANSWERED:
+        except UnansweredError:
             raise
         except DataFileError as problem:
             return problem

@@ -13,6 +13,8 @@ import numpy as np
 Key = tuple[Path, str]
 #: What is the same only as long as the block is the same: its key, size and time of the last change in ns.
 Identity = tuple[Key, int, int]
+#: The fragments of a file, and table -> uint32 `[F, columns]`, CRC-32 of their rows.
+FragmentSums = tuple[np.ndarray, Mapping[str, np.ndarray]]
 #: Blocks from this sequence number on, without a frame, are edits: see `edits.py`.
 FIRST_EDIT = 10**15
 
@@ -30,6 +32,8 @@ class Block:
         file_bytes: Size of the file.
         mtime_ns: When it was last written: with the size, what tells it from another file of the same name.
         name: Tells it from the other blocks of its file.
+        fragment_sums: Checksums with which rows are compared as they are read; None for files of this machine, and
+            for blocks whose pieces have checksums.
     """
 
     path: Path
@@ -40,6 +44,7 @@ class Block:
     file_bytes: int = 0
     mtime_ns: int = 0
     name: str = ""
+    fragment_sums: FragmentSums | None = None
 
     @cached_property
     def key(self) -> Key:

@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from ..format.header import (
     open_block,
 )
 from ..format.write import TEMPORARY_PREFIX
-from .block import Block
+from .block import Block, FragmentSums
 from .edits import named_edit, not_in_force
 from .index import Int64s, TrajectoryIndex, joined_fragments
 from .metadata import BAD_METADATA, ENDS, UNKNOWN, Metadata, load_metadata, read_document
@@ -308,7 +309,12 @@ class BlockFolder:
             return None
         places = {(table, column): at for table, columns in header.locations.items() for column, at in columns.items()}
         writer = self.label + header.writer
-        return header.schema, Block(header.path, writer, header.sequence, header.fragments, places, *stamp)
+        block = Block(header.path, writer, header.sequence, header.fragments, places, *stamp)
+        return header.schema, replace(block, fragment_sums=self._fragment_sums(header, stamp))
+
+    def _fragment_sums(self, header: BlockHeader, stamp: FileStamp) -> FragmentSums | None:
+        """Return the checksums with which rows of a block are compared as they are read; see `Block`."""
+        return None
 
     def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
         """Take what the cache knows of files that are still there; a bad cache is no cache."""

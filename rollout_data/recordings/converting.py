@@ -13,7 +13,15 @@ from tqdm import tqdm
 
 from storage.core import arguments
 from storage.core.locks import only_writer_of
-from storage.errors import BackgroundError, DataFileError, RolloutDataError, TargetError, UsageError, nearest
+from storage.errors import (
+    BackgroundError,
+    DataFileError,
+    RolloutDataError,
+    TargetError,
+    UnansweredError,
+    UsageError,
+    nearest,
+)
 
 from ..foreign.conversion_note import SummedEpisode, UnreadableEpisode
 from ..foreign.formats import EXPORTS, WRITERS, writer_class
@@ -70,7 +78,8 @@ def convert(
     Raises:
         UsageError: The format or an option is not known; the target holds something else, or was converted from another
             source or with other options; or another process is converting into it.
-        DataFileError: The source cannot be read.
+        DataFileError: The source cannot be read; an `AccessError` or `FetchError` if its store refuses access or does
+            not answer. Call it again to resume.
         TargetError: The target cannot be written.
     """
     kind = _writer_of(to, options)
@@ -170,7 +179,7 @@ def errors_of_target(path: Path) -> Iterator[None]:
     """Turn what goes wrong in the block into a `TargetError`, except for callers' mistakes and errors of the source."""
     try:
         yield
-    except (UnreadableEpisode, UsageError, TargetError):
+    except (UnreadableEpisode, UsageError, TargetError, UnansweredError):
         raise
     except Exception as cause:
         reason = _reason(cause)

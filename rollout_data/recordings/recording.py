@@ -15,7 +15,7 @@ import numpy as np
 
 from storage.core.arguments import is_whole
 from storage.core.fields import Schema
-from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UsageError, nearest
+from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
 
 from ..foreign.formats import open_foreign
 from ..foreign.reader import EpisodeInfo, ForeignReader
@@ -125,6 +125,8 @@ class Recording(Sequence[Episode]):
         """Give the sum of the rewards of episodes that have some; NaN where they cannot be read."""
         try:
             rewards = self.read_many(places, ["reward"], places * 0, lengths)["reward"]
+        except UnansweredError:
+            raise
         except RolloutDataError:  # reading the episode raises it again
             if len(places) == 1:
                 return [np.nan]

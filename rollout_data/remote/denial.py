@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from storage.errors import DataFileError
+from storage.errors import UnansweredError
 
 _STATUSES = (401, 403)
 #: Where classes of HTTP clients keep the status of a response: aiohttp, requests, Azure, Google, urllib.
@@ -40,7 +40,7 @@ _TEXTS = re.compile(
 _MAX_CAUSES = 16
 
 
-class AccessError(DataFileError):
+class AccessError(UnansweredError):
     """A store refused access: 401, 403, or missing or expired credentials."""
 
 

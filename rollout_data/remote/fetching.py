@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from storage.errors import DataFileError, RolloutDataError
+from storage.errors import RolloutDataError, UnansweredError
 
 from .denial import AccessError, denial
 
@@ -26,12 +26,8 @@ _FINAL = (
 )  # fmt: skip
 
 
-class FetchError(DataFileError):
+class FetchError(UnansweredError):
     """A store did not answer a request, however often it was sent."""
-
-
-#: What a network raises, and no file: nothing is lost, and the same request may be answered later.
-UNANSWERED = (AccessError, FetchError)
 
 
 def access_error(action: str, where: str, error: BaseException, cause: BaseException) -> AccessError:

@@ -15,17 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from storage.core.fields import Schema
-from storage.errors import CorruptFileError, UsageError
+from storage.errors import CorruptFileError, UnansweredError, UsageError
 from storage.saving.hdf5 import Guarded
 
 from ..format.header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, check_contents, read_header
+from ..index.block import FragmentSums
 from ..index.folder import BlockFolder, FileStamp, counted_metadata
 from ..index.metadata import BAD_METADATA, Metadata
 from .access import RemoteFiles, RemotePath
-from .fetching import UNANSWERED
 from .pieces import ENDING, PieceSums
 
 #: What opens a block of up to 1,300 fragments; of larger ones the rest is asked for when the library wants it.
@@ -98,8 +96,6 @@ class RemoteFolder(BlockFolder):
         super().__init__(files.path, verify_on_open, label)
         self.files, self._num_openers = files, files.options.num_requests
         self._use_cache = False
-        #: Of blocks without checksums of pieces: the fragments, and table -> checksums `[F, columns]` of their rows.
-        self.fragment_sums: dict[str, tuple[np.ndarray, Mapping[str, np.ndarray]]] = {}
         self._listed: dict[str, FileStamp] = {}
         self._unlisted: set[str] = set()  # blocks that a listing lacked, for which none is asked for again
         self._sums: dict[str, tuple[FileStamp, PieceSums]] = {}
@@ -115,8 +111,8 @@ class RemoteFolder(BlockFolder):
         """
         has_changed = super().refresh()
         for name, problem in list(self.problems.items()):
-            unanswered = problem if isinstance(problem, UNANSWERED) else problem.__cause__
-            if isinstance(unanswered, UNANSWERED):
+            unanswered = problem if isinstance(problem, UnansweredError) else problem.__cause__
+            if isinstance(unanswered, UnansweredError):
                 del self.problems[name]
                 self._is_schema_fixed = False
                 if name != METADATA_NAME:
@@ -132,9 +128,11 @@ class RemoteFolder(BlockFolder):
         header = self.read_header(path, stamp[0])
         if self.verify_on_open:
             check_contents(header)
-        if self.sums_of(path, stamp[0]) is None:
-            self.fragment_sums[path.name] = header.fragments, header.checksums
         return header
+
+    def _fragment_sums(self, header: BlockHeader, stamp: FileStamp) -> FragmentSums | None:
+        has_sums_of_pieces = self.sums_of(header.path, stamp[0]) is not None
+        return None if has_sums_of_pieces else (header.fragments, header.checksums)
 
     def read_header(self, path: Path, num_bytes: int) -> BlockHeader:
         """Read the header of a block of this folder."""
@@ -189,7 +187,7 @@ class RemoteFolder(BlockFolder):
         """Contents of metadata.json with the totals counted in the blocks; made of the blocks where it is damaged."""
         try:
             found = Metadata.from_json(self.read_document())
-        except UNANSWERED:
+        except UnansweredError:
             raise
         except BAD_METADATA:
             found = Metadata.of_schema(Schema([]))

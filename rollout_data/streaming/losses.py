@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from storage.errors import DataFileError
+from storage.errors import DataFileError, UnansweredError
 
 from ..frames.source import Source
-from ..remote.fetching import UNANSWERED
 from ..transition import Transition
 from .cursor import Plan, Position
 
@@ -27,7 +26,7 @@ def leave_out(source: Source, plan: Plan, problem: DataFileError, skips: bool) -
         played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
         try:
             lost = source.leave_out(store, played, problem, skips)
-        except UNANSWERED:
+        except UnansweredError:
             raise
         except DataFileError:
             continue

@@ -16,7 +16,7 @@ import torch
 
 from storage.core.arguments import choice, whole
 from storage.core.durable import crc32
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UnansweredError, UsageError
 
 from ..format.header import DATA
 from ..format.notes import TASK
@@ -30,7 +30,6 @@ from ..frames.store import FrameStore
 from ..index.index import Int64s, LostBlockError
 from ..index.notes import Notes
 from ..remote.access import DataDirs, RemoteOptions, origins_of
-from ..remote.fetching import UNANSWERED
 from .chunks import ChunkedOrder, Route
 from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .losses import OnError, WindowLosses
@@ -388,7 +387,7 @@ class WindowDataset(WindowBatches):
         place, anchor = self._windows.find(np.array([window]))
         try:
             self._reader.read(place, anchor, self._pool.empty)
-        except UNANSWERED:
+        except UnansweredError:
             raise
         except DataFileError as problem:
             return problem

@@ -23,13 +23,12 @@ from storage.core.arguments import is_whole
 from storage.core.fields import flatten, map_leaves, unflatten
 from storage.core.memory import BufferPool
 from storage.core.shown import Shown, described
-from storage.errors import DataFileError, MissingFieldError, UsageError
+from storage.errors import DataFileError, MissingFieldError, UnansweredError, UsageError
 
 from ..format.schema import Allocate
 from ..frames.shared import SharedMemory, Spot, shared_memory
 from ..index.agreement import is_in_worker
 from ..index.index import Int64s
-from ..remote.fetching import UNANSWERED
 from .losses import OnError
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
@@ -93,7 +92,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
             raise UsageError("read a window", "", "a whole number", repr(window))
         try:
             batch = self.read([window], self._pool.empty)
-        except UNANSWERED:
+        except UnansweredError:
             raise
         except DataFileError as problem:
             raise self.damage([window], problem) from problem
@@ -117,7 +116,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         """
         try:
             return self._made(windows)
-        except UNANSWERED:
+        except UnansweredError:
             raise
         except DataFileError as problem:
             if (on_error or self.on_error) == "raise":

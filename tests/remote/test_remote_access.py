@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fsspec")
 
+import rollout_data
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, WindowDataset, WindowLoader, loader, push
 from rollout_data.remote.denial import AccessError, denial
-from storage.errors import DataFileError
+from storage.errors import DataFileError, UnansweredError
 from tests.files.recorded import drain, record
 
 from .places import Store, far_windows, lagging, store_at, uneven
@@ -233,6 +235,54 @@ def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
 )
 def test_other_errors_are_no_refusals(error):
     assert denial(error) is None
+
+
+def after(num_requests: int):
+    """Return a condition of `refuse` that holds for all requests of bytes but the first few."""
+    left = iter(range(num_requests))
+    return lambda path, start, stop: stop is not None and next(left, None) is None
+
+
+@pytest.mark.parametrize("error", [REFUSALS["permission"], ConnectionError(EXPIRED)], ids=["refused", "unanswered"])
+@pytest.mark.parametrize("to", ["rollout-data", "trajectory-folders", "minari", "d4rl", "robomimic", "lerobot"])
+def test_a_conversion_that_its_store_stops_raises_and_is_resumed(tmp_path, to, error):
+    if to == "lerobot":
+        pytest.importorskip("pyarrow")
+    record(tmp_path / "walk", [100] * 6, num_envs=1)
+    url = lagging(tmp_path / "walk")
+    options = {"fps": 20} if to == "lerobot" else {}
+    remote = RemoteOptions(num_retries=0, chunk_bytes=4096, num_chunks=1)
+    source = rollout_data.open(url, remote=remote)
+    refuse(error, after(2))
+    with pytest.raises(UnansweredError, match=EXPIRED):
+        rollout_data.convert(source, tmp_path / "made", to, progress=False, **options)
+    LaggingFileSystem.fails = staticmethod(lambda *request: None)
+    conversion = rollout_data.convert(url, tmp_path / "made", to, progress=False, **options)
+    assert conversion.num_episodes == 6 and not conversion.problems
+    rollout_data.convert(url, tmp_path / "at once", to, progress=False, **options)
+    resumed, whole = (rollout_data.open(tmp_path / name) for name in ("made", "at once"))
+    for got, expected in zip(resumed, whole, strict=True):
+        assert np.array_equal(expected.read("action"), got.read("action"))
+
+
+CALLS = {
+    "merge": lambda source, place: rollout_data.merge([source], place / "out"),
+    "split": lambda source, place: rollout_data.split(source, {"train": 1.0}, place / "out"),
+    "doctor": lambda source, place: rollout_data.doctor(source),
+    "report": lambda source, place: rollout_data.report(source, place / "out.html"),
+    "table": lambda source, place: source.table,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_calls_that_a_store_stops_raise_and_leave_nothing(tmp_path, call):
+    record(tmp_path / "walk", [100] * 6, num_envs=1)
+    remote = RemoteOptions(num_retries=0, chunk_bytes=4096, num_chunks=1)
+    source = rollout_data.open(lagging(tmp_path / "walk"), remote=remote)
+    refuse(REFUSALS["permission"], after(2))
+    with pytest.raises(AccessError, match=EXPIRED):
+        call(source, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["walk"]
 
 
 def test_windows_of_which_nothing_can_be_read_raise(tmp_path):

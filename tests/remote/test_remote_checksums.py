@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("fsspec")
 
 from benchmarks.lagging import LaggingFileSystem
-from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, prune, push
+from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, loader, prune, push
 from rollout_data.remote.pieces import piece_bytes_of, sums_of
 from storage.errors import DataFileError, RolloutDataWarning
 from tests.files.recorded import drain, record
@@ -113,6 +113,21 @@ def test_playback_of_a_copy_without_checksums_is_compared_with_those_of_its_frag
             Lying.lie = staticmethod(LIES[lie])
             second.source.refresh = lambda *given: None  # the headers are known
             drain(second, 5)
+
+
+def test_workers_compare_a_copy_without_checksums_with_those_of_its_fragments(tmp_path):
+    record(tmp_path / "walk", [90, 300, 40, 170], num_envs=2)
+    Lying.start(tmp_path, 0.0)
+    fsspec.register_implementation("lying", Lying, clobber=True)
+    Lying.lie = staticmethod(lambda data, read, start, stop: data)
+    far = RolloutDataset("lying://walk", 2, device="cpu", remote=RemoteOptions(num_retries=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        far.get_batch(1)  # this process reads the headers, a worker only rows
+        far.reset()
+        Lying.lie = staticmethod(flipped)
+        with pytest.raises(DataFileError, match="checksum"):
+            list(loader(far, num_workers=1, multiprocessing_context="fork"))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 16, 1 << 20])
