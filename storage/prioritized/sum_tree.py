@@ -276,7 +276,12 @@ class SumTree(WideTree):
 
     def _add_up(self) -> float:
         """Compute the running sums of the top; give the last."""
-        torch.cumsum(self._levels[-1], 0, out=self._top_sums)
+        top = self._levels[-1]
+        torch.cumsum(top, 0, out=self._top_sums)
+        if not top.is_cpu:
+            # CUDA rounds each running sum by itself, so that a place without weight may seem to add some.
+            rising, _ = torch.where(top > 0, self._top_sums, 0.0).cummax(0)
+            self._top_sums.copy_(rising)
         return float(self._own_sums[-1])
 
     def _search(self, masses: Any) -> Any:
@@ -311,7 +316,9 @@ class SumTree(WideTree):
             first_column += left
             torch.cumsum(rows, 1, out=sums)
             place = memory.first_above_zero()
-            if is_careful:
+            if is_careful and isinstance(place, torch.Tensor):
+                place = _first_with_weight(sums, blocks[node] > 0)
+            elif is_careful:
                 is_behind = memory.last_sums <= 0
                 has_weight = tensor_of(blocks[node[is_behind]]) > 0
                 place[is_behind] = own((has_weight * torch.arange(WIDTH, device=self.device)).amax(1))
@@ -324,6 +331,19 @@ class SumTree(WideTree):
                 if is_careful:
                     left[left > 0] = 0
         return node
+
+
+def _first_with_weight(sums: torch.Tensor, has_weight: torch.Tensor) -> torch.Tensor:
+    """Find in each block the first place with weight whose running sum is above 0, or the last one with weight.
+
+    Args:
+        sums: `[n, WIDTH]` running sums.
+        has_weight: `[n, WIDTH]` bool.
+    """
+    places = torch.arange(WIDTH, device=sums.device)
+    first = torch.where(has_weight & (sums > 0), places, WIDTH).amin(1)
+    last = torch.where(has_weight, places, 0).amax(1)
+    return torch.where(first < WIDTH, first, last)
 
 
 class MinTree(WideTree):
