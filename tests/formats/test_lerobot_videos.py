@@ -176,3 +176,30 @@ def test_a_groot_set_has_all_cameras_as_video_or_is_refused(tmp_path: Path) -> N
             rollout_data.convert(
                 folder, tmp_path / name, "lerobot", version="v2.1", groot=True, progress=False, **options
             )
+
+
+def test_video_of_depth_becomes_pictures_of_the_same_depth_and_is_named(tmp_path: Path) -> None:
+    codes = np.arange(7 * 48 * 64).reshape(7, 48, 64) % 4096
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
+    info_path = tmp_path / "set/meta/info.json"
+    info = json.loads(info_path.read_text())
+    about = {"is_depth_map": True, "depth_unit": "mm", "video.codec": "hevc"}
+    info["features"][CAMERA] |= {"shape": [48, 64, 1], "info": about}
+    info_path.write_text(json.dumps(info))
+    for number, path in enumerate(sorted((tmp_path / "set").rglob("*.mp4"))):
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx265", rate=FPS, options={"x265-params": "lossless=1:log-level=none"})
+            stream.height, stream.width, stream.pix_fmt = 48, 64, "gray12le"
+            for place in range(LENGTHS[number]):
+                pixels = ((codes[place % 7] + number) % 4096).astype(np.uint16)
+                frame = av.VideoFrame.from_ndarray(pixels, format="gray12le")
+                frame.pts, frame.time_base = place, Fraction(1, FPS)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+    source = rollout_data.open(tmp_path / "set")
+    assert source[0].schema["observation/images.front"].dtype == "uint16"
+    done = rollout_data.convert(source, tmp_path / "kept", "lerobot", progress=False)
+    assert done.changes["video of depth is written as TIFF pictures or numbers"] == ["0", "1", "2", "3"]
+    for mine, theirs in zip(source, rollout_data.open(tmp_path / "kept"), strict=True):
+        np.testing.assert_array_equal(theirs["observation/images.front"], mine["observation/images.front"])
+        assert len(np.unique(mine["observation/images.front"])) > 100

@@ -531,3 +531,18 @@ def test_windows_and_streams_of_a_set_have_its_language_as_numbers_of_texts_as_t
             for name in names:
                 got[name].append(texts[int(transition.extras[name])])
         assert got == expected
+
+
+def test_statistics_leave_out_nan_and_keep_infinite_neighbours_infinite(tmp_path: Path) -> None:
+    values = np.array([[np.nan, 1, np.nan], [2, np.inf, np.nan], [4, 3, np.nan], [6, 5, np.nan]], np.float32)
+    columns = {"observation.odd": (feature("float32", [3]), lambda e, n: lists(values[:n] * (1 - 2 * (e % 2))))}
+    source = LeRobotSet(tmp_path / "source", [4, 4], columns=columns).write()
+    written(source, tmp_path / "set")
+    for number, sign in enumerate((1, -1)):
+        [table] = [
+            row for row in pq.read_table(tmp_path / "set/meta/episodes").to_pylist() if row["episode_index"] == number
+        ]
+        got = {name: table[f"stats/observation.odd/{name}"] for name in ("min", "max", "mean", "q50", "q99", "q01")}
+        assert (got["q50"][:2], got["mean"][0]) == ([sign * 4, sign * 4], sign * 4)
+        assert got["q99" if sign > 0 else "q01"][1] == sign * np.inf
+        assert all(np.isnan(value[2]) for value in got.values())

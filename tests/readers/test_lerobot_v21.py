@@ -16,7 +16,6 @@ STATISTICS = ("min", "max", "mean", "std")  # of several episodes it computes no
 
 
 @pytest.mark.skipif(lerobot_dataset.CODEBASE_VERSION != VERSION, reason="another release reads this version")
-def test_cameras_an_open_end_and_statistics_are_read_under_the_default_configuration(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_cameras_an_open_end_and_statistics_are_read_under_the_default_configuration(tmp_path):
     check_set(lerobot_dataset.LeRobotDataset, tmp_path, VERSION)
     check_statistics(lerobot_dataset.LeRobotDataset, tmp_path, STATISTICS)

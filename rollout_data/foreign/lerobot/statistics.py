@@ -56,7 +56,8 @@ class NumberStatistics:
         """Return LeRobot's names -> arrays of the shape of a row; `count` is the number of rows. Call it once."""
         columns = self._columns[:, : self._num_rows]
         step = max(1, _BLOCK_BYTES // max(1, self._num_rows * columns.itemsize))
-        parts = [_summary(columns[start : start + step]) for start in range(0, len(columns), step)]
+        with np.errstate(invalid="ignore"):  # the mean and deviation of infinite values
+            parts = [_summary(columns[start : start + step]) for start in range(0, len(columns), step)]
         found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         shaped = {name: values.reshape(self._shape) for name, values in found.items()}
         return {**shaped, "count": np.array([self._num_rows])}

@@ -69,10 +69,13 @@ def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Arra
 
     Numbers without a text, such as -1, stay where the text is empty.
     """
-    number_of = {text: number for number, text in reversed(subtasks.items())}
+    number_of: dict[str, int] = {}
+    for number, text in subtasks.items():
+        number_of.setdefault(text, number)
     pairs = zip(recorded.reshape(-1).tolist(), texts, strict=True)
     found = [number if subtasks.get(number, "") == text else number_of[text] for number, text in pairs]
-    return np.array(found, recorded.dtype).reshape(recorded.shape)
+    numbers: Array = np.array(found, recorded.dtype)
+    return numbers.reshape(recorded.shape)
 
 
 def subtask_table(subtasks: Mapping[int, str], described: Any) -> Any:
