@@ -74,8 +74,8 @@ def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Arra
         number_of.setdefault(text, number)
     pairs = zip(recorded.reshape(-1).tolist(), texts, strict=True)
     found = [number if subtasks.get(number, "") == text else number_of[text] for number, text in pairs]
-    numbers: Array = np.array(found, recorded.dtype)
-    return numbers.reshape(recorded.shape)
+    numbers: Array = np.array(found, recorded.dtype).reshape(recorded.shape)
+    return numbers
 
 
 def subtask_table(subtasks: Mapping[int, str], described: Any) -> Any:
