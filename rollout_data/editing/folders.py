@@ -10,7 +10,7 @@ import errno
 import filecmp
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -125,7 +125,8 @@ def merge(sources: Sequence[DataDir], out: str | os.PathLike[str], *, progress: 
         SchemaError: The fields differ.
         DataFileError: A source cannot be opened.
     """
-    listed = [sources] if isinstance(sources, (str, os.PathLike, Recording)) else list(sources)
+    is_one = isinstance(sources, (str, Recording)) or not isinstance(sources, Iterable)
+    listed: list[Any] = [sources] if is_one else list(sources)
     if not listed:
         raise UsageError("merge", f"into {str(out)!r}", "at least one recording", "none")
     recordings, done = [*map(open_recording, listed)], NewFolder(arguments.path("merge", "", out))

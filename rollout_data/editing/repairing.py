@@ -35,7 +35,7 @@ from ..index.index import TrajectoryIndex
 from ..index.metadata import RESERVED_KEYS, Metadata, publish_metadata
 from ..recordings.own_writer import OwnWriter
 from ..recordings.recording import Recording
-from ..remote.access import RemotePath
+from ..remote.access import DataDir, RemotePath
 from .edits import Edits, Key, read_edits, write_part
 from .folders import finish, is_own, link_or_copy, new_folder, newest_ns
 from .mending import MENDS, Case, Draft
@@ -103,7 +103,7 @@ class Repaired:
 
 
 def repair(
-    path: str | os.PathLike[str],
+    path: DataDir,
     to: str | os.PathLike[str],
     *,
     only: Sequence[str] = (),
@@ -116,9 +116,10 @@ def repair(
     Of our own format, sound blocks become hard links, what is left out is dropped as by `drop`, and what is rewritten
     is in blocks of the writer "mended". Recordings of other formats are written anew as block files. `repair.json` in
     the new folder lists findings and actions. Findings of severity "info" are mended only if `only` names them.
+    Sources are those of `convert`; one whose index is wrong is read with `on_bad_index="rebuild"`.
 
     Args:
-        path: A path of any format.
+        path: A path of any format, or a recording; of a selection only its trajectories are in the new folder.
         to: A new or empty folder.
         only: Codes to mend, or beginnings of codes; () is all.
         yes: Codes among `ASKS` that are confirmed: mending them changes what numbers mean.
@@ -322,6 +323,9 @@ def _kept(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:
     last = [index.blocks[number] for number in index.fragment_block[index.first_fragment[1:] - 1].tolist()]
     is_cut = [one.sequence < empty.get(one.writer, -1) for one in last]  # what ended it may have been in there
     whole = {*index.keys(np.flatnonzero(index.is_complete() | ~np.array(is_cut, bool)))} - before.dropped
+    if plan.recording.origin.ids is not None:  # of a selection, blocks are linked with what was not chosen
+        chosen = set(plan.ids)
+        whole = {key for key in whole if f"{key[0]}:{key[1]}" in chosen}
     return {key for key in whole if f"{key[0]}:{key[1]}" not in gone}
 
 
