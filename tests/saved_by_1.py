@@ -25,7 +25,8 @@ SAVES = Path(__file__).parent / "data" / "saves" / "v1"
 def rich(kind: Any) -> Any:
     """A storage with grouped observations, hidden states and what a policy without mean and deviation gives."""
     outputs = {"logits": (4,), "choice": ((1,), torch.int64)}
-    shapes = {"state": (3,), "camera": {"rgb": (2, 2)}}
+    # Version 1 kept integers as float32 unless a dtype was declared.
+    shapes = {"state": (3,), "camera": {"rgb": ((2, 2), "float32")}}
     storage = kind(2, 2, shapes, (5,), (2,), policy_outputs=outputs, generator=0)
     for step in range(2):
         one = make_transition(step, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,19 +16,26 @@ from tests.saved_by_1 import SAVES, STORES, dataset_of, loader_of, recorded, rep
 from tests.trajectory_replay.recorded import check_sample, code
 
 
+def old_state_of(store: Any) -> dict[str, Any]:
+    """Return a state without the dtypes of the first step, which version 1 does not hold: it takes any that fits."""
+    state = state_of(store.state_dict())
+    state.get("numbers", {}).pop("taken_dtypes", None)
+    return state
+
+
 @pytest.mark.parametrize("name", STORES)
 def test_a_saved_store_loads_as_it_was(name: str) -> None:
     load = load_store if (SAVES / name / "columns.hdf5").exists() else load_buffer
     loaded, expected = load(SAVES / name), STORES[name]()
     assert type(loaded) is type(expected)
-    assert state_of(loaded.state_dict()) == state_of(expected.state_dict())
+    assert old_state_of(loaded) == old_state_of(expected)
 
 
 @pytest.mark.parametrize("name", STORES)
 def test_a_state_dict_of_then_is_taken(name: str) -> None:
     store, expected = STORES[name](), STORES[name]()
     store.load_state_dict(torch.load(SAVES / f"{name}.pt", weights_only=True))
-    assert state_of(store.state_dict()) == state_of(expected.state_dict())
+    assert old_state_of(store) == old_state_of(expected)
 
 
 @pytest.mark.parametrize("kind", ["h5", "pt", "pkl", "live"])

@@ -68,10 +68,17 @@ def test_a_buffer_says_how_full_it_is_and_what_it_holds(head):
 def test_datasets_say_where_and_what(folder):
     fields = ["  observation/pose: float32[3]", "  action: float64[1]", "  mode: texts"]
     windows = rd.WindowDataset(folder, 2)
-    shown = {windows: f"WindowDataset(len=32, data_dir={folder}", rd.WindowLoader(windows, 4): "WindowLoader(len=8, ba"}
+    shown = {
+        windows: f"WindowDataset(len=32, on_error=raise, data_dir={folder}",
+        rd.WindowLoader(windows, 4): "WindowLoader(len=8, ba",
+    }
     mixture = rd.WindowMixture([windows, windows])
     shown |= {mixture: "WindowMixture(len=64", mixture.sampler(9): "MixtureSampler(len=9"}
-    shown |= {rd.WindowDataset(rd.open(folder)[:1], 2): "WindowDataset(len=4, data_dir=<Recording of 1 episode ("}
+    shown |= {
+        rd.WindowDataset(
+            rd.open(folder)[:1], 2
+        ): "WindowDataset(len=4, on_error=raise, data_dir=<Recording of 1 episode ("
+    }
     for thing, head in shown.items():
         assert repr(thing).startswith(head) and repr(thing).splitlines()[1:] == fields
     dataset = rd.RolloutDataset(folder, 2, device="cpu")

@@ -414,6 +414,8 @@ def end_inside(path: Path, rng: Rng, form: str) -> Broken:
 
 def _with_column(path: Path, name: str, values: Any) -> None:
     table = pq.read_table(path)
+    if name in table.column_names:
+        table = table.drop_columns([name])
     pq.write_table(table.append_column(name, values).replace_schema_metadata(table.schema.metadata), path)
 
 

@@ -69,9 +69,8 @@ def test_a_damaged_chunk_is_found_by_verify_and_given_up_by_repair(folder, capsy
 def test_a_flipped_bit_of_a_chunk_is_an_error_of_whoever_decodes_it(folder, name, dataset):
     path = sorted(folder.glob("*.h5"))[0]
     number = damage(path, name)
-    text = (
-        rf"cannot read the block '{path}': expected checksum [0-9a-f]{{8}} in chunk {number} of data/observation/{name}"
-    )
+    place = rf"the block '{path}'" if dataset is read_envs else rf"frame \d+ of episode 'w:\d+' in '{path}'"
+    text = rf"cannot read {place}: expected checksum [0-9a-f]{{8}} in chunk {number} of data/observation/{name}"
     with pytest.raises(CorruptFileError, match=text):
         dataset(folder)
     header = read_header(path)

@@ -150,7 +150,6 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
             {"sim": np.zeros((N, 0))},
             "cannot store the field 'sim': expected a row of at least one value, got (0,).",
         ),
-        ({}, {"sim": {"a/b": np.zeros(N)}}, "cannot name a leaf"),
     ],
 )
 def test_a_wrong_first_record_writes_nothing(tmp_path, options, changes, text):
