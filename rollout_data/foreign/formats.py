@@ -6,6 +6,7 @@ are refused.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -98,10 +99,17 @@ def only_file(path: Path) -> Path:
         if len(names) != 1 or _detect(path):
             return path
         others = [one for one in path.iterdir() if one.name != names[0] and not one.is_symlink()]
-        is_alone = not any(one.name.startswith("trajectory_") or detect(one) for one in others[:_MAX_ENTRIES])
+        is_alone = not any(_may_be_recording(one) for one in others[:_MAX_ENTRIES])
         if is_alone and _detect(path / names[0]):
             return path / names[0]
     return path
+
+
+def _may_be_recording(path: Path) -> bool:
+    """Return whether an entry of a folder is a recording, or a part of one, of any system or ours."""
+    if path.name.startswith("trajectory_") or detect(path):
+        return True
+    return path.is_dir() and any(name.startswith("rollout_") for name in os.listdir(path))
 
 
 def _only_format(path: Path) -> str:

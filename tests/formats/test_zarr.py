@@ -177,6 +177,33 @@ def test_a_flipped_name_in_the_directory_of_a_zip_file_never_gives_other_values(
                 check(rollout_data.open(path))
 
 
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_damaged_zip_file_raises_errors_of_ours_and_gives_no_other_rows(tmp_path: Path, compression: int) -> None:
+    folder = write_2(tmp_path / "folder", arrays(), {"id": "zlib"})
+    path = tmp_path / "a.zarr.zip"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for piece in sorted(folder.rglob("*")):
+            if piece.is_file():
+                archive.write(piece, piece.relative_to(folder))
+    whole = path.read_bytes()
+    cuts = [whole[: len(whole) * part // 12] for part in range(12)]
+    flips = [whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :] for place in range(0, len(whole), 97)]
+    refused = []
+    for damaged in [*cuts, b"no zip file at all" * 9, *flips]:
+        path.write_bytes(damaged)
+        try:
+            check(rollout_data.open(path))
+        except RolloutDataError as error:
+            refused.append(str(error))
+        except (AssertionError, IndexError):
+            pytest.fail("a damaged file gave other rows")
+    assert len(refused) >= len(cuts) + len(flips) // 2
+    path.write_bytes(b"no zip file at all" * 9)
+    with pytest.raises(DataFileError, match=r"a\.zarr\.zip"):
+        rollout_data.convert(path, tmp_path / "out", progress=False)
+    assert rollout_data.doctor(path).findings
+
+
 def test_numbers_of_the_other_byte_order_keep_their_width(tmp_path: Path) -> None:
     found = arrays() | {
         "data/extra": np.arange(11).astype(">i2"),
