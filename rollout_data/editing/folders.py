@@ -21,6 +21,7 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.core.arguments import is_real
 from storage.core.durable import replace_folder
+from storage.core.locks import only_writer_of
 from storage.errors import DataFileError, RolloutDataError, SchemaError, TargetError, UsageError
 
 from ..foreign.frame_rate import RATE_KEYS
@@ -74,19 +75,20 @@ def new_folder(action: str, target: str | os.PathLike[str], *sources: Path | Rem
     """Give an empty folder that takes the place of `target` when all went well.
 
     Raises:
-        UsageError: The target is, or lies in, one of the sources, or it is not empty.
+        UsageError: The target is, or lies in, one of the sources, or it is not empty, or somebody else writes it.
         TargetError: The target cannot be written.
     """
     place = arguments.path(action, "", target).resolve()
     for source in sources:
         if isinstance(source, Path) and source.resolve() in (place, *place.parents):
             raise UsageError(action, f"into {str(target)!r}", f"a place outside of {str(source)!r}", "one in it")
-    if place.is_dir() and any(place.iterdir()):
-        raise UsageError(action, f"into {str(target)!r}", "a new or empty folder", "files in it")
     made = None
     try:
-        with replace_folder(place, ()) as made:
-            yield made
+        with only_writer_of(place, f"{action} into"):
+            if place.is_dir() and any(place.iterdir()):
+                raise UsageError(action, f"into {str(target)!r}", "a new or empty folder", "files in it")
+            with replace_folder(place, ()) as made:
+                yield made
     except (DataFileError, OSError) as cause:
         is_of_source = isinstance(cause, DataFileError) or _names_one_of(cause, sources)
         if made is not None and is_of_source:

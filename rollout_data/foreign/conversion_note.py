@@ -145,6 +145,7 @@ class ConversionNote:
         source: Digest of the path, size and time of change of every file of the source; "" if they are not known.
         left_out: Ids of the episodes that could not be read.
         rows: Id of each episode that was written -> field -> checksum.
+        has_damaged_lines: Whether lines could not be read, as that of an episode at which a conversion was killed.
     """
 
     format: str
@@ -155,6 +156,7 @@ class ConversionNote:
     source: str = ""
     left_out: set[str] = field(default_factory=set)
     rows: dict[str, dict[str, str]] = field(default_factory=dict)
+    has_damaged_lines: bool = field(default=False, compare=False)
 
     def first_line(self) -> str:
         """Return the line about the whole, with its line feed."""
@@ -192,7 +194,7 @@ class ConversionNote:
 
     @classmethod
     def parse(cls, text: str) -> ConversionNote | None:
-        """Read a note; None if it is none. Lines of episodes that break off are left out."""
+        """Read a note; None if it is none, or its first line is damaged. Damaged lines of episodes are left out."""
         first, *lines = text.split("\n")
         about = _object(first)
         if about is None or about.get(_KEY) != 1:
@@ -205,13 +207,29 @@ class ConversionNote:
             )  # fmt: skip
         except (LookupError, TypeError):
             return None
+        if not note._is_sound():
+            return None
+        known = {episode["id"] for episode in note.episodes}
         for line in lines:
             told = _object(line) or {}
-            if "episode" in told and isinstance(told.get("rows"), dict):
-                note.rows[told["episode"]] = told["rows"]
+            name = told.get("episode", told.get("left_out"))
+            if not isinstance(name, str) or name not in known:
+                note.has_damaged_lines |= bool(line.strip())
+            elif isinstance(told.get("rows"), dict):
+                note.rows[name] = told["rows"]
             elif "left_out" in told:
-                note.left_out.add(told["left_out"])
+                note.left_out.add(name)
+            else:
+                note.has_damaged_lines = True
         return note
+
+    def _is_sound(self) -> bool:
+        """Return whether all parts are of their types: a note may be damaged or made by others."""
+        if not isinstance(self.options, dict) or not isinstance(self.metadata, dict):
+            return False
+        if not isinstance(self.source, str) or not all(isinstance(name, str) for name in self.left_out):
+            return False
+        return all(_is_description(episode) for episode in self.episodes)
 
 
 def line_of(episode: str, sums: Mapping[str, str]) -> str:
@@ -230,6 +248,19 @@ def _object(line: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _is_description(episode: Mapping[str, Any]) -> bool:
+    """Return whether a description has the parts of `described`."""
+    fields = episode["fields"]
+    if not isinstance(fields, dict) or not isinstance(episode.get("id"), str):
+        return False
+    if not isinstance(fields.get("numbers"), dict) or not isinstance(episode.get("metadata"), dict):
+        return False
+    lists = fields.get("texts"), fields.get("final")
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        return False
+    return all(name in episode for name in ("length", "terminated", "truncated", "success", "task"))
 
 
 def described(episode: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from storage.errors import (
 
 from ..foreign.conversion_note import SummedEpisode, UnreadableEpisode
 from ..foreign.formats import EXPORTS, WRITERS, writer_class
-from ..foreign.writer import ForeignWriter
+from ..foreign.writer import ForeignWriter, occupied
 from ..format.header import damaged_fragments, read_header
 from ..index.folder import BlockFolder
 from ..remote.access import DataDir, RemotePath
@@ -117,6 +117,8 @@ def _convert(
         there = kind.noted(path)
         is_complete = there is not None and kind.is_finished(path)
     problems = [*recording.problems, *removed.values()]
+    if there is not None and is_complete and there.has_damaged_lines:
+        raise occupied(path, "a complete target whose note is damaged")
     num_present = 0
     if there is not None and (is_complete or there.rows):
         check_same_source(there, plan, recording, path, progress)

@@ -120,9 +120,14 @@ def _difference(there: ConversionNote, now: ConversionNote) -> str:
 def _first_other(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return the first name under which two mappings differ; "" if they are equal."""
     for name in {**one, **other}:
-        if name not in one or name not in other or one[name] != other[name]:
+        if name not in one or name not in other or not _are_same(one[name], other[name]):
             return name
     return ""
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Compare values as JSON has them: True is not 1, and -0.0 is not 0.0."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:

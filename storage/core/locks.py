@@ -14,6 +14,8 @@ from ..errors import UsageError
 
 #: Raised where a file system has no locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+#: Raised where no file can be made.
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 #: Locked files of this process; a forked child closes its copies, which would keep the locks.
 _held: set[int] = set()
 _forks_are_watched = False
@@ -24,17 +26,25 @@ def only_writer_of(target: Path, action: str) -> Iterator[None]:
     """Lock a file or folder that may not exist yet, against other processes and threads.
 
     The lock is that of a hidden file beside the target, which is removed at the end. A killed process leaves the file
-    and no lock. A forked child does not hold the lock.
+    and no lock. A forked child does not hold the lock. Where nothing can be made beside a target that is there, as for
+    a mounted folder, the lock is that of the target itself.
 
     Raises:
         UsageError: Somebody else holds the lock.
-        OSError: The folder of the target cannot be written.
+        OSError: There is no target yet, and its folder cannot be written.
     """
     real = Path(os.path.realpath(target))
     real.parent.mkdir(parents=True, exist_ok=True)
     name = hashlib.blake2b(os.fsencode(real.name), digest_size=8).hexdigest()
-    path = real.parent / f".rollout_{name}.lock"
-    descriptor = _locked(path, action, target)
+    file = real.parent / f".rollout_{name}.lock"
+    path: Path | None = file
+    try:
+        descriptor = _locked(file, action, target)
+    except OSError as error:
+        if error.errno not in _NOT_WRITABLE or not real.exists():
+            raise
+        path = None
+        descriptor = _locked(real, action, target, os.O_RDONLY)
     _watch_forks()
     _held.add(descriptor)
     try:
@@ -43,15 +53,16 @@ def only_writer_of(target: Path, action: str) -> Iterator[None]:
         if descriptor in _held:  # not in a forked child
             _held.discard(descriptor)
             # Removed before it is released: whoever locks a removed file tries again.
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+            if path is not None:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
             os.close(descriptor)
 
 
-def _locked(path: Path, action: str, target: Path) -> int:
-    """Create and lock a file; return its descriptor."""
+def _locked(path: Path, action: str, target: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """Open and lock a file or folder; return its descriptor."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(path, descriptor):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -15,6 +17,7 @@ import pytest
 
 import rollout_data
 from rollout_data import Episode
+from storage.core.locks import only_writer_of
 from storage.errors import UsageError
 from tests.formats.lerobot_sets import LeRobotSet, feature
 from tests.recordings.conversions import (
@@ -351,3 +354,95 @@ def test_nothing_is_kept_of_a_conversion_that_wrote_no_episode(tmp_path):
         convert(other, tmp_path / name / "whole", name)
         assert values(place(tmp_path / name, name)) == values(place(tmp_path / name / "whole", name))
         shutil.rmtree(tmp_path / name)
+
+
+@every_target
+def test_a_damaged_note_of_a_complete_target_is_refused_and_never_counts_fewer_episodes(tmp_path, name):
+    if name == "rollout-data":
+        pytest.skip("an episode without its line is written again, or refused")
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "made", name)
+    (file,) = [path for path in (tmp_path / "made").rglob("*") if b'{"episode": "demo_2"' in bytes_of(path)]
+    whole = file.read_bytes()
+    for old, new in (
+        (b'{"episode": "demo_2"', b'{"epjsode": "demo_2"'),
+        (b'{"episode": "demo_2"', b'x"episode": "demo_2"'),
+    ):
+        file.write_bytes(whole.replace(old, new))
+        with pytest.raises(UsageError, match="a complete target whose note is damaged"):
+            convert(source, tmp_path / "made", name)
+    for old, new in (
+        (b'"metadata": {}}', b'"metedata": {}}'),
+        (b'"id": "demo_3"', b'"ie": "demo_3"'),
+        (b'"texts"', b'"tests"'),
+    ):
+        file.write_bytes(whole.replace(old, new, 1))
+        with pytest.raises(UsageError, match=r"cannot be read|without the dataset"):
+            convert(source, tmp_path / "made", name)
+
+
+def bytes_of(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def test_metadata_of_another_type_or_sign_are_other_metadata(tmp_path):
+    def source(path: Path, value: object) -> Path:
+        with rollout_data.RolloutWriter(path, 1, writer_name="arm", metadata={"gain": value}) as writer:
+            writer.add(observation=np.ones((1, 2), np.float32), action=np.ones((1, 1), np.float32), terminated=[True])
+        return path
+
+    with mock.patch("time.time_ns", lambda: 10**18):
+        sources = [source(tmp_path / str(number), value) for number, value in enumerate((0.0, -0.0, False, 0))]
+    rollout_data.convert(sources[0], tmp_path / "made", progress=False)
+    for other in sources[1:]:
+        with pytest.raises(UsageError, match="metadata 'gain'"):
+            rollout_data.convert(other, tmp_path / "made", progress=False)
+
+
+@pytest.mark.parametrize("name", IN_HDF5)
+def test_a_source_that_changes_between_two_conversions_is_read_again_as_it_was_first(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    first, state_of_first = source.read_bytes(), source.stat()
+    stop_after_three(source, tmp_path / "made", name)
+    other_rows(source, episode=5)
+    convert(source, tmp_path / "made", name)  # the first three are equal
+    source.write_bytes(first)
+    os.utime(source, ns=(0, state_of_first.st_mtime_ns))
+    with pytest.raises(UsageError, match="other values of 'observation/low' in episode 'demo_5'"):
+        convert(source, tmp_path / "made", name)
+
+
+@every_target
+def test_a_complete_conversion_is_repeated_where_nothing_can_be_made_beside_it(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path, name)
+    make = os.open
+
+    def refusing(path, flags, *arguments, **options):
+        if str(path).endswith(".lock"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return make(path, flags, *arguments, **options)
+
+    with mock.patch.object(os, "open", refusing):
+        assert convert(source, tmp_path, name).num_present == 6
+        descriptor = os.open(place(tmp_path, name), os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match="another process or thread"):
+            convert(source, tmp_path, name)
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("action", ["merge", "split", "repair"])
+def test_only_one_at_a_time_makes_a_new_folder(tmp_path, action):
+    source = demos(tmp_path / "source.hdf5")
+    act = {
+        "merge": lambda: rollout_data.merge([source], tmp_path / "made"),
+        "split": lambda: rollout_data.split(source, {"a": 0.5, "b": 0.5}, tmp_path / "made"),
+        "repair": lambda: rollout_data.repair(source, tmp_path / "made"),
+    }[action]
+    with only_writer_of(tmp_path / "made", "test"), pytest.raises(UsageError, match="another process or thread"):
+        act()
+    act()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    with pytest.raises(UsageError, match="a new or empty folder"):
+        act()

@@ -80,6 +80,8 @@ class EpisodeFile:
             blank = b"".join(b" " * (len(line) - 1) + b"\n" for line in lines.values())
             self._begin(header, first + blank)
         self._file = os.open(self._partial, os.O_RDWR)
+        if noted is not None and len(noted.first_line()) == len(conversion.first_line()):
+            self.write(note_name, np.frombuffer(first, np.uint8))  # another state of the source from here on
 
     def _begin(self, header: SparseFile, note: bytes) -> None:
         """Create the file with its structure and note, which appears as a whole."""
