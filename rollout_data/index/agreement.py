@@ -56,21 +56,21 @@ class Shard(NamedTuple):
 ALONE = Shard(0, 1)
 
 
-def checked_shard(value: Any) -> Shard | None:
-    """Check a `shard` argument; None stands for "auto"."""
+def checked_shard(value: Any, action: str) -> Shard | None:
+    """Check a `shard` argument of the call that `action` names; return None for "auto"."""
     if isinstance(value, str) and value in ("auto", "none"):
         return None if value == "auto" else ALONE
-    return checked_share(value, "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size")
+    return checked_share(value, action, "shard 'auto', 'none' or (rank, world size) with 0 <= rank < world size")
 
 
-def checked_share(value: Any, expected: str) -> Shard:
+def checked_share(value: Any, action: str, expected: str) -> Shard:
     """Check a pair (number, total)."""
     try:
         share = None if isinstance(value, str) else Shard(*map(operator.index, value))
     except TypeError:
         share = None
     if share is None or not 0 <= share.number < share.total:
-        raise UsageError("share the data out", "", expected, repr(value))
+        raise UsageError(action, "", expected, repr(value))
     return share
 
 

@@ -84,7 +84,7 @@ def convert(
     """
     kind = _writer_of(to, options)
     recording = source if isinstance(source, Recording) else open(source)
-    path = arguments.path("convert", "", target).absolute()
+    path = arguments.path("call rollout_data.convert", "target", target).absolute()
     if recording.path in (path, *path.parents):
         raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
     with ExitStack() as held:
@@ -95,11 +95,11 @@ def convert(
 
 def _writer_of(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
     if to not in (formats := (OWN, *WRITERS, *EXPORTS)):
-        raise UsageError("convert", f"to {to!r}", nearest(to, formats), repr(to))
+        raise UsageError("call rollout_data.convert", "", f"to one of {nearest(str(to), formats)}", repr(to))
     kind: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
     if unknown := [name for name in options if name not in kind.OPTIONS]:
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
-        raise UsageError("convert", f"to {to!r}", known, repr(unknown[0]))
+        raise UsageError("call rollout_data.convert", f"with to={to!r}", known, repr(unknown[0]))
     return kind
 
 

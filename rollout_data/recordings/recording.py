@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from storage.core.arguments import is_whole
+from storage.core.arguments import seed as checked_seed
 from storage.core.fields import Schema
 from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
 
@@ -171,6 +172,9 @@ class Recording(Sequence[Episode]):
 
     def info(self, place: int) -> EpisodeInfo:
         """Give what is known of an episode without reading a row."""
+        if not is_whole(place) or not -len(self) <= place < len(self):
+            kind = OutOfRangeError if is_whole(place) else UsageError
+            raise kind("call Recording.info", "", f"place in {-len(self)}:{len(self)}", repr(place))
         return self._reader.episodes[int(self._numbers[place])]
 
     def __len__(self) -> int:
@@ -233,7 +237,8 @@ class Recording(Sequence[Episode]):
         """
         wanted, there = {ids} if isinstance(ids, str) else set(map(str, ids)), self.ids
         for one in wanted - set(there):
-            raise UsageError("select episodes", f"of {str(self.path)!r}", _some(one, there), repr(one))
+            expected = f"ids with {_some(one, there)}"
+            raise UsageError("call Recording.select", f"of {str(self.path)!r}", expected, repr(one))
         return self._of(np.array([one in wanted for one in there], bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
@@ -249,6 +254,8 @@ class Recording(Sequence[Episode]):
         """
         kept = kept_rows(self.table if "return" in columns else self.descriptions, columns)
         if keeps is not None:
+            if not callable(keeps):
+                raise UsageError("call Recording.filter", "", "keeps as a function of an Episode", repr(keeps))
             kept &= np.array([bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool)
         return self._of(kept)
 
@@ -267,16 +274,23 @@ class Recording(Sequence[Episode]):
         if parts is None:
             if not self._reader.splits:
                 expected = "parts that the file names"
-                raise UsageError("split", f"{str(self.path)!r}", expected, "none", 'Give shares, {"train": 0.9, ...}')
+                advice = 'Give shares, {"train": 0.9, ...}'
+                raise UsageError("call Recording.split", f"of {str(self.path)!r}", expected, "none", advice)
             there = set(self.ids)
             return {
                 name: self.select([one for one in map(str, ids) if one in there])
                 for name, ids in self._reader.splits.items()
             }
+        action = "call Recording.split"
+        if not isinstance(parts, Mapping):
+            raise UsageError(action, "", "parts as a mapping of names to shares", type(parts).__name__)
+        seed = checked_seed(action, "seed", seed)
         is_given = all(isinstance(one, (int, float)) for one in parts.values())
         shares = np.array([*parts.values()] if is_given else [], np.float64)
         if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
-            raise UsageError("split", f"{str(self.path)!r}", "shares >= 0 that add up to 1", repr(dict(parts)))
+            raise UsageError(
+                action, f"of {str(self.path)!r}", "parts with shares >= 0 that add up to 1", repr(dict(parts))
+            )
         keys = random_keys(name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed)
         order = np.lexsort((np.array(self.ids), keys)) if len(self) else np.zeros(0, np.int64)
         stops = [share_of(len(self), *shares[:place]) for place in range(1, len(shares))]

@@ -211,9 +211,10 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def _checked_ids(self, env_ids: EnvIds) -> torch.Tensor:
         if env_ids is None:
             return self.all_env_ids
-        ids = arguments.env_ids("choose envs", "env_ids", env_ids, self.num_envs)
+        action = f"choose environments of a {type(self).__name__}"
+        ids = arguments.env_ids(action, "env_ids", env_ids, self.num_envs)
         if len(np.unique(ids)) != len(ids):
-            raise UsageError("choose envs", expected="env_ids with each id once", got=str(ids.tolist()))
+            raise UsageError(action, expected="env_ids with each id once", got=str(ids.tolist()))
         return torch.from_numpy(ids)
 
     def _checked_steps(self, steps: int | None, method: str = "get_batch") -> int | None:

@@ -159,7 +159,7 @@ class RolloutDataset(RolloutStream):
             _whole("seed", seed, 0),
             _real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
             refresh_s=None if refresh_s is None else _real("refresh_s", refresh_s, ">= 0 seconds", lambda s: s >= 0),
-            lane=None if lane is None else checked_share(lane, "lane (k, K) with 0 <= k < K"),
+            lane=None if lane is None else checked_share(lane, CREATE, "lane (k, K) with 0 <= k < K"),
         )
         self._notes = Notes()
         self._look = {
@@ -169,7 +169,7 @@ class RolloutDataset(RolloutStream):
             "notes": self._notes if _flag("texts", texts) else None,
         }
         self._frame_rate_hz = None if frame_rate_hz is None else _frame_rate(frame_rate_hz)
-        self._begin_unread(ALONE if lane is not None and shard == "auto" else checked_shard(shard))
+        self._begin_unread(ALONE if lane is not None and shard == "auto" else checked_shard(shard, CREATE))
 
     # What there is
 

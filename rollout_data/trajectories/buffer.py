@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -180,6 +180,10 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 another dtype or shape than it had before. Nothing is added.
             BackgroundError: An earlier trajectory could not be saved. Nothing is added.
         """
+        if isinstance(trajectories, (str, Mapping)) or not isinstance(trajectories, Iterable):
+            expected = "trajectories as an iterable of mappings or dataclasses"
+            got = type(trajectories).__name__
+            raise UsageError("call TrajectoryReplayBuffer.add_trajectories", "", expected, got)
         taken = [take_apart(one, self.drop_first, self.drop_last) for one in trajectories]
         layouts = [layout_of(one.tensors, "of a trajectory") for one in taken]
         for one in taken:
@@ -222,7 +226,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
         After an error the random state is what it was.
         """
-        num_chunks = arguments.whole("sample trajectories", "num_chunks", num_chunks, 1)
+        num_chunks = arguments.whole("call TrajectoryReplayBuffer.sample", "num_chunks", num_chunks, 1)
         with self._timed("sample"), self._lock:
             self._check_usable("sample")
             return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
@@ -280,7 +284,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             DataFileError: There is a file, or a folder with other files.
             BackgroundError: A trajectory could not be saved.
         """
-        folder = arguments.path("save a checkpoint", "", directory)
+        folder = arguments.path("call TrajectoryReplayBuffer.save_checkpoint", "directory", directory)
         with self._timed("save_checkpoint"):
             self.flush()
             with self._lock:
@@ -318,9 +322,9 @@ class TrajectoryReplayBuffer(Shown, Owned):
             UsageError: Bad rank or world size.
             DataFileError: Something is missing or damaged; nothing was changed.
         """
-        rank, step = _rank_of("load a checkpoint", local_rank, world_size)
+        rank, step = _rank_of("call TrajectoryReplayBuffer.load_checkpoint", local_rank, world_size, "local_rank")
         rank, step = (rank, step) if is_distributed else (0, 1)
-        folder = arguments.path("load a checkpoint", "", directory).absolute()
+        folder = arguments.path("call TrajectoryReplayBuffer.load_checkpoint", "directory", directory).absolute()
         self._check_usable("load a checkpoint")
         with self._timed("load_checkpoint"):
             if self._saver is not None:
@@ -360,7 +364,12 @@ class TrajectoryReplayBuffer(Shown, Owned):
     def _find(self, trajectory_id: int) -> Entry:
         self._check_usable("get the trajectory")
         if (entry := self._live.entries.get(trajectory_id)) is None:
-            raise MissingFieldError("get the trajectory", "", f"one of {len(self)} live ids", repr(trajectory_id))
+            raise MissingFieldError(
+                "call TrajectoryReplayBuffer.get",
+                "",
+                f"trajectory_id as one of {len(self)} live ids",
+                repr(trajectory_id),
+            )
         return entry
 
     def _empty_state(self) -> LiveTrajectories:
@@ -384,7 +393,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             self._saver.check()
 
 
-def _rank_of(action: str, rank: Any, world_size: Any) -> tuple[int, int]:
+def _rank_of(action: str, rank: Any, world_size: Any, name: str = "rank") -> tuple[int, int]:
     """Check a rank and the number of ranks."""
     world_size = arguments.whole(action, "world_size", world_size, 1)
-    return arguments.whole(action, "rank", rank, 0, world_size - 1), world_size
+    return arguments.whole(action, name, rank, 0, world_size - 1), world_size

@@ -109,7 +109,7 @@ class TrajectoryCache(Shown):
     """
 
     def __init__(self, max_size: int) -> None:
-        self.max_size = whole("cache trajectories", "max_size", max_size, 0)
+        self.max_size = whole("create a TrajectoryCache", "max_size", max_size, 0)
         self.lock = threading.RLock()
         self._blocks: dict[RowLayout, RowBlock] = {}
         self._entries: dict[int, list[Cached]] = {}

@@ -93,7 +93,7 @@ class Window:
         """List the leaves that keys mean: each itself, or all below it that any trajectory has."""
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
-            raise UsageError("choose the keys of a sample", "", "a list of keys", repr(keys))
+            raise UsageError("call TrajectoryReplayBuffer.sample", "", "keys as a list of keys", repr(keys))
         there = dict.fromkeys(name for layout in self.layouts.values() for name in layout.schema)
         found: dict[str, None] = {}
         for key in keys:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import count
 from typing import Any, get_args
@@ -39,6 +39,8 @@ from .shared import WindowBatches, collate_windows
 #: Of a state of a loader; in 2 the order was a permutation of numbers, rather than of names.
 _VERSION = 3
 _CREATE = "create a WindowLoader"
+_MIX = "create a WindowMixture"
+_SAMPLER = "call WindowMixture.sampler"
 
 
 class WindowMixture(WindowBatches):
@@ -64,22 +66,24 @@ class WindowMixture(WindowBatches):
         weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(datasets, Iterable) and not isinstance(datasets, WindowDataset) and not is_one(datasets):
+            raise UsageError(_MIX, "", "datasets as a dataset, a path or a list of such", type(datasets).__name__)
         listed: Any = [datasets] if isinstance(datasets, WindowDataset) or is_one(datasets) else datasets
         self.datasets = [one if isinstance(one, WindowDataset) else WindowDataset(one, **options) for one in listed]
         if not self.datasets:
-            raise UsageError("mix datasets", "", "at least one", "none")
+            raise UsageError(_MIX, "", "at least one", "none")
         if options and all(isinstance(one, WindowDataset) for one in listed):
-            raise UsageError("mix datasets", "", "no options, as all members are datasets", ", ".join(options))
+            raise UsageError(_MIX, "", "no options, as all members are datasets", ", ".join(options))
         self._given = weights
         if any(dataset.is_remote for dataset in self.datasets):
             advice = "Copy them first, or load each by a WindowLoader of its own"
-            raise UsageError("mix datasets", "", "files of this machine", "URLs", advice)
+            raise UsageError(_MIX, "", "files of this machine", "URLs", advice)
         first = self.datasets[0].form
         for number, dataset in enumerate(self.datasets):
             if dataset.form != first:
                 parts = [f"{a} instead of {b}" for a, b in zip(dataset.form, first, strict=False) if a != b]
                 got = parts[0] if parts else "others"
-                raise UsageError("mix datasets", f"with number {number}", "the fields and deltas of number 0", got)
+                raise UsageError(_MIX, f"with number {number}", "the fields and deltas of number 0", got)
         if problem := mixed_modes(set().union(*(dataset.modes for dataset in self.datasets))):
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
         if any(dataset.on_error == "skip" for dataset in self.datasets):
@@ -88,19 +92,19 @@ class WindowMixture(WindowBatches):
         sizes = np.diff(self._first)
         if ((self.weights > 0) & (sizes == 0)).any():
             empty = int(np.flatnonzero((self.weights > 0) & (sizes == 0))[0])
-            raise UsageError("mix datasets", f"with number {empty}", "windows, or no weight", "no window")
+            raise UsageError(_MIX, f"with number {empty}", "windows, or no weight", "no window")
 
     def _open(self) -> None:
         super()._open()
         sizes = np.array([dataset.opened_as[3] for dataset in self.datasets], np.int64)
         if not sizes.any():
-            raise UsageError("mix datasets", "", "windows in at least one", "none")
+            raise UsageError(_MIX, "", "windows in at least one", "none")
         try:
             given = np.asarray(sizes if self._given is None else self._given, np.float64)
         except (TypeError, ValueError):
             given = np.zeros(0)
         if given.shape != sizes.shape or not (np.isfinite(given).all() and (given >= 0).all() and given.any()):
-            raise UsageError("mix datasets", "", f"{len(sizes)} weights >= 0, some of them above", repr(self._given))
+            raise UsageError(_MIX, "", f"weights as {len(sizes)} numbers >= 0, some above 0", repr(self._given))
         whole_parts = whole_weights(given)
         self._ends, self._num_draws = np.cumsum(whole_parts), int(sizes.sum())
         total = int(self._ends[-1])
@@ -237,12 +241,10 @@ class WindowMixture(WindowBatches):
 
         With shard="auto" every rank of torch.distributed has to call this: the mixture becomes that of rank 0.
         """
-        told = agreement_of(current_shard(checked_shard(shard)))(0, lambda: self.opened_as)
+        told = agreement_of(current_shard(checked_shard(shard, _SAMPLER)))(0, lambda: self.opened_as)
         if told != self.opened_as:
             self.__setstate__(self.at(told).__getstate__())
-        num_samples = (
-            len(self) if num_samples is None else whole("call WindowMixture.sampler", "num_samples", num_samples, 0)
-        )
+        num_samples = len(self) if num_samples is None else whole(_SAMPLER, "num_samples", num_samples, 0)
         return MixtureSampler(self, num_samples, seed, even, shard)
 
 
@@ -255,9 +257,9 @@ class MixtureSampler(Shown, Sampler[int]):
 
     def __init__(self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice) -> None:
         self.mixture, self.num_samples = mixture, num_samples
-        self.seed = whole("call WindowMixture.sampler", "seed", seed, 0)
-        self.even = choice("share windows out", "even", even, get_args(Even))
-        self._shard, self.epoch = checked_shard(shard), 0
+        self.seed = whole(_SAMPLER, "seed", seed, 0)
+        self.even = choice(_SAMPLER, "even", even, get_args(Even))
+        self._shard, self.epoch = checked_shard(shard, _SAMPLER), 0
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of another epoch, and count on from there."""
@@ -338,12 +340,16 @@ class WindowLoader(Shown):
         shard: ShardChoice = "auto",
         on_error: OnError | None = None,
     ) -> None:
-        self.on_error = None if on_error is None else choice("load windows", "on_error", on_error, get_args(OnError))
+        self.on_error = None if on_error is None else choice(_CREATE, "on_error", on_error, get_args(OnError))
         if not isinstance(dataset, WindowBatches):
-            expected, advice = "a WindowDataset or a WindowMixture", "A RolloutDataset gives its batches itself"
-            raise UsageError("load windows", "", expected, type(dataset).__name__, advice)
+            expected, advice = (
+                "dataset as a WindowDataset or a WindowMixture",
+                "A RolloutDataset gives its batches itself",
+            )
+            raise UsageError(_CREATE, "", expected, type(dataset).__name__, advice)
         self.batch_size = whole(_CREATE, "batch_size", batch_size, 1)
-        self.even, self._shard = choice("share windows out", "even", even, get_args(Even)), checked_shard(shard)
+        self.even = choice(_CREATE, "even", even, get_args(Even))
+        self._shard = checked_shard(shard, _CREATE)
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self.seed = whole(_CREATE, "seed", seed, 0)
         self.device = arguments.device(_CREATE, "device", device)
@@ -456,10 +462,12 @@ class WindowLoader(Shown):
             DataFileError: Trajectories of the epoch are gone, and the state is of version 2, or the folder of the older
                 layout. `set_epoch` begins another epoch.
         """
-        version = state.get("version")
+        version = state.get("version") if isinstance(state, Mapping) else None
         if version not in (2, _VERSION):
-            raise UsageError("resume the loader", "", f"a state of version 2 or {_VERSION}", repr(version))
-        position = whole("resume the loader", "position", state.get("position"), 0)
+            raise UsageError(
+                "call WindowLoader.load_state_dict", "", f"a state of version 2 or {_VERSION}", repr(version)
+            )
+        position = whole("call WindowLoader.load_state_dict", "position", state.get("position"), 0)
         windows = self.dataset
         after: Any = state.get("after")
         # States of earlier versions hold the key of the last window alone, or nothing.
@@ -475,8 +483,8 @@ class WindowLoader(Shown):
         expected = {"num_windows": len(windows)} if position and not lacks_some else {}
         for name, value in {**expected, "shuffle": self.shuffle, "seed": self.seed}.items():
             if state.get(name) != value:
-                raise UsageError("resume the loader", "", f"{name} = {value}", repr(state.get(name)))
-        self.set_epoch(whole("resume the loader", "epoch", state["epoch"], 0))
+                raise UsageError("call WindowLoader.load_state_dict", "", f"{name} = {value}", repr(state.get(name)))
+        self.set_epoch(whole("call WindowLoader.load_state_dict", "epoch", state["epoch"], 0))
         self._windows, self._position, self._until = windows, position, state.get("until")
         self._is_of_version_2 = version != _VERSION
         self._ordered = order, keys = self._order(self.epoch)

@@ -42,7 +42,7 @@ from .stage import MAX_STAGED_BYTES, MAX_UNCOUNTED_STEPS, Staging, Tally
 MAX_NUM_ENVS = 1 << 24
 #: Most environments have time limits of 1,000 steps: where nothing has ended in twice as many, ends are not told.
 MAX_STEPS_WITHOUT_END = 2000
-_MAKE = "make a RolloutWriter"
+_MAKE = "create a RolloutWriter"
 
 
 class RolloutWriter(Shown, Owned):
@@ -106,7 +106,7 @@ class RolloutWriter(Shown, Owned):
         without_observation: bool = False,
     ) -> None:
         self._closed, self._is_ended = True, False
-        self.data_dir = arguments.path("record into", "", data_dir).absolute()  # whatever directory the process goes to
+        self.data_dir = arguments.path(_MAKE, "data_dir", data_dir).absolute()  # whatever directory the process goes to
         self.name = secrets.token_hex(4) if writer_name is None else writer_name
         if not isinstance(self.name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", self.name):
             raise UsageError(_MAKE, "", "writer_name of 1 to 100 letters, digits and '-'", repr(writer_name))
@@ -244,7 +244,7 @@ class RolloutWriter(Shown, Owned):
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
         """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
         self._check_usable()
-        envs = np.unique(arguments.env_ids("discard trajectories", "env_ids", env_ids, self.num_envs))
+        envs = np.unique(arguments.env_ids("call RolloutWriter.discard", "env_ids", env_ids, self.num_envs))
         self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
 
     def flush(self) -> None:

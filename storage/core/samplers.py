@@ -65,7 +65,9 @@ def seeds_from(initial_seed: int) -> Iterator[None]:
         _seeds = before
 
 
-def generator_on(generator: torch.Generator | int | None, device: torch.device | None = None) -> torch.Generator:
+def generator_on(
+    generator: torch.Generator | int | None, device: torch.device | None = None, action: str = "create a generator"
+) -> torch.Generator:
     """Return a given generator, or a new one.
 
     Args:
@@ -74,16 +76,17 @@ def generator_on(generator: torch.Generator | int | None, device: torch.device |
             program that calls `torch.manual_seed` first repeats, and two objects draw differently.
             torch's default generator is read, never used up or seeded.
         device: Device of the generator. None: a given one is anywhere, a new one on the CPU.
+        action: The user's call, for errors.
     """
     if isinstance(generator, torch.Generator):
         if device is not None and generator.device.type != device.type:
-            expected = f"one on {device.type}, where the rows are"
-            raise UsageError("use the generator", "", expected, f"one on {generator.device}")
+            expected = f"a generator on {device.type}, where the rows are"
+            raise UsageError(action, "", expected, f"one on {generator.device}")
         return generator
     if generator is None:
         seed = _seeds.next_seed()
     else:
-        seed = arguments.seed("create a generator", "a torch.Generator, None or a seed", generator)
+        seed = arguments.seed(action, "generator as a torch.Generator, None or a seed", generator)
     return torch.Generator(device or "cpu").manual_seed(seed)
 
 

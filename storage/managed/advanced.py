@@ -218,8 +218,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         Raises:
             BufferEmptyError: There are not enough items, or the rate limiter refuses (a `ValueError`).
         """
-        batch_size = arguments.whole("sample", "batch_size", batch_size, 1)
-        request = Request.checked(batch_size, cur_learner_iter)._replace(are_tensors=True)
+        action = arguments.calling(self, "sample_tensors")
+        batch_size = arguments.whole(action, "batch_size", batch_size, 1)
+        request = Request.checked(action, batch_size, cur_learner_iter)._replace(are_tensors=True)
         found: _Batch | None = self._alone(batch_size, False, lambda: self.prepare_sample(request))
         if found is None:
             expected = f"items for a batch of {batch_size}"
@@ -304,7 +305,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
         if not isinstance(info, Mapping):
-            raise UsageError("update", repr(self.name), "a mapping", type(info).__name__)
+            raise UsageError(
+                arguments.calling(self, "update"), f"of {self.name!r}", "info as a mapping", type(info).__name__
+            )
         rows, priorities = self._rows_of(info.get(UNIQUE_ID)), info.get("priority")
         update = self.prepare_priorities(*([], []) if priorities is None else (rows, priorities))
         used = [checked_data_id(one) for one in listed(info.get("used_id"))]

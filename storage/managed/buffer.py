@@ -38,13 +38,13 @@ class Request(NamedTuple):
     are_tensors: bool = False
 
     @classmethod
-    def checked(cls, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False) -> Request:
-        """Check the arguments of a call; numbers of numpy become Python's."""
-        size = arguments.whole("sample", "size", size, 0)
+    def checked(cls, action: str, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False) -> Request:
+        """Check the arguments of a call, named by `action` in errors; numbers of numpy become Python's."""
+        size = arguments.whole(action, "size", size, 0)
         if not arguments.is_whole(iteration):
-            raise UsageError("sample", expected="cur_learner_iter as an int", got=repr(iteration))
+            raise UsageError(action, expected="cur_learner_iter as an int", got=repr(iteration))
         if sample_range is not None and not isinstance(sample_range, slice):
-            raise UsageError("sample", expected="sample_range as a slice or None", got=repr(sample_range))
+            raise UsageError(action, expected="sample_range as a slice or None", got=repr(sample_range))
         return cls(size, int(iteration), sample_range, bool(replace))
 
     def among(self, num_rows: int) -> range:
@@ -86,7 +86,7 @@ class ManagedBuffer(Store):
         self.output_device = None
         if output_device is not None:
             self.output_device = arguments.device(action, "output_device", output_device)
-        self.rng = generator_on(generator, self.device)
+        self.rng = generator_on(generator, self.device, action)
         self.monitor = monitor
         self.rate_limiter = RateLimiter(**rate_limiter) if isinstance(rate_limiter, Mapping) else rate_limiter
         self._lock = threading.RLock()
@@ -128,7 +128,9 @@ class ManagedBuffer(Store):
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
     ) -> bool:
         """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
-        request = Request.checked(size, cur_learner_iter, sample_range, replace)
+        request = Request.checked(
+            arguments.calling(self, "sample_check"), size, cur_learner_iter, sample_range, replace
+        )
         with self._lock:
             passes = self.rate_limiter is None or self.rate_limiter.may_sample(request.size)
             return self.prepare_sample(request) is not None and passes and not self._is_closed
@@ -148,7 +150,7 @@ class ManagedBuffer(Store):
         Returns:
             A list of copies; None if there are fewer than `size`, or none, or the rate limiter refuses.
         """
-        request = Request.checked(size, cur_learner_iter, sample_range, replace)
+        request = Request.checked(arguments.calling(self, "sample"), size, cur_learner_iter, sample_range, replace)
         found: list[Any] | None = self._alone(request.size, False, lambda: self.prepare_sample(request))
         return found
 

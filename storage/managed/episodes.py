@@ -85,15 +85,16 @@ class EpisodeReplayBuffer(ManagedBuffer):
         Raises:
             ValueError: No episode is so long.
         """
-        num_windows = arguments.whole("sample windows", "num_windows", num_windows, 1)
-        length = arguments.whole("sample windows", "length", length, 1)
+        action = arguments.calling(self, "sample_windows")
+        num_windows = arguments.whole(action, "num_windows", num_windows, 1)
+        length = arguments.whole(action, "length", length, 1)
         with self._lock:
             self._check_open(is_push=False)
             lengths = np.array(self.episode_len, np.int64)
             ends = np.maximum(lengths - length + 1, 0).cumsum()
             if not len(ends) or not ends[-1]:
                 longest = f"a longest episode of {lengths.max(initial=0)}"
-                raise UsageError("sample windows", f"from {self.name!r}", f"an episode of {length} steps", longest)
+                raise UsageError(action, f"from {self.name!r}", f"an episode of {length} steps", longest)
             number = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
             episode = ends.searchsorted(number, side="right")
             starts = np.array([one.first for one in self._episodes], np.int64)
@@ -113,9 +114,16 @@ class EpisodeReplayBuffer(ManagedBuffer):
             elif isinstance(episode, Iterable) and not isinstance(episode, (str, bytes)):
                 rows = read_items(list(episode), form)
             else:
-                raise SchemaError("push", repr(self.name), "a list of steps, or a stack", type(episode).__name__)
+                raise SchemaError(
+                    "call EpisodeReplayBuffer.push",
+                    f"of {self.name!r}",
+                    "data as episodes, each a list of steps, or a stack",
+                    type(episode).__name__,
+                )
             if not rows.num_rows:
-                raise UsageError("push", repr(self.name), "an episode of at least one step", "none")
+                raise UsageError(
+                    "call EpisodeReplayBuffer.push", f"of {self.name!r}", "an episode of at least one step", "none"
+                )
             read.append((rows, is_stack))
 
         def write() -> None:

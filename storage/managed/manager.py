@@ -64,7 +64,7 @@ class BufferManager(Store):
         generator: torch.Generator | int | None = None,
     ) -> None:
         self.device = arguments.device(arguments.creating(self), "device", device)
-        self.rng = generator_on(generator, torch.device("cpu"))
+        self.rng = generator_on(generator, torch.device("cpu"), arguments.creating(self))
         self._lock = threading.RLock()
         #: Held while buffers are chosen and their limiters asked; not while a limiter lets a thread wait.
         self._choice_lock = threading.Lock()
@@ -72,7 +72,7 @@ class BufferManager(Store):
         ratio = cfg.get("sample_ratio")
         if ratio is None and len(self._buffers) == 1:
             ratio = dict.fromkeys(self._buffers, 1.0)
-        self._ratio = None if ratio is None else checked_ratio(ratio, self._buffers)
+        self._ratio = None if ratio is None else checked_ratio(ratio, self._buffers, arguments.creating(self))
         self._is_closed = False
 
     @property
@@ -104,7 +104,7 @@ class BufferManager(Store):
             ValueError: There are several buffers and an item does not say which.
             As `push`: An item does not fit one of the buffers.
         """
-        self._check_open("push data")
+        self._check_open("call BufferManager.push_data")
         start_s, items = time.monotonic(), self._routed(data, buffer_name)
         numbers = {buffer: len(part) for buffer, part in items.items()}
         together(numbers, True, lambda: [buffer.prepare_push(part, start_s) for buffer, part in items.items()])
@@ -125,7 +125,7 @@ class BufferManager(Store):
 
     def sample_check(self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None) -> bool:
         """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
-        Request.checked(0, cur_learner_iter)
+        Request.checked("call BufferManager.sample_check", 0, cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
             _, sizes = self._shared_out(batch_size, sample_ratio)
@@ -191,7 +191,9 @@ class BufferManager(Store):
     def update_priorities(self, ids: Mapping[str, Any], priorities: Mapping[str, Any]) -> int:
         """Set priorities of rows by name of the buffer, as `sample_tensors` gave them; gives how many were applied."""
         if set(ids) != set(priorities):
-            raise UsageError("update priorities", "", f"priorities of {sorted(ids)}", str(sorted(priorities)))
+            raise UsageError(
+                "call BufferManager.update_priorities", "", f"priorities of {sorted(ids)}", str(sorted(priorities))
+            )
         buffers = {name: self._prioritized(name) for name in ids}
         with locked(buffers.values()):
             acts = [buffer.prepare_priorities(ids[name], priorities[name]) for name, buffer in buffers.items()]
@@ -306,12 +308,12 @@ class BufferManager(Store):
         items = as_items(data) if buffer_name is None else []
         names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
         if buffer_name is None and len(self._buffers) == 1 and all(name is None for name in names):
-            buffer_name = self._only("push data")
+            buffer_name = self._only("call BufferManager.push_data")
         if buffer_name is not None:
             return {self[name]: self[name].as_list(data) for name in _names(buffer_name)}
         routed: dict[ManagedBuffer, list[Any]] = {}
         for item, own in zip(items, names, strict=True):
-            for name in [self._only("push data")] if own is None else _names(own):
+            for name in [self._only("call BufferManager.push_data")] if own is None else _names(own):
                 routed.setdefault(self[name], []).append(item)
         return routed
 
@@ -319,19 +321,23 @@ class BufferManager(Store):
         """Give the order of all items, None if sizes were given by name; and the size by name."""
         if isinstance(batch_size, Mapping):
             named = batch_size.items()
-            return None, {name: arguments.whole("sample", f"batch_size of {name!r}", x, 0) for name, x in named}
-        size = arguments.whole("sample", "batch_size", batch_size, 0)
-        shares = self._ratio if ratio is None else checked_ratio(ratio, self._buffers)
+            return None, {
+                name: arguments.whole("call BufferManager.sample", f"batch_size of {name!r}", x, 0) for name, x in named
+            }
+        size = arguments.whole("call BufferManager.sample", "batch_size", batch_size, 0)
+        action = "call BufferManager.sample"
+        shares = self._ratio if ratio is None else checked_ratio(ratio, self._buffers, action)
         if shares is None:
             advice = "Give it here or in the configuration"
-            raise UsageError("share out a sample", expected="a sample_ratio", got="none", advice=advice)
+            raise UsageError("call BufferManager.sample", expected="a sample_ratio", got="none", advice=advice)
         return share_out_sample(size, shares, self.rng)
 
     def _drawn(
         self, batch_size: Sizes, iteration: int, ratio: Shares | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
         """Draw from all buffers or from none: the order of the items, and samples by name; (None, None) if none."""
-        request, start_s = Request.checked(0, iteration)._replace(are_tensors=are_tensors), time.monotonic()
+        request = Request.checked("call BufferManager.sample", 0, iteration)._replace(are_tensors=are_tensors)
+        start_s = time.monotonic()
         while True:
             self._check_open("sample")
             with self._choice_lock:
@@ -355,10 +361,10 @@ def _prepared(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Ac
 
 def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
     """Make the buffers of a configuration, by name; see `BufferManager`."""
-    action = "make a buffer manager"
+    action = "create a BufferManager"
     names = cfg.get("buffer_name") if isinstance(cfg, Mapping) else None
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
-        raise UsageError(action, expected="a mapping with 'buffer_name', a list of names", got=repr(names))
+        raise UsageError(action, expected="cfg as a mapping with 'buffer_name', a list of names", got=repr(names))
     made: dict[str, ManagedBuffer] = {}
     for name in names:
         if not isinstance(name, str) or not name or name in made or name in _RESERVED:

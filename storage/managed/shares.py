@@ -19,26 +19,25 @@ from .items import UNIQUE_ID, listed, raise_unknown, split_unique_id
 
 #: How far the sum of shares may be off.
 _SLACK = 1e-6
-_ACTION = "share out a sample"
 
 
-def checked_ratio(ratio: Any, names: Collection[str]) -> dict[str, float]:
-    """Check shares by name; give one for every name.
+def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, float]:
+    """Check shares by name; give one for every name. Errors name the `action`.
 
     Raises:
         KeyError: A name is not known.
         UsageError: A share is not in [0, 1], or they do not sum to 1.
     """
     if not isinstance(ratio, Mapping):
-        raise UsageError(_ACTION, expected="a ratio by name", got=type(ratio).__name__)
+        raise UsageError(action, expected="sample_ratio as shares by name", got=type(ratio).__name__)
     shares = dict.fromkeys(names, 0.0)
     for name, share in ratio.items():
         if name not in shares:
             raise_unknown(name, names)
-        shares[name] = arguments.real(_ACTION, f"share of {name!r}", share, "in [0, 1]", lambda x: 0 <= x <= 1 + _SLACK)
+        shares[name] = arguments.real(action, f"share of {name!r}", share, "in [0, 1]", lambda x: 0 <= x <= 1 + _SLACK)
     total = math.fsum(shares.values())
     if abs(total - 1) > _SLACK:
-        raise UsageError(_ACTION, expected="shares that sum to 1", got=f"{total} of {dict(ratio)}")
+        raise UsageError(action, expected="sample_ratio with shares that sum to 1", got=f"{total} of {dict(ratio)}")
     return shares
 
 
@@ -76,11 +75,11 @@ def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str])
         UsageError: An id is none, or there are not as many priorities.
     """
     if not isinstance(info, Mapping):
-        raise UsageError("update", expected="a mapping", got=type(info).__name__)
+        raise UsageError("call BufferManager.update", expected="info as a mapping", got=type(info).__name__)
     ids, priorities = listed(info.get(UNIQUE_ID)), info.get("priority")
     values = ids if priorities is None else listed(priorities)
     if len(values) != len(ids):
-        raise UsageError("update", expected=f"{len(ids)} priorities", got=str(len(values)))
+        raise UsageError("call BufferManager.update", expected=f"{len(ids)} priorities", got=str(len(values)))
     parts: dict[str, dict[str, Any]] = {}
     for unique_id, value in zip(ids, values, strict=True):
         name, _ = split_unique_id(unique_id)

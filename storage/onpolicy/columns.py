@@ -84,8 +84,8 @@ def rollout_columns(
     What has no shape here is not kept by `RolloutStorage`: a subclass declares its shape, or `SavedStates` keeps it.
     """
     if not isinstance(policy_outputs, Mapping | None):
-        expected = "a mapping of names to shapes"
-        raise SchemaError("create a storage", "with policy_outputs", expected, repr(policy_outputs))
+        expected = "policy_outputs as a mapping of names to shapes"
+        raise SchemaError("create a RolloutStorage", "", expected, repr(policy_outputs))
     heads, one = (num_rewards,), (1,)
     critic = _ABSENT if is_absent(critic_obs_shape) else critic_obs_shape
     gaussian = actions_shape if policy_outputs is None else _ABSENT

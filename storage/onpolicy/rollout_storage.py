@@ -102,7 +102,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         self.device = arguments.device(action, "device", device)
         if output_device is not None:
             output_device = arguments.device(action, "output_device", output_device)
-        self.rng = generator_on(generator)
+        self.rng = generator_on(generator, action=arguments.creating(self))
         self.step = 0
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)

@@ -69,7 +69,7 @@ class PrioritizedWindows(Store):
         self.end_key = normal(end_key)
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self.device = arguments.device(action, "device", device)
-        self.rng = generator_on(generator, self.device)
+        self.rng = generator_on(generator, self.device, action)
         self._reader = RecordReader(None, True, False, False)
         self._lock = threading.RLock()
         self._order = StreamOrder(self.device)

@@ -142,7 +142,7 @@ class DictBuffer(RingBuffer):
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.
         """
-        batch_size = arguments.whole("sample transitions", "batch_size", batch_size, 1)
+        batch_size = arguments.whole(arguments.calling(self, "sample_transitions"), "batch_size", batch_size, 1)
         if request is not None and options:
             raise UsageError("sample transitions", "", "a request or options", f"both, {', '.join(options)}")
         with self._lock:
@@ -227,7 +227,7 @@ class ZBuffer(RingBuffer):
         *,
         generator: torch.Generator | int | None = None,
     ) -> None:
-        self.dim = arguments.whole("create a z buffer", "dim", dim, 1)
+        self.dim = arguments.whole("create a ZBuffer", "dim", dim, 1)
         self.dtype = dtype
         super().__init__(capacity=capacity, device=device, generator=generator)
         self._vectors = self._create(Schema([Field(_NAME, (dim,), dtype_name(dtype))]), 1)
@@ -235,9 +235,11 @@ class ZBuffer(RingBuffer):
     @torch.no_grad()
     def add(self, z: Any) -> None:
         """Append `[n, dim]` of any n; of more than fit the newest are kept."""
-        values = (z if isinstance(z, torch.Tensor) else as_tensor(z, "add vectors", "")).detach()
+        values = (z if isinstance(z, torch.Tensor) else as_tensor(z, "call ZBuffer.add", "")).detach()
         if values.dim() != 2 or values.shape[1] != self.dim or values.is_complex():
-            raise SchemaError("add vectors", "", f"shape [n, {self.dim}]", f"{values.dtype} {list(values.shape)}")
+            raise SchemaError(
+                "call ZBuffer.add", "", f"z of shape [n, {self.dim}]", f"{values.dtype} {list(values.shape)}"
+            )
         with self._lock:
             self._order.wait(is_write=True)
             self._vectors.write([values.unsqueeze(1)])
@@ -246,9 +248,9 @@ class ZBuffer(RingBuffer):
     @torch.no_grad()
     def sample(self, num: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Draw `[num, dim]` uniformly with replacement, on `device` or the buffer's own."""
-        num = arguments.whole("sample vectors", "num", num, 1)
+        num = arguments.whole("call ZBuffer.sample", "num", num, 1)
         with self._lock:
-            ring = self._filled("sample vectors")
+            ring = self._filled("call ZBuffer.sample")
             self._order.wait(is_write=False)
             found: torch.Tensor = ring.gather(uniform(len(self), num, self.generator), contiguous=True)[_NAME]
             self._order.record(is_write=False)

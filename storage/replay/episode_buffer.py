@@ -112,7 +112,7 @@ class TrajectoryDictBuffer(BufferStore):
         if output_device is not None:
             self.output_device = arguments.device(action, "output_device", output_device)
         self._lock = threading.RLock()
-        self.generator = generator_on(generator, self.device)
+        self.generator = generator_on(generator, self.device, arguments.creating(self))
         options = (seq_length, output_key_t, output_key_tp1, end_name, motion_name, contiguous, nested_key_separator)
         self._set_up(schema, [len(leaves[0]) for leaves, _, _ in found], dict(zip(_OPTIONS, options, strict=True)))
         self._order.wait(is_write=True)

@@ -51,7 +51,7 @@ class ReplayBuffer(Store):
         sizes = obs_dim if isinstance(obs_dim, Sequence) else (obs_dim,)
         self.obs_dim = tuple(arguments.whole(action, "obs_dim", size, 0) for size in sizes)
         self.device = arguments.device(action, "device", device)
-        self.rng = generator_on(generator)
+        self.rng = generator_on(generator, action=action)
         schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
         self._ring = RingStore(self.buffer_size, 1, schema, self.device, num_guards=0)
         self.states, self.next_states = (self._ring.slots_view(name)[:, 0] for name in _NAMES)
@@ -80,11 +80,11 @@ class ReplayBuffer(Store):
         """
         schema = self._ring.schema
         given = [
-            fit("insert states", schema[name], x, num_lead=1)
+            fit("call ReplayBuffer.insert", schema[name], x, num_lead=1)
             for name, x in zip(_NAMES, (states, next_states), strict=True)
         ]
         if len(given[0]) != len(given[1]):
-            raise SchemaError("insert states", "", f"{len(given[0])} next_states", str(len(given[1])))
+            raise SchemaError("call ReplayBuffer.insert", "", f"{len(given[0])} next_states", str(len(given[1])))
         with self._lock:
             self._order.wait(is_write=True)
             self._ring.write([x.unsqueeze(1) for x in given])
@@ -100,19 +100,27 @@ class ReplayBuffer(Store):
         Raises:
             UsageError, BufferEmptyError: At the call, not at the first `next`.
         """
-        num_mini_batch = arguments.whole("generate mini-batches", "num_mini_batch", num_mini_batch, 0)
-        mini_batch_size = arguments.whole("generate mini-batches", "mini_batch_size", mini_batch_size, 1)
+        num_mini_batch = arguments.whole(
+            "call ReplayBuffer.feed_forward_generator", "num_mini_batch", num_mini_batch, 0
+        )
+        mini_batch_size = arguments.whole(
+            "call ReplayBuffer.feed_forward_generator", "mini_batch_size", mini_batch_size, 1
+        )
         if not self.num_samples:
-            raise BufferEmptyError("generate mini-batches", "", "states", "an empty buffer", "Call insert() first")
+            raise BufferEmptyError(
+                "call ReplayBuffer.feed_forward_generator", "", "states", "an empty buffer", "Call insert() first"
+            )
         return (self.sample(mini_batch_size) for _ in range(num_mini_batch))
 
     @torch.no_grad()
     def sample(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw one of the pairs that `feed_forward_generator` yields; `BufferEmptyError` if nothing was inserted."""
-        size = arguments.whole("sample", "size", size, 1)
+        size = arguments.whole("call ReplayBuffer.sample", "size", size, 1)
         with self._lock:
             if not self.num_samples:
-                raise BufferEmptyError("sample", "", "states", "an empty buffer", "Call insert() first")
+                raise BufferEmptyError(
+                    "call ReplayBuffer.sample", "", "states", "an empty buffer", "Call insert() first"
+                )
             self._order.wait(is_write=False)
             found = self._ring.gather(uniform(self.num_samples, size, self.rng).to(self.device))
             self._order.record(is_write=False)

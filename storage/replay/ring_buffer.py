@@ -76,7 +76,7 @@ class RingBuffer(BufferStore):
         self.end_key = normal(end_key)
         self.contiguous = bool(contiguous)
         self.auto_unsqueeze, self.narrow = auto_unsqueeze, narrow
-        self.generator = generator_on(generator, self.device)
+        self.generator = generator_on(generator, self.device, action)
         self._lock = threading.RLock()
         self._order = StreamOrder(self.device)
         self._forget()

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 import rollout_data
-from rollout_data import RolloutDataset, RolloutFileBase, WindowDataset, WindowLoader, WindowMixture
+from rollout_data import (
+    RolloutDataset,
+    RolloutFileBase,
+    RolloutWriter,
+    TrajectoryCache,
+    TrajectoryReplayBuffer,
+    WindowDataset,
+    WindowLoader,
+    WindowMixture,
+)
 from storage.errors import UsageError
 from tests.files.recorded import record
 
@@ -34,6 +43,30 @@ CALLS = {
     "call WindowLoader.set_epoch: expected epoch >= 0, got -1": lambda f: WindowLoader(windows(f), 2).set_epoch(-1),
     "call WindowMixture.sampler: expected num_samples >= 0, got -1": lambda f: WindowMixture([windows(f)]).sampler(-1),
     "call rollout_data.loader: expected num_workers >= 0, got -1": lambda f: rollout_data.loader(stream(f), -1),
+    "create a WindowLoader: expected shard 'auto', 'none'": lambda f: WindowLoader(windows(f), 2, shard=(3, 2)),
+    "create a WindowLoader: expected even one of": lambda f: WindowLoader(windows(f), 2, even="odd"),
+    "create a RolloutDataset: expected shard 'auto', 'none'": lambda f: RolloutDataset(f, 1, shard=(3, 2)),
+    "create a WindowMixture: expected datasets as a dataset, a path": lambda f: WindowMixture(3),
+    "call WindowMixture.sampler: expected shard": lambda f: WindowMixture([windows(f)]).sampler(1, shard=(3, 2)),
+    "call WindowLoader.load_state_dict: expected a state": lambda f: WindowLoader(windows(f), 2).load_state_dict(3),
+    "choose environments of a RolloutDataset: expected env_ids in 0:1, got [9]": lambda f: stream(f).reset([9]),
+    "create a RolloutWriter: expected data_dir a path, got 3": lambda f: RolloutWriter(3, 1),
+    "call RolloutWriter.discard: expected env_ids in 0:1": lambda f: RolloutWriter(f / "new", 1).discard([7]),
+    "call rollout_data.convert: expected target a path, got 3": lambda f: rollout_data.convert(f, 3),
+    "call rollout_data.convert: expected to one of 'd4rl'": lambda f: rollout_data.convert(f, f / "new", "d4r"),
+    "call Recording.split: expected parts as a mapping": lambda f: rollout_data.open(f).split(3),
+    "call Recording.split: expected seed as a whole number": lambda f: rollout_data.open(f).split({"a": 1}, "x"),
+    "call Recording.filter: expected keeps as a function": lambda f: rollout_data.open(f).filter(3),
+    "call Recording.info: expected place in -2:2, got 99": lambda f: rollout_data.open(f).info(99),
+    "create a TrajectoryCache: expected max_size >= 0, got -1": lambda f: TrajectoryCache(-1),
+    "call TrajectoryReplayBuffer.sample: expected num_chunks": lambda f: TrajectoryReplayBuffer().sample(0),
+    "call TrajectoryReplayBuffer.get: expected trajectory_id": lambda f: TrajectoryReplayBuffer().get(7),
+    "call TrajectoryReplayBuffer.add_trajectories: expected trajectories": lambda f: (
+        TrajectoryReplayBuffer().add_trajectories(3)
+    ),
+    "call TrajectoryReplayBuffer.load_checkpoint: expected local_rank in 0:1, got 5": lambda f: (
+        TrajectoryReplayBuffer().load_checkpoint(f, local_rank=5)
+    ),
     "call rollout_data.open: expected path as a path or a list of paths, got 3": lambda f: rollout_data.open(3),
 }
 

@@ -253,7 +253,7 @@ def test_a_forgotten_writer_is_closed_at_exit(tmp_path):
     ids=str,
 )
 def test_wrong_arguments_are_named_before_a_folder_is_made(tmp_path, options):
-    with pytest.raises(UsageError, match=f"cannot make a RolloutWriter.*{next(iter(options))}.*got"):
+    with pytest.raises(UsageError, match=f"cannot create a RolloutWriter.*{next(iter(options))}.*got"):
         RolloutWriter(tmp_path / "data", N, **options)
     assert not (tmp_path / "data").exists()
 

@@ -58,7 +58,7 @@ def test_d1_ratios_are_compared_with_a_tolerance() -> None:
         [0.7, 0.2, 0.1],
     ]
     for ratio in wrong:
-        with pytest.raises(ValueError, match="cannot share out a sample"):
+        with pytest.raises(ValueError, match="cannot create a BufferManager: expected "):
             make(ratio=ratio)
     with pytest.raises(KeyError, match="'agent'"):
         make(ratio={"agents": 1.0})

@@ -177,7 +177,7 @@ def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
 
 def test_a_mixture_of_urls_is_refused(folder):
     far = far_windows(in_memory(folder, "mixed"))
-    with pytest.raises(UsageError, match="mix datasets: expected files of this machine, got URLs"):
+    with pytest.raises(UsageError, match="create a WindowMixture: expected files of this machine, got URLs"):
         WindowMixture([far, far])
 
 

@@ -186,7 +186,7 @@ def test_no_outputs_at_all_may_be_declared(tmp_path):
 @pytest.mark.parametrize(
     "outputs, text",
     [
-        ((7,), r"cannot create a storage with policy_outputs: expected a mapping of names to shapes, got \(7,\)"),
+        ((7,), r"cannot create a RolloutStorage: expected policy_outputs as a mapping of names to shapes, got \(7,\)"),
         ({"a/b": (7,)}, "cannot declare the shape of 'policy_outputs'.*got 'a/b'"),
         ({"": (7,)}, "cannot declare the shape of 'policy_outputs'.*got ''"),
         ({"logits": "seven"}, "cannot declare the shape of 'policy_outputs/logits'"),

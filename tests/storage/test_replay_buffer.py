@@ -99,9 +99,9 @@ def test_numpy_arrays_and_integers_are_taken_and_anything_else_is_refused_by_nam
     assert len(list(buffer.feed_forward_generator(np.int64(2), np.int64(3)))) == 2
     before = buffer.states.clone()
     for wrong in (None, "text", 3, torch.tensor(1.0), torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta")):
-        with pytest.raises(SchemaError, match="cannot insert states"):
+        with pytest.raises(SchemaError, match=r"cannot call ReplayBuffer\.insert"):
             buffer.insert(wrong, torch.ones(2, 2))
-        with pytest.raises(SchemaError, match="cannot insert states"):
+        with pytest.raises(SchemaError, match=r"cannot call ReplayBuffer\.insert"):
             buffer.insert(torch.ones(2, 2), wrong)
     assert torch.equal(buffer.states, before) and buffer.step == 3
 

@@ -48,7 +48,10 @@ def test_keys_that_are_none_are_refused(tmp_path: Path, kind: str) -> None:
     with filled(kind, tmp_path) as buffer:
         state = buffer.rng.get_state()
         for keys in ("rewards", 3):
-            with pytest.raises(UsageError, match=rf"^cannot choose the keys .*expected a list of keys, got {keys!r}"):
+            with pytest.raises(
+                UsageError,
+                match=rf"^cannot call TrajectoryReplayBuffer.sample: expected keys as a list of keys, got {keys!r}",
+            ):
                 buffer.sample(40, keys=keys)
         for key in ((), ("curr_obs", 1), 3, None):
             with pytest.raises(UsageError, match=r"^cannot (name a leaf|choose the keys)"):

@@ -97,7 +97,10 @@ def test_what_is_given_up_leaves_the_index_the_totals_and_the_files(tmp_path: Pa
             buffer.add(trajectory(number))
         buffer.flush()
         assert buffer.trajectory_ids == [4, 5] and buffer.total_samples == 30
-        with pytest.raises(KeyError, match=r"cannot get the trajectory: expected one of 2 live ids, got 3"):
+        with pytest.raises(
+            KeyError,
+            match=r"cannot call TrajectoryReplayBuffer.get: expected trajectory_id as one of 2 live ids, got 3",
+        ):
             buffer.get(3)
         if kind != "memory":
             assert sorted(path.name.split("_")[1] for path in (tmp_path / "auto").glob("trajectory_?_*")) == ["4", "5"]

@@ -100,7 +100,7 @@ def test_that_there_is_no_window_is_said_once_and_why(folder, options, text):
         copy = pickle.loads(pickle.dumps(dataset))
         assert len(copy) == 0 and copy.__getitems__([])["action"].shape[0] == 0
         assert list(WindowLoader(dataset, 4)) == [] and list(DataLoader(dataset, 4, collate_fn=dataset.collate)) == []
-    with pytest.raises(UsageError, match="cannot mix datasets: expected windows in at least one, got none"):
+    with pytest.raises(UsageError, match="cannot create a WindowMixture: expected windows in at least one, got none"):
         WindowMixture([dataset, dataset])
 
 
