@@ -15,7 +15,7 @@ from storage.core.arguments import is_whole
 from storage.core.fields import check_same_names
 from storage.errors import SchemaError, UsageError, nearest
 
-_MAKE = "make a RolloutWriter"
+_MAKE = "create a RolloutWriter"
 
 
 def _checked_components(what: str, given: Any) -> dict[str, Any]:

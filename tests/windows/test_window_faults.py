@@ -113,7 +113,7 @@ def test_a_trajectory_that_is_just_long_enough_has_a_window_without_a_warning(fo
 
 
 def test_a_loader_of_anything_but_windows_is_refused(folder):
-    with pytest.raises(UsageError, match="expected a WindowDataset or a WindowMixture, got RolloutDataset"):
+    with pytest.raises(UsageError, match="expected dataset as a WindowDataset or a WindowMixture, got"):
         WindowLoader(RolloutDataset(folder, num_envs=1), batch_size=1)
 
 
