@@ -168,7 +168,8 @@ def test_ranks_that_save_under_one_path_are_loaded_as_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size", "text"), [(0, 0, "world_size"), (5, -1, "world_size"), (2, 2, "rank"), (-1, 2, "rank")]
+    ("rank", "world_size", "text"),
+    [(0, 0, "world_size"), (5, -1, "world_size"), (2, 2, "local_rank"), (-1, 2, "local_rank")],
 )
 def test_a_bad_rank_is_refused(tmp_path: Path, rank: int, world_size: int, text: str) -> None:
     filled(2).save_checkpoint(tmp_path / "a")
