@@ -95,7 +95,12 @@ def convert(
 
 def _writer_of(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
     if to not in (formats := (OWN, *WRITERS, *EXPORTS)):
-        raise UsageError("call rollout_data.convert", "", f"to one of {nearest(str(to), formats)}", repr(to))
+        raise UsageError(
+            "call rollout_data.convert",
+            "",
+            f"to as one of {nearest(str(to), formats).removeprefix('one of ')}",
+            repr(to),
+        )
     kind: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
     if unknown := [name for name in options if name not in kind.OPTIONS]:
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"

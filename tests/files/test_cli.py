@@ -299,7 +299,7 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path, capsys, command)
     if command == "pack":
         assert main(["pack", str(tmp_path / "data"), str(inside_a_file)]) in (1, 2)
         (line,) = capsys.readouterr().err.splitlines()
-        assert "got a file" in line
+        assert "expected a place that can be written" in line
     with open("/dev/full", "w") as full:
         assert "No space left" in the_line(run_cli(command, tmp_path / "data", *more, stdout=full))
     reader, writer = os.pipe()

@@ -89,7 +89,7 @@ def test_the_overview_has_every_command_with_its_summary(says: Says) -> None:
         ("info", "the following arguments are required: data_dir"),
         ("info nowhere", "nowhere': expected a folder, got nothing there"),
         ("pack x", "expected either OUT_DIR or --in-place, got neither"),
-        ("convert WALK y --to lerbot", "expected 'lerobot', "),
+        ("convert WALK y --to lerbot", "one of 'lerobot', "),
         ("convert WALK y --option nonsense=1", "expected 'obs_disassemble_mapping', got 'nonsense'"),
         ("convert WALK WALK", "expected another place"),
         ("convert WALK y --option nonsense", "expected NAME=VALUE, got 'nonsense'"),

@@ -109,7 +109,7 @@ def test_a_recording_may_lie_behind_a_url(tmp_path):
 def test_selected_names_come_in_the_order_of_the_file(demos):
     assert demos.select(["demo_11", "demo_0"]).ids == ["demo_0", "demo_11"]
     assert demos.select("demo_10").ids == ["demo_10"]
-    with pytest.raises(UsageError, match=r"expected one of 5 names, such as 'demo_11', .*got 'demo_1'"):
+    with pytest.raises(UsageError, match=r"expected ids with one of 5 names, such as 'demo_11', .*got 'demo_1'"):
         demos.select(["demo_1"])
     with pytest.raises(UsageError, match="demo_0"):
         demos[1:].select(["demo_0"])
@@ -134,7 +134,7 @@ def test_parts_that_the_file_names_can_be_had(tmp_path):
         "valid": ["demo_2"],
     }
     assert recording[:2].split()["train"].ids == ["demo_0"]
-    with pytest.raises(UsageError, match="expected shares >= 0 that add up to 1"):
+    with pytest.raises(UsageError, match="expected parts with shares >= 0 that add up to 1"):
         recording.split({"train": 0.5})
     with pytest.raises(UsageError, match="expected parts that the file names, got none"):
         rollout_data.open(write_demos(tmp_path / "b.hdf5", [2])).split()

@@ -236,7 +236,7 @@ def test_members_that_do_not_fit_are_refused(folder, tmp_path):
     with pytest.raises(UsageError, match="number 1: expected the fields and deltas of number 0"):
         WindowMixture([first, WindowDataset(folder, 4)])
     for wrong in ([1], "ab", {0: 1}, [1, None], [1, -1]):
-        with pytest.raises(UsageError, match="2 weights"):
+        with pytest.raises(UsageError, match="weights as 2 numbers"):
             WindowMixture([first, first], weights=wrong)
     with pytest.raises(UsageError, match="no window"):
         WindowMixture([first, WindowDataset(folder, 3, split="validation", validation_fraction=0)], weights=[1, 1])
