@@ -53,7 +53,7 @@ CALLS = {
     "create a RolloutWriter: expected data_dir a path, got 3": lambda f: RolloutWriter(3, 1),
     "call RolloutWriter.discard: expected env_ids in 0:1": lambda f: RolloutWriter(f / "new", 1).discard([7]),
     "call rollout_data.convert: expected target a path, got 3": lambda f: rollout_data.convert(f, 3),
-    "call rollout_data.convert: expected to one of 'd4rl'": lambda f: rollout_data.convert(f, f / "new", "d4r"),
+    "call rollout_data.convert: expected to as one of 'd4rl'": lambda f: rollout_data.convert(f, f / "new", "d4r"),
     "call Recording.split: expected parts as a mapping": lambda f: rollout_data.open(f).split(3),
     "call Recording.split: expected seed as a whole number": lambda f: rollout_data.open(f).split({"a": 1}, "x"),
     "call Recording.filter: expected keeps as a function": lambda f: rollout_data.open(f).filter(3),
