@@ -67,10 +67,11 @@ class RslRlStorage(RolloutStorage):
         obs: `TensorDict` or nested dict of `[B, ...]`, an example of the observations.
         actions_shape: Shape of one action.
         device: Where everything is kept.
-        compat: True: mini-batches as rsl_rl's own storage makes them, one permutation per update
-            drawn from torch's default generator, remainders left out; equal seeds give equal losses.
-            False: a new permutation per epoch from `generator`, no env left out.
-        generator: As for `RolloutStorage`.
+        compat: True: one permutation per update and remainders left out, as in rsl_rl's own storage.
+            False: a new permutation per epoch, no env left out.
+        generator: As for `RolloutStorage`. For the permutations of rsl_rl itself, which give equal losses for equal
+            seeds, pass the generator that it draws from: `torch.default_generator`, on a GPU
+            `torch.cuda.default_generators[index]`.
     """
 
     Transition: type[Any] = RslRlTransition
@@ -89,7 +90,7 @@ class RslRlStorage(RolloutStorage):
         generator: torch.Generator | int | None = None,
     ) -> None:
         self.training_type = arguments.choice(arguments.creating(self), "training_type", training_type, _COLUMNS)
-        self.compat = compat
+        self.compat = arguments.flag(arguments.creating(self), "compat", compat)
         self._parameters: tuple[Field, ...] = ()
         shape = _shapes(obs)
         super().__init__(num_envs, num_transitions_per_env, shape, None, actions_shape, 1, device, generator=generator)
@@ -148,7 +149,8 @@ class RslRlStorage(RolloutStorage):
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
         if self.compat:
-            return torch.randperm(num_used, device=self.device)
+            # The call of rsl_rl: another dtype, or more rows, would draw other numbers.
+            return torch.randperm(num_used, generator=self.rng, device=self.rng.device).to(self.device)
         return super()._permutation(num_rows, num_used)
 
     def _arguments(self) -> dict[str, Any]:

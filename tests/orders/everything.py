@@ -10,6 +10,7 @@ them only where a change of an order is intended, and name it in CHANGELOG.md: u
 from __future__ import annotations
 
 import json
+import random
 import sys
 import tempfile
 import warnings
@@ -104,6 +105,12 @@ def resumed(make: Callable[[], Any], deliver: Callable[[Any], Iterator[Order]], 
     got = (before + rest)[: len(expected)]
     assert got == expected, "resuming gave another order"
     return expected
+
+
+def global_states() -> list[Any]:
+    """Return the states of the global generators of torch, numpy and Python."""
+    name, keys, *place = np.random.get_state()
+    return [torch.initial_seed(), torch.get_rng_state().tolist(), name, keys.tolist(), place, random.getstate()]
 
 
 def column(values: Any) -> Order:

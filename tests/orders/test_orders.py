@@ -25,6 +25,7 @@ from storage.core.samplers import Weighted, scaled, whole_weights
 from storage.prioritized.power import rounded_power
 from tests.files.recorded import record
 from tests.orders import everything
+from tests.orders.everything import global_states
 
 ROOT = Path(__file__).parents[2]
 #: Processors that can do less, and another number of threads.
@@ -39,8 +40,10 @@ def stored():
     return json.loads(everything.STORED.read_text())
 
 
-def test_orders_equal_the_stored_ones(stored):
+def test_orders_equal_the_stored_ones_and_no_global_generator_is_used(stored):
+    before = global_states()
     assert everything.all_orders() == stored
+    assert global_states() == before
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import rollout_data
-from rollout_data import RolloutDataset
+from rollout_data import Normalizer, RolloutDataset, TrajectoryReplayBuffer, WindowDataset, WindowLoader
 from storage import (
     ActionLabelRollout,
     AdvancedReplayBuffer,
+    AsyncCheckpointSaver,
     BufferManager,
+    CompressedDataCollector,
     DictBuffer,
     EpisodeReplayBuffer,
     NaiveReplayBuffer,
+    PipelinedDataCollector,
     PrioritizedWindows,
     QueueRolloutStorage,
     ReplayBuffer,
@@ -29,11 +30,13 @@ from storage import (
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
     ZBuffer,
+    load_checkpoint,
     load_store,
 )
 from storage.adapters.rsl_rl import RslRlStorage
 from storage.core.samplers import generator_on, seeds_from
 from tests.files.recorded import record
+from tests.orders.everything import global_states
 from tests.storage.rollouts import make_storage
 
 ROOT = Path(__file__).parents[2]
@@ -62,17 +65,12 @@ MAKERS = {
     "QueueRolloutStorage": lambda: rollout(QueueRolloutStorage),
     "ActionLabelRollout": lambda: rollout(ActionLabelRollout),
     "SarsaRolloutStorage": lambda: rollout(SarsaRolloutStorage),
-    "RslRlStorage": lambda: RslRlStorage("rl", 2, 3, {"policy": torch.zeros(2, 3)}, (2,), compat=False),
+    "RslRlStorage": lambda: RslRlStorage("rl", 2, 3, {"policy": torch.zeros(2, 3)}, (2,)),
 }
 
 
 def seed_of(made):
     return made.rng.initial_seed()
-
-
-def global_states():
-    name, keys, *place = np.random.get_state()
-    return [torch.get_rng_state().tolist(), torch.initial_seed(), name, keys.tolist(), place, random.getstate()]
 
 
 def begin(seed):
@@ -125,6 +123,34 @@ def test_a_loader_with_workers_uses_no_global_generator(tmp_path):
     before = global_states()
     for num_workers in (0, 1):
         assert list(rollout_data.loader(dataset, num_workers=num_workers))
+    assert global_states() == before
+
+
+def test_files_checkpoints_and_collectors_use_no_global_generator(tmp_path):
+    before = global_states()
+    record(tmp_path / "recorded", [5, 9, 7, 4], 2)
+    recording = rollout_data.open(tmp_path / "recorded")
+    recording.split({"a": 0.5, "b": 0.5}, seed=3)
+    normalizer = Normalizer(recording.statistics())
+    for batch in WindowLoader(WindowDataset(tmp_path / "recorded", 2), 4, seed=1):
+        normalizer.normalize(batch)
+    rollout_data.convert(recording, tmp_path / "copy", to="robomimic", progress=False)
+    rollout_data.merge([tmp_path / "recorded"], tmp_path / "merged")
+    rollout_data.split(tmp_path / "merged", {"a": 1.0}, tmp_path / "parts", seed=5)
+    rollout_data.doctor(tmp_path / "merged")
+    rollout_data.repair(tmp_path / "recorded", tmp_path / "repaired")
+    rollout_data.prune(tmp_path / "merged", trajectories=2)
+    disk = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "disk")
+    disk.add_trajectories([{"observation": torch.zeros(3, 2, 3)}])
+    disk.sample(2)
+    disk.close()
+    with AsyncCheckpointSaver() as saver:
+        saver.save_async(
+            {"weights": torch.ones(3), "rng": torch.get_rng_state()}, tmp_path / "saved.pt", compress="lz4"
+        )
+    load_checkpoint(tmp_path / "saved.pt")
+    collector = CompressedDataCollector([{"images": torch.zeros(2, 8, 8, 3, dtype=torch.uint8)}])
+    assert [step["images"].shape for step in PipelinedDataCollector(collector, "cpu", 2)] == [(2, 8, 8, 3)]
     assert global_states() == before
 
 

@@ -20,6 +20,7 @@ from tensordict import TensorDict  # noqa: E402
 
 from storage.adapters.rsl_rl import RslRlStorage  # noqa: E402
 from tests.orders import everything  # noqa: E402
+from tests.orders.everything import global_states  # noqa: E402
 from tests.storage.rollouts import columns_of, value_of  # noqa: E402
 
 ENVS, STEPS, ACTIONS = 8, 12, 3
@@ -90,7 +91,7 @@ def make(kind, training="rl", **options):
 @pytest.mark.parametrize("training, build", [("rl", ppo), ("distillation", distillation)])
 def test_losses_of_ten_updates_equal_those_on_their_own_storage(kind, training, build):
     expected = learn(make(theirs.RolloutStorage, training), kind, build)
-    got = learn(make(RslRlStorage, training), kind, build)
+    got = learn(make(RslRlStorage, training, generator=torch.default_generator), kind, build)
     assert len(got) == 10
     for mine, other in zip(got, expected, strict=True):
         assert mine.keys() == other.keys()
@@ -104,20 +105,45 @@ def test_without_compat_it_learns_too(kind):
     assert all(torch.isfinite(torch.tensor(value)) for loss in losses for value in loss.values())
 
 
-def filled(**options):
-    storage = make(RslRlStorage, **options)
+def filled(kind=RslRlStorage, **options):
+    storage = make(kind, **options)
     for step in range(STEPS):
-        transition = storage.Transition(
-            observations=TensorDict({"policy": rows(step, 5), "privileged": rows(step, 7)}, batch_size=[ENVS]),
-            actions=rows(step, ACTIONS),
-            rewards=rows(step),
-            dones=torch.zeros(ENVS),
-            values=rows(step, 1),
-            actions_log_prob=rows(step),
-            distribution_params=(rows(step, ACTIONS), rows(step, ACTIONS) + 0.5),
-        )
+        transition = storage.Transition()
+        observations = {"policy": rows(step, 5), "privileged": rows(step, 7)}
+        transition.observations = TensorDict(observations, batch_size=[ENVS])
+        transition.actions, transition.rewards = rows(step, ACTIONS), rows(step)
+        transition.dones, transition.values = torch.zeros(ENVS), rows(step, 1)
+        transition.actions_log_prob = rows(step)
+        transition.distribution_params = (rows(step, ACTIONS), rows(step, ACTIONS) + 0.5)
         storage.add_transition(copy.copy(transition))
     return storage
+
+
+def test_permutations_of_torchs_default_generator_are_those_of_their_own_storage():
+    orders = []
+    for kind, options in [(theirs.RolloutStorage, {}), (RslRlStorage, {"generator": torch.default_generator})]:
+        storage = filled(kind, **options)
+        storage.returns, storage.advantages = storage.values.clone(), storage.values.clone()
+        torch.manual_seed(5)
+        updates = [list(storage.mini_batch_generator(5, 2)) for _ in range(2)]
+        orders.append([[batch.values.flatten().tolist() for batch in update] for update in updates])
+    assert orders[0] == orders[1] and orders[0][0] != orders[0][1]
+
+
+@pytest.mark.parametrize("compat", [True, False])
+def test_no_global_generator_is_used_without_it(compat):
+    before = global_states()
+    torch.manual_seed(31)
+    first = filled(compat=compat, generator=None)
+    torch.manual_seed(31)
+    other = filled(compat=compat, generator=None)
+    orders = []
+    for storage in (first, other):
+        storage.compute_returns(torch.zeros(ENVS), 0.9, 0.9)
+        orders.append([batch.values.flatten().tolist() for batch in storage.mini_batch_generator(4, 2)])
+    assert orders[0] != orders[1]
+    torch.manual_seed(31)
+    assert global_states()[2:] == before[2:]
 
 
 def rows(step, *shape):
