@@ -73,16 +73,19 @@ def full_storage(device: str, **options: Any) -> RolloutStorage:
     return storage
 
 
-def adding() -> Callable[[], Any]:
-    storage = RolloutStorage(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device="cuda")
-    steps = transitions("cuda")
+def adding(device: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        storage = RolloutStorage(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device="cuda")
+        steps = transitions(device)
 
-    def call() -> None:
-        storage.clear()
-        for step in steps:
-            storage.add_transitions(step)
+        def call() -> None:
+            storage.clear()
+            for step in steps:
+                storage.add_transitions(step)
 
-    return call
+        return call
+
+    return prepare
 
 
 def returns(truncation: str) -> Callable[[], Callable[[], Any]]:
@@ -121,7 +124,8 @@ def sampling() -> Callable[[], Any]:
 
 #: Call -> function that prepares it and returns it.
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
-    "RolloutStorage.add_transitions": adding,
+    "RolloutStorage.add_transitions": adding("cuda"),
+    "RolloutStorage.add_transitions(tensors on the host)": adding("cpu"),
     "RolloutStorage.compute_returns(truncation='cut')": returns("cut"),
     "RolloutStorage.compute_returns(truncation='value')": returns("value"),
     "RolloutStorage.mini_batch_generator(generator on the device)": batches,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
 from math import prod
@@ -36,6 +37,8 @@ _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 #: What numpy can make as well as torch.
 _NUMPY_DTYPES = {kind: dtype for kind, dtype in DTYPES.values() if kind is not torch.bfloat16}
 _FLOATS = (torch.float32, torch.float64)
+#: Tensors that travel together start at multiples of this many bytes.
+_PART_BYTES = 16
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -179,6 +182,75 @@ def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: tor
     return found if value == 0 and pool.num_allocated else found.fill_(value)
 
 
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; host memory travels to CUDA as a pinned copy, and the host does not wait."""
+    if device.type != "cuda" or not tensor.is_cpu:
+        return tensor.to(device)
+    # A copy even of pinned memory: the caller may change it before it has arrived.
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor).to(device, non_blocking=True)
+
+
+class PackedCopy:
+    """Copy host tensors of fixed shapes and dtypes to a CUDA device again and again, each time in one piece.
+
+    The tensors are packed into a pinned buffer, which travels asynchronously. A buffer is packed again only after its
+    last copy has completed. Up to `MAX_BUFFERS` buffers are allocated while earlier ones are busy; then the host waits.
+
+    Args:
+        shapes: Shape of each tensor.
+        dtypes: Dtype of each tensor on the device; tensors of other dtypes are converted on the host.
+        device: CUDA device.
+
+    Attributes:
+        num_waits: Calls that waited for a busy buffer.
+    """
+
+    MAX_BUFFERS = 3
+
+    @lasting
+    def __init__(self, shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        self.num_waits = 0
+        self._device = device
+        self._parts = []
+        self._num_bytes = 0
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            start = self._num_bytes
+            stop = start + prod(shape) * dtype.itemsize
+            self._parts.append((start, stop, shape, dtype))
+            self._num_bytes = -(-stop // _PART_BYTES) * _PART_BYTES
+        self._block = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
+        self._block_parts = self._cut(self._block)
+        #: Pinned buffers, the least recently packed one first: memory, its parts, and the event of its copy.
+        self._buffers: deque[tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event]] = deque()
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors on the device. The next call overwrites them: read them first, in order of streams."""
+        buffer, parts, copied = self._free_buffer()
+        torch._foreach_copy_(parts, list(tensors))
+        self._block.copy_(buffer, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self._device))
+        self._buffers.append((buffer, parts, copied))
+        return self._block_parts
+
+    def _free_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event]:
+        if self._buffers and self._buffers[0][2].query():  # type: ignore[no-untyped-call]
+            return self._buffers.popleft()
+        if len(self._buffers) < self.MAX_BUFFERS:
+            return self._new_buffer()
+        self.num_waits += 1
+        self._buffers[0][2].synchronize()
+        return self._buffers.popleft()
+
+    @lasting
+    def _new_buffer(self) -> tuple[torch.Tensor, list[torch.Tensor], torch.cuda.Event]:
+        buffer = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=True)
+        return buffer, self._cut(buffer), torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def _cut(self, block: torch.Tensor) -> list[torch.Tensor]:
+        return [block[start:stop].view(dtype).view(shape) for start, stop, shape, dtype in self._parts]
+
+
 class StreamOrder:
     """Order the writes and reads of one object's memory among streams.
 
@@ -192,7 +264,8 @@ class StreamOrder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_needed = device.type == "cuda"
-        self._written: torch.cuda.Event | None = None
+        #: Stream -> event of its last write or read. A stream does not wait for itself: its work runs in order.
+        self._written: dict[int, torch.cuda.Event] = {}
         self._read: dict[int, torch.cuda.Event] = {}
 
     def wait(self, is_write: bool) -> None:
@@ -200,12 +273,13 @@ class StreamOrder:
         if not self.is_needed:
             return
         stream = torch.cuda.current_stream(self._device)
-        if self._written is not None:
-            stream.wait_event(self._written)
-        if is_write:
-            for event in self._read.values():
+        for writer, event in self._written.items():
+            if writer != stream.cuda_stream:
                 stream.wait_event(event)
-            self._read.clear()
+        if is_write:
+            for reader, event in self._read.items():
+                if reader != stream.cuda_stream:
+                    stream.wait_event(event)
 
     def record(self, is_write: bool) -> None:
         """Note that the current stream has been given its work."""
@@ -215,7 +289,8 @@ class StreamOrder:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         if is_write:
-            self._written = event
+            self._written = {stream.cuda_stream: event}
+            self._read.clear()
         else:
             self._read[stream.cuda_stream] = event
 

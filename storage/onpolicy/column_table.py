@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.fields import REAL_DTYPES, Field, Schema, check_same_names, flatten, unflatten
-from ..core.memory import filled, lasting
+from ..core.memory import PackedCopy, filled, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
 from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
 from ..saving.store import checked_tensor
@@ -66,6 +66,8 @@ class ColumnTable:
         self._rows: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
         #: What goes into a row that a step brings no value for.
         self._fillings: dict[str, torch.Tensor] = {}
+        #: Names and shapes of the host tensors of a step -> their copy to the device.
+        self._copies: dict[tuple[tuple[str, torch.Size], ...], PackedCopy] = {}
         for name in self.schema:
             if above := [other for other in self.schema if name.startswith(other + "/")]:
                 expected = f"{above[0]!r} a leaf or a mapping"
@@ -140,10 +142,27 @@ class ColumnTable:
         if not self._rows:
             self._cut()
         given = {**self._fillings, **found}
+        if self.device.type == "cuda":
+            given.update(self._sent({name: x for name, x in given.items() if x.is_cpu}))
         # In half the time of a loop; fillings are copied too, as to fill takes three times as long.
         torch._foreach_copy_([self._rows[name, x.dim()][row] for name, x in given.items()], list(given.values()))
         self.num_changes += 1
         self._versions = tuple(map(_version_of, self._results))
+
+    def _sent(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy host tensors of a step to the device in one piece."""
+        if not given:
+            return {}
+        form = tuple((name, x.shape) for name, x in given.items())
+        if form not in self._copies:
+            dtypes = [self._rows[name, x.dim()][0].dtype for name, x in given.items()]
+            self._copies[form] = PackedCopy([x.shape for x in given.values()], dtypes, self.device)
+        return dict(zip(given, self._copies[form](list(given.values())), strict=True))
+
+    @property
+    def num_buffer_waits(self) -> int:
+        """Steps whose host tensors had to wait for a pinned buffer."""
+        return sum(copy.num_waits for copy in self._copies.values())
 
     @lasting
     def _cut(self) -> None:

@@ -140,6 +140,11 @@ class RolloutStorage(Store, is_saved_whole=True):
         """T: steps that fit."""
         return self._table.num_rows
 
+    @property
+    def num_buffer_waits(self) -> int:
+        """Steps on a GPU whose host tensors had to wait for a pinned buffer that was still being copied."""
+        return self._table.num_buffer_waits
+
     def __getattr__(self, name: str) -> Any:
         table = self.__dict__.get("_table")
         if table is not None and name in table.columns:
@@ -162,7 +167,8 @@ class RolloutStorage(Store, is_saved_whole=True):
     def add_transitions(self, transition: _Transition) -> None:
         """Copy one step of all envs to the cursor and advance it.
 
-        Everything is checked before anything is written: a call that raises changes nothing.
+        Everything is checked before anything is written: a call that raises changes nothing. On a GPU nothing waits:
+        host tensors travel in one pinned, asynchronous copy, and may be changed as soon as the call has returned.
 
         Raises:
             RolloutOverflowError: The storage is full.
