@@ -88,13 +88,24 @@ def adding(device: str) -> Callable[[], Callable[[], Any]]:
     return prepare
 
 
-def returns(truncation: str) -> Callable[[], Callable[[], Any]]:
+def returns(truncation: str, factors: str = "", values: str = "cuda") -> Callable[[], Callable[[], Any]]:
+    """Prepare `compute_returns` with numbers as factors, or with tensors on a device, and last values on a device."""
+
     def prepare() -> Callable[[], Any]:
         storage = full_storage("cuda")
-        last_values = torch.ones(NUM_ENVS, 1, device="cuda")
-        return lambda: storage.compute_returns(last_values, 0.9, 0.8, truncation=truncation)
+        last_values = torch.ones(NUM_ENVS, 1, device=values)
+        gamma: Any = torch.tensor([0.9], device=factors) if factors else 0.9
+        lam: Any = torch.tensor(0.8, device=factors) if factors else 0.8
+        return lambda: storage.compute_returns(last_values, gamma, lam, truncation=truncation)
 
     return prepare
+
+
+def returns_with_new_factors() -> Callable[[], Any]:
+    storage = full_storage("cuda")
+    last_values = torch.ones(NUM_ENVS, 1, device="cuda")
+    gamma = torch.tensor([0.9], device="cuda")
+    return lambda: storage.compute_returns(last_values, gamma.clone(), gamma.clone())
 
 
 def batches() -> Callable[[], Any]:
@@ -128,6 +139,11 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.add_transitions(tensors on the host)": adding("cpu"),
     "RolloutStorage.compute_returns(truncation='cut')": returns("cut"),
     "RolloutStorage.compute_returns(truncation='value')": returns("value"),
+    "RolloutStorage.compute_returns(truncation='final')": returns("final"),
+    "RolloutStorage.compute_returns(factors on the host)": returns("value", "cpu"),
+    "RolloutStorage.compute_returns(factors on the device)": returns("final", "cuda"),
+    "RolloutStorage.compute_returns(new factors on the device)": returns_with_new_factors,
+    "RolloutStorage.compute_returns(last values on the host)": returns("cut", values="cpu"),
     "RolloutStorage.mini_batch_generator(generator on the device)": batches,
     "DictBuffer.extend": extending,
     "DictBuffer.sample": sampling,

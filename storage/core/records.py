@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
+from .deferred import DeferredErrors
 from .fields import DTYPES, Field, Schema, check_same_names, dtype_name, flatten, signed
 from .memory import as_given
 
@@ -129,6 +130,7 @@ def fit(
     *,
     num_lead: int = 0,
     shapes: Sequence[tuple[int, ...]] = (),
+    deferred: DeferredErrors | None = None,
 ) -> torch.Tensor:
     """Give a leaf as a dense tensor whose numbers may be copied into memory of a field.
 
@@ -139,6 +141,8 @@ def fit(
         cast: Which dtypes are taken. The dtype changes only by "in range".
         num_lead: How many leading axes, of any size, come before the field's shape.
         shapes: What else the shape after the leading axes may be, instead of the field's own.
+        deferred: Takes the errors of numbers on CUDA that are out of range; such numbers become 0. Without it the
+            host waits for the device and raises at once.
 
     Raises:
         SchemaError, FieldTypeError: Naming the field.
@@ -161,7 +165,7 @@ def fit(
     if not is_taken:
         raise FieldTypeError(action, where, expected, str(found.dtype), "Convert it first")
     if cast in ("in range", "floating") and found.dtype not in always_fit(field.torch_dtype):
-        return _in_range(action, where, found, field)
+        return _in_range(action, where, found, field, deferred if found.is_cuda else None)
     return found
 
 
@@ -180,13 +184,16 @@ def _limits(dtype: torch.dtype) -> tuple[float, float]:
     return found.min, found.max
 
 
-def _in_range(action: str, where: str, value: torch.Tensor, field: Field) -> torch.Tensor:
+def _in_range(
+    action: str, where: str, value: torch.Tensor, field: Field, deferred: DeferredErrors | None
+) -> torch.Tensor:
     """Convert to the field's dtype; raise if a number changes by more than rounding: it wraps, or becomes infinite."""
     low, high = _limits(field.torch_dtype)
+    expected = f"{field.dtype} from {low} to {high}"
     if field.torch_dtype.is_floating_point:
         wide = value if value.is_floating_point() else value.double()
         kept = wide.to(field.torch_dtype)
-        if isfinite(kept.sum().item()):  # one look, where all is well
+        if deferred is None and isfinite(kept.sum().item()):  # one look, where all is well
             return kept
         is_lost = kept.isinf() & wide.isfinite()
     else:
@@ -194,10 +201,18 @@ def _in_range(action: str, where: str, value: torch.Tensor, field: Field) -> tor
         wide = signed(value) if value.dtype is torch.uint64 else value.long()
         kept, lowest = value.to(field.torch_dtype), 0 if value.dtype is torch.uint64 else low
         is_lost = (wide < lowest) | (wide > min(high, 2**63 - 1))
+    if deferred is not None:
+        deferred.note(
+            is_lost.sum(),
+            lambda count: FieldTypeError(
+                action, where, expected, f"{count} other numbers in an earlier call, kept as 0"
+            ),
+        )
+        return kept.masked_fill_(is_lost, 0)
     if bool(is_lost.any()):
         number = wide[is_lost][0].item()
         got = str(number % 2**64 if value.dtype is torch.uint64 else number)
-        raise FieldTypeError(action, where, f"{field.dtype} from {low} to {high}", got)
+        raise FieldTypeError(action, where, expected, got)
     return kept
 
 

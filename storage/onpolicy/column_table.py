@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.deferred import DeferredErrors
 from ..core.fields import REAL_DTYPES, Field, Schema, check_same_names, flatten, unflatten
 from ..core.memory import PackedCopy, filled, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
@@ -109,8 +110,11 @@ class ColumnTable:
 
     # -- one step --------------------------------------------------------------------------
 
-    def read(self, transition: Any) -> dict[str, torch.Tensor]:
-        """Check everything that `transition` brings; give by field what can be copied into a row."""
+    def read(self, transition: Any, deferred: DeferredErrors | None = None) -> dict[str, torch.Tensor]:
+        """Check everything that `transition` brings; give by field what can be copied into a row.
+
+        `deferred` takes the errors of numbers on a device that are out of range; without it the host waits for them.
+        """
         for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources:
                 taken = ", ".join(sorted(self._sources))
@@ -129,7 +133,7 @@ class ColumnTable:
                 # What fits exactly passes here; the full check takes 2 microseconds more per field.
                 is_plain = leaf.layout is torch.strided and not leaf.is_meta
                 if not is_plain or leaf.shape not in wanted.shapes or leaf.dtype not in wanted.dtypes:
-                    leaf = fit(_ACTION, wanted.given, leaf, wanted.cast, shapes=wanted.shapes)
+                    leaf = fit(_ACTION, wanted.given, leaf, wanted.cast, shapes=wanted.shapes, deferred=deferred)
                 found[wanted.name] = leaf
         return found
 

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from ..core.arguments import choice, whole
+from ..core.deferred import DeferredErrors
 from ..core.fields import REAL_DTYPES, Field
+from ..core.memory import sent
 from ..core.records import fit
 from ..errors import FieldTypeError, SchemaError, UsageError
 
@@ -145,32 +147,53 @@ class Signals(NamedTuple):
 
 
 def check_rules(x: Signals, normalize: str | None, truncation: str) -> None:
-    """Raise `UsageError` if `write_returns` cannot follow these rules."""
+    """Raise `UsageError` if `write_returns` cannot follow these rules; only the CPU looks at values here."""
     if normalize is not None:
         choice("normalize advantages", "None or", normalize, NORMALIZATIONS)
-    if choice(_ACTION, "truncation", truncation, TRUNCATION_RULES) != "final":
+    if choice(_ACTION, "truncation", truncation, TRUNCATION_RULES) != "final" or x.rewards.is_cuda:
         return
-    is_absent = x.cut if x.bootstrap_values is None else x.cut & x.bootstrap_values.isnan()
-    if bool(is_absent.any()):
-        expected = "bootstrap_values, the values of the true final observations, wherever a time-out cut"
-        advice = "Add them with each transition, or use truncation 'value'"
-        got = "none" if x.bootstrap_values is None else "NaN"
-        raise UsageError(_ACTION, "with truncation 'final'", expected, got, advice)
+    if bool(_without_bootstrap(x, x.cut).any()):
+        raise _missing_bootstrap("none" if x.bootstrap_values is None else "NaN")
 
 
 def write_returns(
-    x: Signals, last_values: torch.Tensor, gamma: Scalar, lam: Scalar, normalize: str | None, truncation: str
+    x: Signals,
+    last_values: torch.Tensor,
+    gamma: Scalar,
+    lam: Scalar,
+    normalize: str | None,
+    truncation: str,
+    deferred: DeferredErrors | None = None,
 ) -> None:
-    """Write returns and advantages of steps in the order of time; everything is checked already."""
+    """Write returns and advantages of steps in the order of time; everything is checked already.
+
+    On CUDA, time-outs without bootstrap values add nothing, and their error goes to `deferred`.
+    """
     rewards = x.rewards
     source = {"value": x.values, "final": x.bootstrap_values}.get(truncation)
+    cut = x.cut if truncation != "cut" else None
+    if cut is not None and truncation == "final" and deferred is not None:
+        is_absent = _without_bootstrap(x, cut)
+        deferred.note(is_absent.sum(), lambda count: _missing_bootstrap(f"none for {count} of an earlier call"))
+        cut = cut ^ is_absent
     # Only the CPU looks for time-outs first: on a device looking costs a wait, and adding costs three launches.
-    if source is not None and not (rewards.is_cpu and not bool(x.cut.any())):
+    if cut is not None and source is not None and not (rewards.is_cpu and not bool(cut.any())):
         # where, not multiplication: masked rows may hold anything, NaN too.
-        rewards = torch.where(x.cut, rewards + source * _as(gamma, rewards), rewards)
+        rewards = torch.where(cut, rewards + source * _as(gamma, rewards), rewards)
     _write_sums(x.advantages, _Terms(rewards, x.dones, x.values, last_values), gamma, lam, x.returns)
     if normalize is not None:
         _normalize(x.advantages, NORMALIZATIONS[normalize])
+
+
+def _without_bootstrap(x: Signals, cut: torch.Tensor) -> torch.Tensor:
+    """Return where a time-out cut and no bootstrap value was added."""
+    return cut if x.bootstrap_values is None else cut & x.bootstrap_values.isnan()
+
+
+def _missing_bootstrap(got: str) -> UsageError:
+    expected = "bootstrap_values, the values of the true final observations, wherever a time-out cut"
+    advice = "Add them with each transition, or use truncation 'value'"
+    return UsageError(_ACTION, "with truncation 'final'", expected, got, advice)
 
 
 def _normalize(advantages: torch.Tensor, axes: tuple[int, ...]) -> None:
@@ -191,14 +214,51 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
     return fit(_ACTION, field, last_values, shapes=shapes).to(torch.float32).view(field.shape)
 
 
-def checked_factor(name: str, given: Scalar, num_rewards: int) -> Scalar:
-    """Check a discount or a trace decay: a number, or `[R]`, in [0, 1]."""
+def checked_factor(name: str, given: Scalar, num_rewards: int, deferred: DeferredErrors | None = None) -> Scalar:
+    """Check a discount or a trace decay: a number, or `[R]`, in [0, 1].
+
+    `deferred` takes the error of a factor on CUDA; without it the host waits for the device.
+    """
     if isinstance(given, (float, int)) and 0 <= given <= 1:
         return given
     checked = fit(_ACTION, Field(name, (num_rewards,)), given, shapes=((num_rewards,), ()))
-    if not bool(((checked >= 0) & (checked <= 1)).all()):
+    is_inside = (checked >= 0) & (checked <= 1)
+    if deferred is not None and checked.is_cuda:
+        got = "other numbers in an earlier call"
+        deferred.note((~is_inside).sum(), lambda count: UsageError(_ACTION, "", f"{name} in [0, 1]", got))
+    elif not bool(is_inside.all()):
         raise UsageError(_ACTION, "", f"{name} in [0, 1]", str(given))
     return checked
+
+
+class CheckedFactors:
+    """The discount and the trace decay of a storage. Tensors on its CUDA device are checked again only if they change.
+
+    Args:
+        num_rewards: R.
+        device: Device of the storage.
+        deferred: Takes the errors of factors on CUDA; None for a storage on the CPU.
+    """
+
+    def __init__(self, num_rewards: int, device: torch.device, deferred: DeferredErrors | None) -> None:
+        self._num_rewards = num_rewards
+        self._device = device
+        self._deferred = deferred
+        #: Name -> the tensor that was checked, and its version then. The reference keeps its memory from being reused.
+        self._checked: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def on_device(self, name: str, given: Scalar) -> Scalar:
+        """Check a factor; return a number as it is, and a tensor on the device."""
+        if self._deferred is None:
+            return checked_factor(name, given, self._num_rewards)
+        is_noted = isinstance(given, torch.Tensor) and given.is_cuda and not given.is_inference()
+        tensor, version = self._checked.get(name, (None, 0))
+        if is_noted and given is tensor and given._version == version:
+            return given
+        checked = checked_factor(name, given, self._num_rewards, self._deferred)
+        if is_noted:
+            self._checked[name] = given, given._version
+        return sent(checked, self._device) if isinstance(checked, torch.Tensor) else checked
 
 
 # -- the recursion -------------------------------------------------------------------------------
@@ -338,6 +398,8 @@ def _place_factor(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
     if lib is np and not isinstance(factor, torch.Tensor):
         return np.asarray(factor, _NUMPY_FLOATS[like.dtype])
     found = _as(factor, like)
+    if found.numel() == 1:
+        found = found.reshape(())
     found = found if found.dim() == 0 else found.expand(like.shape[1:]).contiguous()
     return found.numpy(force=True) if lib is np else found
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.memory import StreamOrder, lasting
+from ..core.deferred import DeferredErrors
+from ..core.memory import StreamOrder, lasting, sent
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
 from ..saving.store import State, Store, checked_count
@@ -37,7 +38,7 @@ from .columns import (
     without_dtypes,
 )
 from .mini_batches import GENERATE, Delivery, RowGather, batch_bounds, env_groups
-from .returns import Scalar, Signals, check_rules, checked_factor, checked_last_values, write_returns
+from .returns import CheckedFactors, Scalar, Signals, check_rules, checked_last_values, write_returns
 
 # Inside the class these names are the established class attributes.
 _Transition = Transition
@@ -107,6 +108,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)
         self._order = StreamOrder(self.device)
+        #: None where errors are raised at once.
+        self._deferred = DeferredErrors() if self.device.type == "cuda" else None
+        self._factors = CheckedFactors(self.num_rewards, self.device, self._deferred)
         self._num_partial_rows = 0
         #: Dtypes that undeclared observation fields took from the first step, by field; None before it.
         self._taken: dict[str, str] | None = None
@@ -173,9 +177,11 @@ class RolloutStorage(Store, is_saved_whole=True):
         Raises:
             RolloutOverflowError: The storage is full.
             MissingFieldError: A required field is None, or one is given that is not kept here.
-            SchemaError, FieldTypeError: A value has a wrong shape, or a dtype that would lose.
+            SchemaError, FieldTypeError: A value has a wrong shape, or a dtype that would lose. If values on a GPU of
+                another dtype are out of range, a later call raises, and they are kept as 0.
         """
         with self._lock:
+            self._raise_deferred()
             if self.step >= self._table.num_rows:
                 expected, advice = f"at most {self._table.num_rows} steps", "Call clear() after each update"
                 raise RolloutOverflowError("add a transition", "", expected, "one more", advice)
@@ -187,7 +193,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 self._write_step(transition)
 
     def _write_step(self, transition: _Transition) -> None:
-        values = self._table.read(transition)
+        values = self._table.read(transition, self._deferred)
         values.update(self._states.read(getattr(transition, "hidden_states", None)))
         self._order.wait(is_write=True)
         self._table.write(self.step, values)
@@ -239,18 +245,25 @@ class RolloutStorage(Store, is_saved_whole=True):
                 gamma * V to its reward already), "value" its own value, "final" its `bootstrap_values`.
             allow_partial: Use the steps that are there, if the rollout is not full yet.
 
+        On a GPU nothing waits. Factors that are tensors there should be the same objects at each call: they are
+        checked again only if they change.
+
         Raises:
-            UsageError: The rollout is not full, or an argument is not as above; nothing is changed.
+            UsageError: The rollout is not full, or an argument is not as above; nothing is changed. On a GPU a later
+                call raises if factors there are out of range, or if bootstrap values were missing; the steps without
+                them bootstrap nothing.
         """
         with self._lock:
             rows = self._num_rows_for("compute returns", allow_partial)
             self._order.wait(is_write=True)
-            last_values = checked_last_values(last_values, self.num_envs, self.num_rewards).to(self.device)
-            gamma, lam = checked_factor("gamma", gamma, self.num_rewards), checked_factor("lam", lam, self.num_rewards)
+            self._raise_deferred()
+            last_values = sent(checked_last_values(last_values, self.num_envs, self.num_rewards), self.device)
+            gamma = self._factors.on_device("gamma", gamma)
+            lam = self._factors.on_device("lam", lam)
             signals = self._signals(rows)
             check_rules(signals, normalize, truncation)
             self._put_in_order()
-            write_returns(signals, last_values, gamma, lam, normalize, truncation)
+            write_returns(signals, last_values, gamma, lam, normalize, truncation, self._deferred)
             self._order.record(is_write=True)
             self._num_partial_rows = rows
             self._table.note_results(True)
@@ -321,6 +334,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
         """Say how many steps there are, and how their rows or envs are cut; refuse what cannot be generated."""
         with self._lock:
+            self._raise_deferred()
             rows = self._num_rows_for(GENERATE, allow_partial=False)
             num_items = self.num_envs * (rows if item == "row" else 1)
             bounds = batch_bounds(num_items, item, num_mini_batches, num_epochs, drop_last)
@@ -442,6 +456,11 @@ class RolloutStorage(Store, is_saved_whole=True):
         return self._table.num_rows, self._table.num_rows
 
     # -- checks ----------------------------------------------------------------------------
+
+    def _raise_deferred(self) -> None:
+        """Raise the error of an earlier call that the device has found since."""
+        if self._deferred is not None:
+            self._deferred.raise_arrived()
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
         """How many steps there are to work on; refuse an empty or, if so asked, a partial rollout."""

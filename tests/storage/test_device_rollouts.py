@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from storage import QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage
+from storage.errors import FieldTypeError, UsageError
 from tests.pretend_cuda import PretendCuda
 from tests.storage.rollouts import columns_of, make_storage, make_transition
 
@@ -104,3 +105,110 @@ def test_waits_for_busy_pinned_buffers_are_counted(late_device: PretendCuda | No
 
 def test_storages_on_the_cpu_use_no_pinned_buffers() -> None:
     assert filled("cpu").num_buffer_waits == 0
+
+
+# Returns.
+
+
+def returns_of(device: str, gamma: Any, lam: Any, truncation: str = "cut", num_rewards: int = 1) -> torch.Tensor:
+    storage = make_storage(NUM_ENVS, NUM_STEPS, num_rewards=num_rewards, device=device)
+    for step in range(NUM_STEPS):
+        made = transition(step)
+        made.rewards = made.values = torch.linspace(-1, 1, NUM_ENVS * num_rewards).view(NUM_ENVS, -1) * step
+        made.bootstrap_values = torch.full((NUM_ENVS, num_rewards), 3.0 + step)
+        storage.add_transitions(made)
+    storage.compute_returns(torch.ones(NUM_ENVS, num_rewards), gamma, lam, truncation=truncation)
+    return torch.cat([storage.returns, storage.advantages]).cpu()
+
+
+@pytest.mark.parametrize("truncation", ["cut", "value", "final"])
+@pytest.mark.parametrize("num_rewards", [1, 2])
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_returns_with_factors_as_tensors_equal_those_of_the_cpu(truncation: str, num_rewards: int, where: str) -> None:
+    gamma = torch.linspace(0.9, 0.8, num_rewards)
+    lam = torch.tensor(0.7, dtype=torch.float64)
+    expected = returns_of("cpu", gamma, lam, truncation, num_rewards)
+    found = returns_of("cuda", gamma.to(where), lam.to(where), truncation, num_rewards)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def compute(storage: Any, gamma: Any = 0.9, **options: Any) -> None:
+    storage.compute_returns(torch.ones(NUM_ENVS, 1, device="cuda"), gamma, 0.8, **options)
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, torch.nan])
+def test_a_factor_on_the_device_that_is_out_of_range_raises_at_a_later_call(value: float) -> None:
+    storage = filled("cuda")
+    compute(storage, torch.tensor([value], device="cuda"))
+    torch.cuda.synchronize()
+    with pytest.raises(UsageError, match=r"gamma in \[0, 1\].*earlier call"):
+        storage.mini_batch_generator(2)
+    compute(storage)
+    torch.cuda.synchronize()
+    compute(storage)  # the error is raised once
+
+
+def test_a_factor_on_the_device_is_checked_again_after_it_changed(late_device: PretendCuda | None) -> None:
+    storage = filled("cuda")
+    gamma = torch.tensor([0.5], device="cuda")
+    for _ in range(3):
+        compute(storage, gamma)
+    gamma.fill_(2)
+    compute(storage, gamma)
+    torch.cuda.synchronize()
+    with pytest.raises(UsageError, match="gamma"):
+        compute(storage, gamma)
+
+
+def test_factors_that_did_not_change_are_not_checked_again(late_device: PretendCuda | None) -> None:
+    if late_device is None:
+        pytest.skip("launches are counted on the pretended device")
+    storage = filled("cuda")
+    gamma = torch.tensor([0.5], device="cuda")
+    launches = []
+    for _ in range(2):
+        late_device.reset()
+        compute(storage, gamma)
+        launches.append(late_device.reset().num_launches)
+    assert launches[1] < launches[0]
+
+
+def test_missing_bootstrap_values_raise_at_a_later_call_and_add_nothing() -> None:
+    storage = filled("cuda")
+    assert storage.bootstrap_values is None
+    compute(storage, truncation="final")
+    found = storage.returns.cpu()
+    torch.cuda.synchronize()
+    with pytest.raises(UsageError, match=r"bootstrap_values.*earlier call"):
+        storage.add_transitions(transition(0))
+    compute(storage, truncation="cut")
+    assert torch.equal(found, storage.returns.cpu())
+
+
+def test_numbers_on_the_device_that_are_out_of_range_raise_at_a_later_call() -> None:
+    storage = make_storage(NUM_ENVS, NUM_STEPS, device="cuda")
+    made = transition(0)
+    made.rewards = torch.full((NUM_ENVS, 1), 1e300, dtype=torch.float64, device="cuda")
+    made.rewards[0] = 4
+    storage.add_transitions(made)
+    torch.cuda.synchronize()
+    with pytest.raises(FieldTypeError, match="4 other numbers in an earlier call"):
+        storage.add_transitions(transition(1))
+    assert storage.step == 1
+    assert storage.rewards[0].flatten().tolist() == [4, 0, 0, 0, 0]
+    storage.add_transitions(transition(1))
+
+
+#: Launches of one `compute_returns` before it was changed for GPUs, by truncation.
+MOST_LAUNCHES = {"cut": 38, "value": 45, "final": 52}
+
+
+@pytest.mark.parametrize("truncation", MOST_LAUNCHES)
+def test_returns_take_no_more_launches_than_before(truncation: str, late_device: PretendCuda | None) -> None:
+    if late_device is None:
+        pytest.skip("launches are counted on the pretended device")
+    storage = filled("cuda")
+    last_values = torch.ones(NUM_ENVS, 1, device="cuda")
+    late_device.reset()
+    storage.compute_returns(last_values, 0.9, 0.8, truncation=truncation)
+    assert late_device.reset().num_launches <= MOST_LAUNCHES[truncation]
