@@ -21,7 +21,7 @@ from storage.core.durable import sync_path
 from storage.core.fields import Schema
 from storage.errors import DataFileError, UsageError, nearest
 
-from ..foreign.writer import ABSENT
+from ..foreign.reader import ABSENT
 from ..format.header import DROPPED, FRAGMENT_DTYPE, layouts_of, read_header
 from ..format.notes import EPISODES, MAX_NOTE_BYTES
 from ..format.rows import ArrayRows, BlockContent

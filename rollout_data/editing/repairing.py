@@ -25,7 +25,7 @@ from storage.errors import DataFileError, RolloutDataError, UnansweredError, Usa
 from ..diagnosis.examining import doctor, opened
 from ..diagnosis.finding import Finding
 from ..diagnosis.provenance import masked
-from ..foreign.video import VideoRange
+from ..foreign.video_range import VideoRange
 from ..foreign.writer import EpisodeToWrite
 from ..format.header import METADATA_NAME, read_header
 from ..format.write import block_name, write_block

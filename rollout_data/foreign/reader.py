@@ -18,10 +18,12 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
-from .video import VideoRange
+from .video_range import VideoRange
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 NO_FIELDS = Schema([])
+#: Metadata of a converted episode: names of its fields that were False or NaN because the source lacks them.
+ABSENT = "absent_fields"
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ is expected is refused before memory is taken for it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from storage.core.durable import open_regular
 from storage.errors import CorruptFileError
 
 from .guards import damage_named, of_kind, optional
+from .video_range import VideoRange
 
 #: How far the nearest frame may be from the time that is asked for, inclusive.
 TOLERANCE_S = 1e-4
@@ -74,32 +75,6 @@ class DepthCoding:
         metres = np.clip(metres, self.minimum, self.maximum)
         scaled: Array = np.clip(np.rint(metres * 1000), 0, 65535) if self.unit == "mm" else metres
         return scaled.astype(self.dtype)
-
-
-@dataclass(frozen=True)
-class VideoRange:
-    """The frames of an episode in a video file.
-
-    Attributes:
-        path: The file.
-        start_s: Time of the first frame in seconds.
-        num_frames: Frames of the episode.
-        rate_hz: Frames per second.
-        about: LeRobot's description of the camera.
-    """
-
-    path: Path
-    start_s: float
-    num_frames: int
-    rate_hz: float
-    about: Mapping[str, Any]
-
-    @property
-    def codec(self) -> str:
-        """Name of the codec in the description of the camera; "" without one."""
-        found = [self.about.get(name) for name in ("video_info", "info")]
-        codecs = [one["video.codec"] for one in found if isinstance(one, dict) and one.get("video.codec")]
-        return str(codecs[0]) if codecs else ""
 
 
 @of_kind("undecodable")

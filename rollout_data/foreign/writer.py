@@ -35,7 +35,8 @@ from .conversion_note import (
 )
 from .pictures import axes_of
 from .plain import plain as plain
-from .video import VideoRange
+from .reader import ABSENT
+from .video_range import VideoRange
 
 Array = np.ndarray[Any, Any]
 
@@ -70,8 +71,6 @@ DERIVED = frozenset((
     "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "success_traj_only",
     "total_timesteps", "total_trajectories",
 ))  # fmt: skip
-#: Metadata of an episode in a target: names of its fields that were False or NaN because the source lacks them.
-ABSENT = "absent_fields"
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 #: Metadata that tell nothing.
 _NOTHING: tuple[Any, ...] = ("unknown", "", None, [], {})

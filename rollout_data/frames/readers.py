@@ -19,7 +19,6 @@ import numpy as np
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError, DataFileError, UsageError, nearest
 
-from ..foreign.formats import detect, holds_files_of_others, open_foreign
 from ..foreign.reader import EpisodeInfo, ForeignReader
 from ..format.header import DATA, END_UNKNOWN, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
 from ..format.notes import text_id
@@ -28,6 +27,7 @@ from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import Origin
 from .cached import FileFrames
+from .format_registry import detect, holds_files_of_others, open_foreign
 from .kind import BlocksInUse, Kind, Origins, control_modes
 from .shared import Spot
 from .store import GONE, FrameStore, Place

@@ -23,8 +23,8 @@ from ..index.stand_ins import NONE_GONE, Lengths
 from ..remote.access import DataDirs, Origin, RemoteOptions
 from .blocks import Blocks
 from .cached import CachedFrames
-from .chunks import Chunks
 from .coded import CHUNK_CACHE_BYTES
+from .format_registry import trajectory_folders
 from .kind import BlocksInUse as BlocksInUse
 from .kind import Kind, Origins, mixed_modes
 from .readers import Readers
@@ -222,10 +222,10 @@ def kind_of(origin: Origin) -> type[Kind] | None:
     if arguments.is_url(origin.path):
         return Blocks
     if origin.format is not None:
-        return {kind.format: kind for kind in (Blocks, Chunks)}.get(origin.format, Readers)
+        return {kind.format: kind for kind in (Blocks, trajectory_folders())}.get(origin.format, Readers)
     if origin.path.is_file():
         return Readers
     is_written_here = any(one.name.startswith("rollout_") for one in block_entries(origin.path))
     if not is_written_here and Readers.is_there(origin.path):
         return Readers
-    return next((kind for kind in (Chunks, Blocks) if kind.is_there(origin.path)), None)
+    return next((kind for kind in (trajectory_folders(), Blocks) if kind.is_there(origin.path)), None)

@@ -14,7 +14,7 @@ import numpy as np
 from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..foreign.reader import EpisodeInfo, ForeignReader
-from ..foreign.video import VideoRange
+from ..foreign.video_range import VideoRange
 
 Array = np.ndarray[Any, Any]
 OBSERVATION = "observation"

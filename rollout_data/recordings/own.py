@@ -13,8 +13,7 @@ import torch
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
-from ..foreign.reader import NO_FIELDS, EpisodeInfo, ForeignReader
-from ..foreign.writer import ABSENT
+from ..foreign.reader import ABSENT, NO_FIELDS, EpisodeInfo, ForeignReader
 from ..format.header import DATA, FINAL
 from ..frames.kind import Kind
 from ..frames.source import Source

@@ -22,7 +22,8 @@ from storage.errors import RolloutDataWarning
 
 from ..foreign.conversion_note import NOTE_NAME, ConversionNote
 from ..foreign.plain import plain
-from ..foreign.writer import ABSENT, EpisodeToWrite, ForeignWriter, can_be_filled, occupied
+from ..foreign.reader import ABSENT
+from ..foreign.writer import EpisodeToWrite, ForeignWriter, can_be_filled, occupied
 from ..format.header import DATA, layouts_of
 from ..format.notes import MAX_NOTE_BYTES
 from ..format.schema import RowLayout

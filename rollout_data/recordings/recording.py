@@ -18,9 +18,9 @@ from storage.core.arguments import seed as checked_seed
 from storage.core.fields import Schema
 from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
 
-from ..foreign.formats import open_foreign
 from ..foreign.reader import EpisodeInfo, ForeignReader
 from ..format.header import DATA
+from ..frames.format_registry import open_foreign
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.readers import Readers, chosen_episodes
 from ..frames.source import Source, kind_of

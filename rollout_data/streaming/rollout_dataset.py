@@ -19,13 +19,13 @@ from storage.errors import UsageError
 
 from ..format.header import DATA
 from ..frames.coded import CHUNK_CACHE_BYTES
+from ..frames.format_registry import chunk_frames
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.store import FrameStore
 from ..index.agreement import ALONE, ShardChoice, checked_shard, checked_share
 from ..index.index import Int64s
 from ..index.notes import Notes
 from ..remote.access import DataDirs, RemoteOptions, origins_of
-from ..trajectory_folders.trajectory_listing import chunk_frames
 from ..transition import Transition
 from .batches import OBSERVATION, BatchOptions, BatchReader, write_into
 from .components import assembled

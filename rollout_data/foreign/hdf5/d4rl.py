@@ -17,8 +17,7 @@ from storage.core import arguments
 from storage.errors import CorruptFileError, UsageError
 
 from ..conversion_note import NOTE_DATASET
-from ..reader import EpisodeInfo
-from ..writer import ABSENT
+from ..reader import ABSENT, EpisodeInfo
 from .files import OpenFile, matches
 from .flat import FlatReader, ends_of, our_name
 from .robomimic import parsed

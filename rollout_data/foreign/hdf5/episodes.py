@@ -22,8 +22,7 @@ from storage.saving.hdf5 import reported
 
 from ..guards import parse_json
 from ..pictures import decode_picture, picture_shape
-from ..reader import EpisodeInfo, ForeignReader
-from ..writer import ABSENT
+from ..reader import ABSENT, EpisodeInfo, ForeignReader
 from .files import Files, Found, OpenFile
 
 #: Datasets that are checked while a file is opened.

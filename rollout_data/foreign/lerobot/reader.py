@@ -25,9 +25,9 @@ from storage.errors import CorruptFileError, DataFileError
 from ..guards import file_inside, read_object
 from ..parquet import as_rows, shared_texts
 from ..pictures import decode_picture
-from ..reader import EpisodeInfo, ForeignReader
-from ..video import VideoRange, end_time, read_frames
-from ..writer import ABSENT
+from ..reader import ABSENT, EpisodeInfo, ForeignReader
+from ..video import end_time, read_frames
+from ..video_range import VideoRange
 from .description import (
     INDEX_COLUMNS,
     INFO_NAME,

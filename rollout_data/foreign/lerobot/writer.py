@@ -27,8 +27,9 @@ from storage.errors import CorruptFileError, DataFileError, UsageError
 from ..frame_rate import RATE_KEYS, frame_rate
 from ..guards import damage_named, read_object
 from ..parquet import ParquetFile, arrow
+from ..reader import ABSENT
 from ..video import TOLERANCE_S, copy_video, read_frames
-from ..writer import ABSENT, EpisodeToWrite, ForeignWriter, shared_fields
+from ..writer import EpisodeToWrite, ForeignWriter, shared_fields
 from .columns import (
     ENCODERS,
     SCALARS,

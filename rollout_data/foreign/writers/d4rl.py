@@ -16,7 +16,8 @@ from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 
 from ..conversion_note import NOTE_DATASET
-from ..writer import ABSENT, Array, EpisodeToWrite, finals_of, shared_fields
+from ..reader import ABSENT
+from ..writer import Array, EpisodeToWrite, finals_of, shared_fields
 from .hdf5_file import Hdf5Writer, written_dtype
 
 _FLAT = {"observation": "observations", "action": "actions", "reward": "rewards"}

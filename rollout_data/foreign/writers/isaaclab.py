@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..writer import ABSENT, Array, EpisodeToWrite
+from ..reader import ABSENT
+from ..writer import Array, EpisodeToWrite
 from . import robomimic
 
 #: Isaac Lab's number for its own environments.

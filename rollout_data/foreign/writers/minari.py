@@ -19,7 +19,8 @@ from storage.core.fields import Field, Schema, unflatten
 from storage.errors import UsageError
 
 from ..conversion_note import ConversionNote
-from ..writer import ABSENT, EpisodeToWrite, SharedFields, finals_of, occupied, shared_fields
+from ..reader import ABSENT
+from ..writer import EpisodeToWrite, SharedFields, finals_of, occupied, shared_fields
 from .hdf5_file import Hdf5Writer, written_dtype
 
 _HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}

@@ -16,7 +16,8 @@ import torch
 
 from storage.core.durable import replace_file
 
-from ..writer import ABSENT, EpisodeToWrite, ForeignWriter, finals_of, shared_fields
+from ..reader import ABSENT
+from ..writer import EpisodeToWrite, ForeignWriter, finals_of, shared_fields
 
 _WEIGHTS, _INDEX, _METADATA = "recorded", "trajectory_index.json", "metadata.json"
 _ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}

@@ -17,7 +17,8 @@ from storage.core.fields import Field
 from storage.errors import UsageError
 
 from ..hdf5.names import OBS_NAMES, REPEATED, flat_key
-from ..writer import ABSENT, Array, EpisodeToWrite, SharedFields, finals_of, has_open_end, plain, shared_fields
+from ..reader import ABSENT
+from ..writer import Array, EpisodeToWrite, SharedFields, finals_of, has_open_end, plain, shared_fields
 from .hdf5_file import Hdf5Writer, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")

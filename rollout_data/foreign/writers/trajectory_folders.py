@@ -20,7 +20,8 @@ from storage.core.durable import replace_file
 from storage.core.fields import Schema
 from storage.errors import UsageError
 
-from ..writer import ABSENT, DERIVED, Array, EpisodeToWrite, ForeignWriter, SharedFields, plain, shared_fields
+from ..reader import ABSENT
+from ..writer import DERIVED, Array, EpisodeToWrite, ForeignWriter, SharedFields, plain, shared_fields
 
 _KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
 #: The codec of this layout: uint8 counts of 1/255.
