@@ -181,18 +181,21 @@ class RemoteFrames(FrameStore):
         if is_stand_in(at):
             raise self.index.lost_block(block, "it was removed")
         folder = self._folders[at.path.parent]
-        ask = partial(folder.files.ask, at.path, sums=folder.sums_of(at.path, at.file_bytes))
+        ask, sums = partial(folder.files.ask, at.path), folder.sums_of(at.path, at.file_bytes)
         column = self.layouts[place[0]].columns[place[1]]
         if not column.is_coded:
             offset = at.places[place][0]
-            return ask(offset + start * column.row_bytes, offset + stop * column.row_bytes, partial(_put, rows))
+            first, last = offset + start * column.row_bytes, offset + stop * column.row_bytes
+            return ask(first, last, partial(_put, rows), sums)
         table = self._table(block, place)
         first, last = table.rows.searchsorted(start, side="right") - 1, table.rows.searchsorted(stop)
         low, high = int(table.places[first]), int(table.places[last])
         if low == high:
             rows[:] = 0
             return None
-        return ask(low, high, partial(_decode, table, (start, stop), low, (at.path, place), rows))
+        decode = partial(_decode, table, (start, stop), low, (at.path, place), rows)
+        has_own_sums = bool((table.sums[first:last] >= 0).all())
+        return ask(low, high, decode, None if has_own_sums else sums)
 
     def wait(self, block: int, request: Request) -> None:
         """Wait for rows that were asked for.

@@ -59,6 +59,7 @@ DataDirs = DataDir | Sequence[DataDir]
 #: What file systems call that which changes with a file's content.
 _STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
 
+_FETCH = "fetch the bytes"
 #: A listing of this age in seconds shows that access is granted.
 _RECENT_S = 1.0
 
@@ -204,24 +205,47 @@ class RemoteFiles:
         It raises, besides: FileNotFoundError, there is no such file; CorruptFileError, the file is shorter, or a piece
         of it has not the checksum of `sums`.
         """
-        url, where, action = str(path), f"{start}:{stop} of {str(path)!r}", "fetch the bytes"
 
         def fetch() -> Any:
-            low, high = (start, stop) if sums is None else sums.bounds(start, stop)
-            data = self.system.cat_file(url, start=low, end=high)
-            if len(data) != high - low:
-                raise CorruptFileError(action, where, f"{high - low} bytes", str(len(data)))
-            if sums is not None:
-                sums.check(data, low)
-                data = memoryview(data)[start - low : stop - low]
-            return use(data)
+            if sums is None:
+                return use(self.load(path, start, stop))
+            low, high = sums.bounds(start, stop)
+            first, last = sums.place(low, high)
+            kept = sums.kept(first, last)
+            if len(kept) == last - first:
+                sums.check(data := self.load(path, low, high), low, kept)
+            else:
+                data, more = self._load_both(path, (low, high), sums.path, (first + len(kept), last))
+                sums.check(data, low, kept + more)
+            return use(memoryview(data)[start - low : stop - low])
 
-        return self.fetcher.submit(fetch, action, where)
+        where = f"{start}:{stop} of {str(path)!r}"
+        return self.fetcher.submit(fetch, _FETCH, where)
 
-    def load(self, path: Path, num_bytes: int) -> bytes:
-        """Fetch a small file at once, in the thread that asks: only inside another request, which repeats it."""
-        data: bytes = self.system.cat_file(str(path), start=0, end=num_bytes)
-        return data
+    def wait_for(self, send: Callable[[], Any], path: Path) -> Any:
+        """Return what `send` returns, which reads a file by `load`; errors as of `ask`."""
+        return self.fetcher.wait(self.fetcher.submit(send, _FETCH, f"of {str(path)!r}"))
+
+    def load(self, path: Path, start: int, stop: int) -> bytes:
+        """Fetch bytes of a file at once, in the thread that asks: only inside a request, which repeats it.
+
+        Raises:
+            CorruptFileError: The file is shorter.
+        """
+        return _checked_length(self.system.cat_file(str(path), start=start, end=stop), path, start, stop)
+
+    def _load_both(
+        self, path: Path, part: tuple[int, int], other_path: Path, other_part: tuple[int, int]
+    ) -> tuple[bytes, bytes]:
+        """Fetch bytes of two files, at once where the file system can do that."""
+        if not getattr(self.system, "async_impl", False):
+            return self.load(path, *part), self.load(other_path, *other_part)
+        starts, stops = zip(part, other_part, strict=True)
+        found = self.system.cat_ranges([str(path), str(other_path)], list(starts), list(stops))
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return _checked_length(found[0], path, *part), _checked_length(found[1], other_path, *other_part)
 
     def read(self, path: Path, start: int, stop: int, sums: PieceSums | None = None) -> np.ndarray:
         """Read bytes of a file, by several requests where they are many: a new uint8 array; errors as of `ask`."""
@@ -262,6 +286,12 @@ class RemoteFiles:
         if time.monotonic() - self._listed_s > _RECENT_S:
             with suppress(UsageError):  # all of it is gone
                 self.listed()
+
+
+def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
+    if len(data) != stop - start:
+        raise CorruptFileError(_FETCH, f"{start}:{stop} of {str(path)!r}", f"{stop - start} bytes", str(len(data)))
+    return data
 
 
 def stamp_of_entry(entry: Mapping[str, Any]) -> int:

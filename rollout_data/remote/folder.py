@@ -47,6 +47,8 @@ class RemoteFile(Guarded):
         self._sums = sums
         self._files, self._path, self._num_bytes, self._position = files, path, num_bytes, 0
         head, tail = min(HEAD_BYTES, num_bytes), max(HEAD_BYTES, num_bytes - TAIL_BYTES)
+        if sums is not None:
+            head, tail = files.wait_for(partial(_narrowed, sums, head, tail, num_bytes), sums.path)
         bounds = ((0, head), (tail, num_bytes))
         requests = {start: files.ask(path, start, stop, bytes, sums) for start, stop in bounds if start < stop}
         #: First byte and bytes of each part that was fetched.
@@ -74,13 +76,24 @@ class RemoteFile(Guarded):
         for first, part in self._parts:
             if first <= start and stop <= first + len(part):
                 return part[start - first : stop - first]
-        end = min(max(stop, start + _MORE_BYTES), self._num_bytes)
-        more = self._files.read(self._path, start, end, self._sums).tobytes()
-        self._parts.append((start, more))
-        return more[: stop - start]
+        low, end = start, min(max(stop, start + _MORE_BYTES), self._num_bytes)
+        if self._sums is not None:
+            low, least = self._sums.bounds(start, stop)
+            end = max(least, self._sums.inner(low, end)[1])
+        more = self._files.read(self._path, low, end, self._sums).tobytes()
+        self._parts.append((low, more))
+        return more[start - low : stop - low]
 
     def is_written(self, num_bytes: int, start: int) -> bool:
         return len(self.read_at(num_bytes, start)) == num_bytes  # what the store sends is there
+
+
+def _narrowed(sums: PieceSums, head: int, tail: int, num_bytes: int) -> tuple[int, int]:
+    """Move the end of the head and the beginning of the tail to bounds of pieces, so that no more bytes are fetched."""
+    _, stop = sums.inner(0, head)
+    if head == tail or tail >= num_bytes:  # nothing lies between
+        return stop, stop
+    return stop, sums.inner(tail, num_bytes)[0]
 
 
 class RemoteFolder(BlockFolder):
@@ -154,8 +167,8 @@ class RemoteFolder(BlockFolder):
         if about is None:
             return None
         if self._sums.get(name, (None,))[0] != about:
-            load = partial(self.files.load, self.data_dir / name, about[0])
-            self._sums[name] = about, PieceSums(path, num_bytes, load)
+            load = partial(self.files.load, self.data_dir / name)
+            self._sums[name] = about, PieceSums(path, num_bytes, about[0], load)
         return self._sums[name][1]
 
     @property

@@ -23,7 +23,7 @@ from ..index.metadata import Metadata, load_metadata
 from .access import RemoteFiles, RemoteOptions, remote_path
 from .fetching import Fetcher
 from .folder import HEAD_BYTES, RemoteFolder
-from .pieces import ENDING, parse, piece_bytes_of, sums_of
+from .pieces import ENDING, Span, parse, spans_of, sums_of
 
 #: Threads that upload, and bytes of a block that add the time-out of one request to its own.
 _NUM_THREADS, _BYTES = 4, 4 << 20
@@ -59,12 +59,12 @@ def push(
     text = json.dumps(Metadata.of_schema(folder.schema, context).to_json(), indent=2).encode()
     largest, options = max(block.file_bytes for block in folder.blocks.values()), files.options
     fetcher = Fetcher(_NUM_THREADS, options.timeout_s * (1 + largest // _BYTES), options.num_retries)
-    paths = [folder.data_dir / name for name in sorted(folder.blocks)]
     listed = there_now(files)
-    puts = [
-        fetcher.submit(partial(_put_block, files, path, path.name in listed), "push", f"{str(path)!r} to {url!r}")
-        for path in paths
-    ]
+    puts = []
+    for name, block in sorted(folder.blocks.items()):
+        path, spans = folder.data_dir / name, spans_of(block, folder.schema)
+        put = partial(_put_block, files, path, spans, name in listed)
+        puts.append(fetcher.submit(put, "push", f"{str(path)!r} to {url!r}"))
     try:
         num_new: int = sum(map(fetcher.wait, tqdm(puts, desc="push", unit=" blocks", disable=not progress)))
         target = str(files.path / METADATA_NAME)
@@ -88,12 +88,12 @@ def there_now(files: RemoteFiles) -> set[str]:
         return set()
 
 
-def _put_block(files: RemoteFiles, path: Path, is_listed: bool) -> bool:
+def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: bool) -> bool:
     """Upload the checksums of a block, then the block; False if it is there already, as by an unanswered attempt."""
     target = files.path / path.name
     if is_listed:  # first: no checksums of ours beside another file
         _check_same(files, path)
-    _put_sums(files, path)
+    _put_sums(files, path, spans)
     try:
         files.system.put_file(str(path), str(target), mode="create")
         return True
@@ -110,11 +110,10 @@ def _check_same(files: RemoteFiles, path: Path) -> None:
         raise DataFileError("push", f"to {str(target)!r}", "nothing, or the same block", "another file")
 
 
-def _put_sums(files: RemoteFiles, path: Path) -> None:
+def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
     """Upload the checksums of the pieces of a block; those of the same block that are there are kept."""
     target = str(files.path / (path.name + ENDING))
-    piece_bytes = piece_bytes_of(path.stat().st_size, files.options.chunk_bytes)
-    content = sums_of(path, piece_bytes)
+    content = sums_of(path, spans)
     try:
         files.system.pipe_file(target, content, mode="create")
         return
@@ -123,8 +122,8 @@ def _put_sums(files: RemoteFiles, path: Path) -> None:
     if before == content:
         return
     with suppress(CorruptFileError):
-        piece_bytes, _, _ = parse(before, repr(target))
-        if sums_of(path, piece_bytes) == before:
+        there, _ = parse(before, repr(target))
+        if there[-1].stop == spans[-1].stop and sums_of(path, there) == before:
             return
-    # Damaged, or left by an upload of another block that was killed before the block was there.
+    # Damaged, of an earlier layout, or left by an upload of another block that was killed before the block was there.
     files.system.pipe_file(target, content, mode="overwrite")

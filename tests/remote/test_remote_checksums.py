@@ -17,7 +17,8 @@ pytest.importorskip("fsspec")
 
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, loader, prune, push
-from rollout_data.remote.pieces import piece_bytes_of, sums_of
+from rollout_data.index.folder import BlockFolder
+from rollout_data.remote.pieces import parse, spans_of, sums_of
 from storage.errors import DataFileError, RolloutDataWarning
 from tests.files.recorded import drain, record
 
@@ -130,32 +131,61 @@ def test_workers_compare_a_copy_without_checksums_with_those_of_its_fragments(tm
             list(loader(far, num_workers=1, multiprocessing_context="fork"))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1 << 16, 1 << 20])
-def test_bytes_that_are_fetched_grow_by_at_most_a_twentieth(tmp_path, chunk_bytes):
-    with RolloutWriter(tmp_path / "long", 4, durable=False) as writer:
-        for step in range(6000):
-            row = np.full((4, 40), step, np.float32)
-            writer.add(observation=row, action=row[:, :4], reward=row[:, 0], done=np.full(4, step % 300 == 299))
-    pushed(tmp_path / "long", tmp_path)
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for path in (tmp_path / "walk").iterdir():
-        if not path.name.endswith(".sums"):
-            shutil.copy(path, bare)
-    fetched = {}
-    for name in ("bare", "walk"):
-        for way in ("windows", "playback"):
-            url, options = lagging(tmp_path / name), RemoteOptions(chunk_bytes=chunk_bytes)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                if way == "windows":
-                    for _ in WindowLoader(WindowDataset(url, 4, remote=options), 256):
-                        pass
-                else:
-                    drain(RolloutDataset(url, 8, device="cpu", remote=options), 50)
-            fetched[name, way] = sum(stop - start for _, start, stop in LaggingFileSystem.requests if stop)
-    for way in ("windows", "playback"):
-        assert fetched["walk", way] <= 1.05 * fetched["bare", way], way
+WAYS = {
+    "opening": lambda url, options: WindowDataset(url, 4, remote=options),
+    "windows": lambda url, options: list(WindowLoader(WindowDataset(url, 4, remote=options), 256)),
+    "playback": lambda url, options: drain(RolloutDataset(url, 8, device="cpu", remote=options), 50),
+    "2 frames of 200": lambda url, options: list(WindowLoader(WindowDataset(url, 2, stride=200, remote=options), 64)),
+    "single windows": lambda url, options: [
+        WindowDataset(url, 2, stride=200, fields=["action"], remote=options)[number] for number in (0, 5, 11)
+    ],
+}
+#: Kind of recording -> measured growth of the fetched bytes in percent; the law is a twentieth.
+GROWTH = {"big blocks": 2.5, "small blocks": 1.5, "narrow rows": 4.4, "wide rows": 0.6, "coded": 1.2}
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory):
+    """Recordings in two folders: as `push` leaves them, and without the checksums."""
+    root = tmp_path_factory.mktemp("grown")
+    generator = np.random.default_rng(0)
+    for kind in GROWTH:
+        width = {"narrow rows": 6, "wide rows": 1800}.get(kind, 40)
+        options = {"block_bytes": 200_000} if kind == "small blocks" else {}
+        if kind == "coded":
+            options = {"obs_disassemble_mapping": {"rgb": "lz4"}}
+        with RolloutWriter(root / "source" / kind, 4, durable=False, **options) as writer:
+            for step in range(600 if kind == "wide rows" else 3000):
+                row = generator.normal(size=(4, width)).astype(np.float32)
+                rgb = generator.integers(0, 255, (4, 8, 8, 3)).astype(np.uint8)
+                observation = {"state": row, "rgb": rgb} if kind == "coded" else row
+                done = np.full(4, step % 300 == 299)
+                writer.add(observation=observation, action=row[:, :4], reward=row[:, 0], done=done)
+        store_at(root / "pushed", "store")
+        push(root / "source" / kind, f"store://{kind}")
+        (root / "bare" / kind).mkdir(parents=True)
+        for path in (root / "source" / kind).glob("[!.]*"):
+            shutil.copy(path, root / "bare" / kind)
+    return root
+
+
+def fetched(folder, way, options) -> int:
+    """Count the bytes that are fetched."""
+    url = lagging(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        WAYS[way](url, options)
+    return sum(stop - start for _, start, stop in LaggingFileSystem.requests if stop)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", GROWTH)
+@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 16, 1 << 20])
+def test_bytes_that_are_fetched_grow_by_at_most_a_twentieth(recordings, kind, way, chunk_bytes):
+    options = RemoteOptions(chunk_bytes=chunk_bytes)
+    before = fetched(recordings / "bare" / kind, way, options)
+    growth = 100 * (fetched(recordings / "pushed" / kind, way, options) / before - 1)
+    assert growth <= GROWTH[kind] <= 5
 
 
 def test_a_copy_without_checksums_is_read_as_before_with_one_warning(folder):
@@ -202,9 +232,10 @@ def test_a_push_that_is_killed_anywhere_is_finished_by_the_next_one(folder, tmp_
         for path in (tmp_path / "walk").glob("*.h5") if (tmp_path / "walk").exists() else ():
             assert (path.parent / f"{path.name}.sums").exists()  # they come first
     push(folder, "store://walk")
+    blocks = BlockFolder.at(folder)
     for path in folder.glob("*.h5"):
         there = (tmp_path / "walk" / f"{path.name}.sums").read_bytes()
-        assert there == sums_of(path, piece_bytes_of(path.stat().st_size, RemoteOptions().chunk_bytes))
+        assert there == sums_of(path, spans_of(blocks.blocks[path.name], blocks.schema))
     check_epoch(WindowDataset(folder, 4), far_windows(lagging(tmp_path / "walk")))
 
 
@@ -222,12 +253,40 @@ def test_no_checksums_are_put_beside_another_file(folder, tmp_path):
 def test_pruning_a_copied_folder_takes_the_checksums_along(tmp_path):
     record(tmp_path / "walk", [40] * 12, num_envs=2, flush_every=45)
     for path in (tmp_path / "walk").glob("*.h5"):
-        (path.parent / f"{path.name}.sums").write_bytes(sums_of(path, 256))
+        (path.parent / f"{path.name}.sums").write_bytes(b"checksums")
     deleted = prune(tmp_path / "walk", trajectories=2)
     assert deleted and not any((path.parent / f"{path.name}.sums").exists() for path in deleted)
     assert len(list((tmp_path / "walk").glob("*.sums"))) == len(list((tmp_path / "walk").glob("*.h5")))
 
 
-@pytest.mark.parametrize(("num_bytes", "chunk_bytes"), [(1000, 4096), (4 << 20, 1 << 20), (1 << 30, 5000)])
-def test_pieces_are_at_most_a_chunk(num_bytes, chunk_bytes):
-    assert piece_bytes_of(num_bytes, chunk_bytes) <= chunk_bytes
+def test_pieces_are_whole_rows_and_at_most_the_least_chunk(recordings):
+    for kind in GROWTH:
+        for path in (recordings / "pushed" / kind).glob("*.sums"):
+            spans, sums = parse(path.read_bytes(), str(path))
+            assert sum(span.num_pieces for span in spans) == len(sums)
+            assert all(span.piece_bytes <= 4096 for span in spans)
+            assert spans[-1].stop == path.with_suffix("").stat().st_size
+
+
+@pytest.mark.parametrize("place", ["head", "spans", "checksums"])
+def test_damaged_checksums_are_named_and_not_the_block(recordings, tmp_path, place):
+    shutil.copytree(recordings / "pushed" / "big blocks", tmp_path / "walk")
+    path = next((tmp_path / "walk").glob("*.sums"))
+    content = bytearray(path.read_bytes())
+    content[{"head": 12, "spans": 40, "checksums": -1000}[place]] ^= 1
+    path.write_bytes(content)
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(DataFileError, match=r"\.sums'?: expected an intact file of checksums"),
+    ):
+        warnings.simplefilter("ignore")
+        list(WindowLoader(WindowDataset(lagging(tmp_path / "walk"), 4), 256))
+
+
+def test_checksums_of_an_earlier_layout_are_refused_until_the_next_push(folder, tmp_path):
+    url = pushed(folder, tmp_path)
+    for path in (tmp_path / "walk").glob("*.sums"):
+        path.write_bytes(b"RDSUMS01" + path.read_bytes()[8:])
+    with warnings.catch_warnings(), pytest.raises(DataFileError, match="Push the block again"):
+        warnings.simplefilter("ignore")
+        WindowDataset(url, 4)
