@@ -53,7 +53,7 @@ MAY_IMPORT = {
         "windows": "format frames index live remote",
         "trajectories": "checkpoints format frames index live",
         "editing": "diagnosis foreign format frames index recordings remote writing",
-        "tools": "diagnosis editing foreign format frames index recordings remote reporting streaming windows writing",
+        "tools": "diagnosis editing foreign format frames index recordings remote reporting writing",
         "__main__": "",
         "expert": "replay saving",
         "ray": "index remote windows writing",

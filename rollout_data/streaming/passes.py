@@ -26,7 +26,7 @@ from ..frames.cached import CachedFrames
 from ..frames.sights import Sights
 from ..frames.source import BlocksInUse, Source
 from ..frames.store import FrameStore
-from ..index.agreement import Agree, Shard, current_shard
+from ..index.agreement import Agree, current_shard
 from ..index.index import Int64s, TrajectoryIndex, name_keys, random_keys, stable_order
 from ..index.stand_ins import Lengths, lacking
 from .cursor import Deal, Position, go_on_with
@@ -41,7 +41,6 @@ CREATE = "create a RolloutDataset"
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
 _ORDER, _STARTS = 0, 1
-_LANES = 0  # the seed of what divides trajectories into lanes, by their names alone, so that it never changes
 _MOST_FRAMES, _MOST_BATCHES = 1 << 62, 1 << 20
 _NONE = np.zeros(0, np.int64)
 #: Passes of different epochs must never share a number.
@@ -60,7 +59,6 @@ class PassOptions:
     wait_timeout_s: float = 60.0
     poll_interval_s: float = 0.25
     refresh_s: float | None = None
-    lane: Shard | None = None
 
     @property
     def is_endless(self) -> bool:
@@ -112,8 +110,6 @@ def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] 
     if options.are_data_coming:
         is_eligible &= index.is_complete()
     found = np.flatnonzero(is_eligible)
-    if options.lane is not None:
-        found = found[index.random_keys(found, _LANES) % np.uint64(options.lane.total) == options.lane.number]
     if bounds is None:
         return found[-options.keep_latest_n_trajs :]
     (first_end, first_writer, first_number), (end, writer, number) = bounds

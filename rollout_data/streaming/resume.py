@@ -72,6 +72,8 @@ def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int
         raise Misfit(f"refresh_s={options.refresh_s} as in this dataset", got)
     if saved.keys() - {"live"} != _KEYS - ({"length"} if saved["version"] == _WITHOUT_LENGTHS else set()):
         raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
+    if saved["settings"].get("lane") is not None:
+        raise Misfit("a state of a whole stream", f"one of lane {saved['settings']['lane']}, from an earlier version")
     if share.stop - share.start != num_envs:
         all_envs = saved["settings"]["num_envs"]
         got = f"{share.stop - share.start} of its {all_envs} for this rank"
@@ -145,7 +147,6 @@ def _settings(options: PassOptions) -> dict[str, Any]:
     """What decides the order of frames, besides the number of envs."""
     settings = asdict(options)
     settings["starting_frame_range"] = list(settings["starting_frame_range"])
-    settings["lane"] = options.lane and list(options.lane)
     for name in ("wait_timeout_s", "poll_interval_s", "refresh_s"):
         del settings[name]
     return settings

@@ -22,7 +22,7 @@ from ..frames.coded import CHUNK_CACHE_BYTES
 from ..frames.format_registry import chunk_frames
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.store import FrameStore
-from ..index.agreement import ALONE, ShardChoice, checked_shard, checked_share
+from ..index.agreement import ShardChoice, checked_shard
 from ..index.index import Int64s
 from ..index.notes import Notes
 from ..remote.access import DataDirs, RemoteOptions, origins_of
@@ -80,9 +80,6 @@ class RolloutDataset(RolloutStream):
         shard: Which share of the envs this process reads. "auto": that of its rank in torch.distributed, where rank 0
             decides for all which trajectories a pass may use. "none": all of it, for trainers that split batches
             themselves. (rank, world size): that share.
-        lane: (k, K) plays only the trajectories of lane k of K, to which a trajectory belongs by its name. Lanes know
-            nothing of each other: each is planned alone, begins its next pass by itself, and has its own state. It is
-            played by one rank, unless `shard` is a share; see SCALING.md.
         even: When ranks end. "pad": all together, when the last env of all ranks is exhausted; "drop": all together,
             when one rank has nothing left; "none": each when its own envs are exhausted.
         on_error: "skip" leaves out what is left of a trajectory whose data are damaged, names it in `problems` and
@@ -136,7 +133,6 @@ class RolloutDataset(RolloutStream):
         refresh_s: float | None = None,
         texts: bool = False,
         remote: RemoteOptions | None = None,
-        lane: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
         self._origins = origins_of(data_dir, CREATE)
@@ -159,7 +155,6 @@ class RolloutDataset(RolloutStream):
             _whole("seed", seed, 0),
             _real("wait_timeout_s", wait_timeout_s, ">= 0 seconds", lambda seconds: seconds >= 0),
             refresh_s=None if refresh_s is None else _real("refresh_s", refresh_s, ">= 0 seconds", lambda s: s >= 0),
-            lane=None if lane is None else checked_share(lane, CREATE, "lane (k, K) with 0 <= k < K"),
         )
         self._notes = Notes()
         self._look = {
@@ -169,7 +164,7 @@ class RolloutDataset(RolloutStream):
             "notes": self._notes if _flag("texts", texts) else None,
         }
         self._frame_rate_hz = None if frame_rate_hz is None else _frame_rate(frame_rate_hz)
-        self._begin_unread(ALONE if lane is not None and shard == "auto" else checked_shard(shard, CREATE))
+        self._begin_unread(checked_shard(shard, CREATE))
 
     # What there is
 

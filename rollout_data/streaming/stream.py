@@ -98,7 +98,7 @@ class RolloutStream(RolloutFileBase[Transition]):
     def _rank(self) -> Shard:
         """The share of this process; a worker that was not forked knows it from the process that made it."""
         shard = current_shard(self._chosen_shard)
-        if shard.total > 1 or self._passes.lane is not None:
+        if shard.total > 1:
             agreement.refuse_second_split()
         is_unknown = self._chosen_shard is None and shard == agreement.ALONE
         return self._travelled if is_unknown and is_in_worker() else shard
@@ -196,7 +196,6 @@ class RolloutStream(RolloutFileBase[Transition]):
         if num and (self._passes.is_endless or num * loops >= num_envs):
             return
         among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
-        among += "" if self._passes.lane is None else " in lane {} of {}".format(*self._passes.lane)
         left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
         expected, got = f"at least {num_envs} trajectories{among}", f"{num}{left_out}"
         advice = "Use fewer envs, more passes (dataset_loops) or more data"

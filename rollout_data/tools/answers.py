@@ -19,8 +19,6 @@ from ..remote.publish import push as push_folder
 from ..reporting.page import report as write_report
 from ..writing.retention import LIMITS
 from ..writing.retention import prune as prune_folder
-from .bench import bench as bench_recording
-from .bench import bench_as_text
 from .info import as_text, describe, listing, listing_as_text
 from .pictures import save_gif, save_mp4
 from .play import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
@@ -126,11 +124,6 @@ def play(options: argparse.Namespace) -> Answer:
             about.setdefault("files", {})[path] = num_frames
             lines.append(f"{path}: {num_frames:,} frames")
     return Answer(about, lines)
-
-
-def bench(options: argparse.Namespace) -> Answer:
-    about = bench_recording(options.data_dir, seconds=options.seconds, progress=options.progress)
-    return Answer(about, bench_as_text(about))
 
 
 def verify(options: argparse.Namespace) -> Answer:

@@ -114,11 +114,9 @@ _DOCTOR: Arguments = {
         "default": "error",
         "help": "exit with 1 if something is found that is so severe, or more (default: %(default)s)",
     },
-    "--sarif": _flag("print SARIF 2.1.0, for the code scanning of CI systems"),
     "--list-rules": _flag("list the rules: code, severity, what is read, repair"),
     "--explain": {"metavar": "CODES", "help": "say what rules look for, with their thresholds"},
 }
-_SECONDS = {"type": float, "default": 0.2, "help": "of one of 80 measurements (default: %(default)s)"}
 _REPAIR_IN_PLACE = "move damaged and foreign files to damaged/, keep their intact trajectories, renew the index"
 _PACK: Arguments = {
     **_OWN,
@@ -188,12 +186,6 @@ COMMANDS: dict[str, Command] = {
         "Write a recording of any format in another one; goes on where it was stopped.",
         "convert demos.hdf5 demos_lerobot --to lerobot --select 'length>20' --option fps=20",
         _convert_arguments,
-    ),
-    "bench": Command(
-        "Measure how fast a recording streams here, beside a plain copy of the same bytes.",
-        "bench walk",
-        {**_ANY, "--seconds": _SECONDS},
-        "tools.bench.bench",
     ),
     "verify": Command(
         "Check every block with all its checksums; repair on request.",

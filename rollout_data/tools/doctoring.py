@@ -1,4 +1,4 @@
-"""The command `doctor`: findings as text, as JSON, or as SARIF for the code scanning of CI systems."""
+"""The command `doctor`: findings as text or as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ..diagnosis.finding import SEVERITIES, Diagnosis, Finding, Rule
 from .answers import Answer
 from .several import as_lines, recordings_in, rows_about
 
-_LEVELS = dict(zip(SEVERITIES, ("note", "warning", "error"), strict=True))
 _SHOWN = 8
 
 
@@ -31,8 +30,7 @@ def doctor(options: argparse.Namespace) -> Answer:
         return _of_several(several, chosen, options)
     found = examining.doctor(options.data_dir, **chosen, progress=options.progress)
     code = 1 if found.at_least(options.fail_on) else 0
-    options.json |= options.sarif  # both are printed as they are
-    return Answer(sarif(found) if options.sarif else found.as_dict(), _lines(found), code)
+    return Answer(found.as_dict(), _lines(found), code)
 
 
 def _of_several(paths: Sequence[Path], chosen: Mapping[str, Any], options: argparse.Namespace) -> Answer:
@@ -95,38 +93,3 @@ def _place(one: Finding) -> str:
     frames = ", ".join(f"{number}[{start}:{stop}]" for number, start, stop in one.frames[:3])
     listed = f"trajectories {numbers}{more}" if numbers else ""
     return f"{listed}; frames {frames}" if frames else listed
-
-
-def sarif(found: Diagnosis) -> dict[str, Any]:
-    """Give findings as SARIF 2.1.0 has them: one result each, with trajectories as logical locations."""
-    rules = [
-        {
-            "id": rule.code,
-            "name": rule.name.title().replace(" ", ""),
-            "shortDescription": {"text": rule.title},
-            "help": {"text": rule.advice},
-            "defaultConfiguration": {"level": _LEVELS[rule.severity]},
-        }
-        for rule in examining.chosen_rules((), ())
-    ]
-    places = {rule["id"]: place for place, rule in enumerate(rules)}
-    results = [
-        {
-            "ruleId": one.code,
-            "ruleIndex": places[one.code],
-            "level": _LEVELS[one.severity],
-            "message": {"text": f"{one.message}. {one.advice}."},
-            "locations": [
-                {
-                    "physicalLocation": {"artifactLocation": {"uri": str(found.summary["path"])}},
-                    "logicalLocations": [
-                        {"name": str(number), "kind": "trajectory"} for number in one.trajectories[:_SHOWN]
-                    ],
-                }
-            ],
-        }
-        for one in found.findings
-    ]
-    driver = {"name": "rollout-data doctor", "rules": rules}
-    schema = "https://json.schemastore.org/sarif-2.1.0.json"
-    return {"$schema": schema, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}

@@ -66,8 +66,7 @@ def read(data_dir, reading, num_workers=0, start_method="fork", shard="auto", as
         device="cpu",
         num_transitions_per_env=2,
         as_dict=as_dict,
-        shard=own if shard == "own" else "auto" if shard == "lane" else shard,
-        lane=own if shard == "lane" else None,
+        shard=own if shard == "own" else shard,
         refresh_s=refresh_s,
     )
     found, error = [], None

@@ -1,4 +1,4 @@
-"""`rollout-data play` and `bench`: what is drawn, written and measured."""
+"""`rollout-data play`: what is drawn and written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import rollout_data
 from rollout_data import RolloutWriter
 from rollout_data.foreign.pictures import axes_of
-from rollout_data.tools.bench import bench, bench_as_text
 from rollout_data.tools.command import main
 from rollout_data.tools.pictures import save_gif, save_mp4
 from rollout_data.tools.play import ASCII_BARS, BARS, describe_episode, play
@@ -143,15 +142,3 @@ def test_the_command_writes_files_at_the_rate_of_the_recording(
 )  # fmt: skip
 def test_pictures_are_known_by_their_shape(shape: tuple[int, ...], axes: str) -> None:
     assert axes_of(shape) == axes
-
-
-def test_bench_measures_each_case_against_a_copy(walk: Path) -> None:
-    about = bench(walk, seconds=0.001)
-    cases = [(row["what"], row["order"], row["workers"]) for row in about["cases"]]
-    assert cases == [(a, b, c) for a in ("playback", "windows") for b in ("in order", "random") for c in (0, 2)]
-    assert about["num_frames"] == sum(LENGTHS) and about["plain_read_bytes_per_s"] > 0
-    assert all(row["frames_per_s"] > 0 and row["times_limit"] > 0 for row in about["cases"])
-    row_bytes = {row["bytes_per_s"] / row["frames_per_s"] for row in about["cases"] if row["what"] == "windows"}
-    least = sum(math.prod(shape) for shape in PICTURES.values()) + 4 * math.prod(SIDES)
-    assert all(least < one < 2 * least for one in row_bytes), "bytes are those of decoded values"
-    assert len(bench_as_text(about)) == 3 + len(cases)

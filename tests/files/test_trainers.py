@@ -102,7 +102,6 @@ def test_rank_0_decides_beside_live_writers(by_torch, way):
         ("accelerate", "own", 0, "fork"),
         ("accelerate-shard", "auto", 0, "fork"),
         ("accelerate-shard", "own", 0, "fork"),
-        ("accelerate", "lane", 0, "fork"),
     ],
 )
 def test_accelerate_that_splits_what_is_shared_out_is_refused_with_the_cure(

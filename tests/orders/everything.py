@@ -166,12 +166,6 @@ def stream_of_ranks(folder: Path) -> Order:
 
 
 @order
-def stream_of_lanes(folder: Path) -> Order:
-    options = {"random_shuffle_traj_order": True, "seed": 8}
-    return [x for lane in range(2) for x in stream_order(folder, lane=(lane, 2), **options)]
-
-
-@order
 def stream_of_a_loader(folder: Path) -> Order:
     dataset = RolloutDataset(
         folder / "first", 2, random_shuffle_traj_order=True, seed=9, num_transitions_per_env=5, device="cpu"
