@@ -229,11 +229,11 @@ class TrajectoryIndex:
 
     def blocks_of(self, trajectories: Int64s) -> list[Block]:
         """The blocks that hold frames or final observations of these trajectories."""
-        bounds = self.first_fragment
-        parts = [self.fragment_block[bounds[t] : bounds[t + 1]] for t in np.unique(trajectories).tolist()]
-        finals = self.final_block[trajectories]
-        used = np.unique(np.concatenate([finals[finals >= 0], *parts]))
-        return [self.blocks[block] for block in used.tolist()]
+        used = set(self.final_block[trajectories].tolist()) - {-1}
+        for trajectory in trajectories.tolist():
+            first, stop = self.first_fragment[trajectory : trajectory + 2].tolist()
+            used.update(self.fragment_block[first:stop].tolist())
+        return [self.blocks[block] for block in sorted(used)]
 
     def writers_upto(self) -> dict[str, int]:
         """Writer -> the last sequence number among the blocks that are present, edits left out."""

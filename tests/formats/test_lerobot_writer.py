@@ -211,7 +211,6 @@ def test_statistics_of_large_columns_are_the_same_from_a_file(tmp_path: Path, mo
 
     written(ROOT / "lerobot_v3/vectors", tmp_path / "in_memory")
     monkeypatch.setattr(statistics, "_MEMORY_BYTES", 0)
-    monkeypatch.setattr(statistics, "_BLOCK_BYTES", 16)
     monkeypatch.setattr(statistics, "_NUM_SUMMED", 3)
     written(ROOT / "lerobot_v3/vectors", tmp_path / "in_files")
     found = [json.loads((tmp_path / name / "meta" / "stats.json").read_text()) for name in ("in_memory", "in_files")]

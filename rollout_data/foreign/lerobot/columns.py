@@ -1,4 +1,4 @@
-"""Fields as LeRobot's features: their descriptions, columns, pictures and statistics.
+"""Fields as LeRobot's features: their descriptions, columns and pictures.
 
 One rule: numbers keep their dtype and pictures their pixels, unless video is asked for.
 """
@@ -23,7 +23,6 @@ from ..guards import optional
 from ..parquet import arrow, as_rows
 from ..pictures import decode_picture, encode_picture
 from .language import describe, hub_feature
-from .statistics import AnyStatistics, DepthStatistics, NumberStatistics, PictureStatistics
 
 SCALARS = {"timestamp": "float32", **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")}
 #: What the option `video` may be -> the encoder of ffmpeg, and its settings.
@@ -62,13 +61,6 @@ class Column:
     def is_picture(self) -> bool:
         """Whether it has colours, or shades of grey, from 0 to 255."""
         return self.kind in ("image", "video")
-
-    def new_statistics(self, num_rows: int, folder: Path) -> AnyStatistics:
-        """Return empty statistics of `num_rows` rows; see `NumberStatistics` for the folder."""
-        if self.is_picture:
-            return PictureStatistics(self.field.shape[2])
-        kind = DepthStatistics if self.kind == "depth" else NumberStatistics
-        return kind(num_rows, self.field.shape, self.dtype, folder)
 
     def feature(self, fps: float) -> dict[str, Any]:
         """Describe it as `meta/info.json` does."""

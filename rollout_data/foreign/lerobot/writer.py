@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from math import prod
@@ -46,7 +46,7 @@ from .columns import (
 from .description import INFO_NAME, TEMPLATES, UNFINISHED, file_name
 from .index import SUCCESS, TASK
 from .language import ARROW_TYPES, arrow_type, column_of_texts
-from .statistics import AnyStatistics, NumberStatistics, PictureStatistics
+from .statistics import SetStatistics, Statistics
 from .subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, numbers_of, stated_subtasks, subtask_table, with_pairs
 
 _CHUNKS_SIZE = 1000
@@ -102,6 +102,7 @@ class Writer(ForeignWriter):
 
     def begin(self) -> set[str]:
         action, options = "write a LeRobot dataset", self.options
+        self.episodes = list(self.episodes)  # a recording makes them again each time, and here are ten loops
         self._version = arguments.choice(action, "version", options["version"], ("v3.0", "v2.1"))
         self._codec: str | None = options["video"]
         if self._codec is not None:
@@ -129,10 +130,8 @@ class Writer(ForeignWriter):
         self._flags = self._chosen_flags()
         self._has_absent = any(self._absent(episode) for episode in self.episodes)
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
-        self._pictures = {
-            column.name: PictureStatistics(column.field.shape[2]) for column in self._columns if column.is_picture
-        }
-        self._num_episodes = self._num_frames = 0
+        self._num_episodes = self._num_frames = self._num_taken_up = 0
+        self._statistics = self._new_statistics()
         info = self._info()
         if (self.path / INFO_NAME).exists():
             features = read_object(self.path / INFO_NAME).get("features")
@@ -154,6 +153,7 @@ class Writer(ForeignWriter):
                 break
             self._take(note)
             found.add(note["id"])
+        self._num_taken_up = self._num_episodes
         return found
 
     def _note(self, number: int) -> dict[str, Any]:
@@ -168,8 +168,7 @@ class Writer(ForeignWriter):
         """Count an episode that is there; its note stays in its file, as its statistics may be large."""
         self._num_episodes += 1
         self._num_frames += note["length"]
-        for name, levels in note["levels"].items():
-            self._pictures[name].add_counts(levels, note["length"])
+        self._statistics.add_levels(note["levels"], note["length"])
 
     def _is_made(self, name: str) -> bool:
         """Return whether a flag is derived from the episodes, because some lack the field."""
@@ -299,6 +298,11 @@ class Writer(ForeignWriter):
         annotation = {_ANNOTATION: np.dtype(np.int64)} if self.options["groot"] else {}
         return {**flags, **annotation, **{name: np.dtype(dtype) for name, dtype in SCALARS.items()}}
 
+    def _scalar_columns(self) -> dict[str, Column]:
+        return {
+            name: Column(Field(name, (), dtype.name), name, "number") for name, dtype in self._scalar_dtypes().items()
+        }
+
     def _info(self) -> dict[str, Any]:
         names, num_episodes = [column.name for column in self._columns if column.kind == "video"], self._num_episodes
         sizes: dict[str, Any] = {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
@@ -325,17 +329,19 @@ class Writer(ForeignWriter):
             self.note(episode)
         self._take(note)
         self.written.add(episode.id)
-        self._report(episode)
+        self._report(episode, note["absent"])
 
     def _write(self, episode: EpisodeToWrite, data_file: Path, made: ExitStack) -> dict[str, Any]:
         """Write the files of an episode; give its note."""
-        statistics = self._new_statistics(episode.length)
+        is_v3 = self._version == "v3.0"
+        statistics = self._statistics.of_rows(self._num_frames if is_v3 else 0, episode.length)
         for column in (column for column in self._columns if column.kind == "video"):
             video_file = made.enter_context(self._replaced(self._file(self._num_episodes, column.name)))
-            statistics[column.name] = self._write_video(episode, column, video_file)
+            self._write_video(episode, column, video_file, statistics)
         tables = self._tables(episode, statistics)
-        first, features, about = next(tables), self._features(), dict[str, str]()
-        if self._version == "v2.1":
+        first, about = next(tables), dict[str, str]()
+        if not is_v3:
+            features = self._features()
             about["huggingface"] = hub_features(
                 {name: features[name] for name in first.column_names},
                 {_feature_name(name): kind for name, kind in self._languages.items()},
@@ -345,15 +351,14 @@ class Writer(ForeignWriter):
             for table in chain([first], tables):
                 file.write_table(table)
             note: dict[str, Any] = {"id": episode.id, "start": self._num_frames, "length": episode.length}
-            counted = {name: one for name, one in statistics.items() if isinstance(one, PictureStatistics)}
             note |= {"task": episode.task, "absent": self._absent(episode)}
-            note |= {"levels": {name: one.counts() for name, one in counted.items()}}
-            note |= {"stats": {name: self._result(one) for name, one in statistics.items()}}
+            # Readers of version 2 expect three channels of pictures.
+            note |= {"levels": statistics.levels(), "stats": statistics.result(None if is_v3 else 3)}
             file.add_key_value_metadata({_NOTE: json.dumps(note, default=np.ndarray.tolist)})
         return note
 
-    def _write_video(self, episode: EpisodeToWrite, column: Column, path: Path) -> AnyStatistics:
-        """Copy or encode the video of an episode; return its statistics."""
+    def _write_video(self, episode: EpisodeToWrite, column: Column, path: Path, statistics: Statistics) -> None:
+        """Copy or encode the video of an episode, and add its pictures to the statistics."""
         name, rows = column.field.name, (0, episode.length)
         source = episode.video(name) if column.about is not None else None
         how = ""
@@ -361,7 +366,7 @@ class Writer(ForeignWriter):
             with suppress(CorruptFileError):  # reading the rows raises the error of the source
                 how = copy_video(source, path)
         if how:
-            statistics, start = column.new_statistics(episode.length, path.parent), 0
+            start = 0
             for part in self._parts(episode, column, rows, statistics):
                 times_s = (start + np.arange(len(part))) / self._fps
                 if how == "packets" and not _has_frames(path, times_s, part):
@@ -370,33 +375,24 @@ class Writer(ForeignWriter):
             if start == episode.length:
                 shared = f"packets of {name!r} are copied from a video file that several episodes share"
                 self.changed(shared, episode, how == "packets")
-                return statistics
+                return
+            statistics.reset(column.name)
         codec = column.codec if column.codec in ENCODERS else "h264"
         if source is not None:
             check_encodable(column.field)
             why = "its packets in a video file that several episodes share cannot stand alone"
             self.changed(f"{name!r} is encoded again as {codec}, with loss: {why}", episode)
-        statistics = column.new_statistics(episode.length, path.parent)
         write_video(path, self._parts(episode, column, rows, statistics), self._fps, codec)
-        return statistics
 
-    def _new_statistics(self, num_rows: int) -> dict[str, AnyStatistics]:
+    def _new_statistics(self) -> SetStatistics:
         """Return empty statistics of all features but texts."""
-        folder, found = self.path / _UNFINISHED_FILES, dict[str, AnyStatistics]()
-        for column in self._columns:
-            found[column.name] = column.new_statistics(num_rows, folder)
-        for name, dtype in self._scalar_dtypes().items():
-            found[name] = NumberStatistics(num_rows, (), dtype, folder)
-        return found
-
-    def _result(self, statistics: AnyStatistics) -> dict[str, Array]:
-        """Return what LeRobot stores; readers of version 2 expect three channels of pictures."""
-        if isinstance(statistics, NumberStatistics):
-            return statistics.result()
-        return statistics.result(len(statistics.levels) if self._version == "v3.0" else 3)
+        lengths = [episode.length for episode in self.episodes]
+        num_frames = sum(lengths) if self._version == "v3.0" else max(lengths)
+        columns = [*self._columns, *self._scalar_columns().values()]
+        return SetStatistics(columns, num_frames, self.path / _UNFINISHED_FILES)
 
     def _parts(
-        self, episode: EpisodeToWrite, column: Column, rows: tuple[int, int], statistics: AnyStatistics
+        self, episode: EpisodeToWrite, column: Column, rows: tuple[int, int], statistics: Statistics
     ) -> Iterator[Array]:
         """Read rows of a field a few megabytes at a time, and count them in its statistics."""
         is_video = column.kind == "video" or episode.video(column.field.name) is not None
@@ -409,22 +405,22 @@ class Writer(ForeignWriter):
                 numbers = numbers_of(self._subtasks, episode.read(TEXT, start, stop), values)
                 self.changed(f"{NUMBER!r} is counted anew", episode, (numbers != values).any())
                 values = numbers
-            statistics.add(values)
+            statistics.add(column.name, values)
             yield values
 
-    def _tables(self, episode: EpisodeToWrite, statistics: Mapping[str, AnyStatistics]) -> Iterator[Any]:
+    def _tables(self, episode: EpisodeToWrite, statistics: Statistics) -> Iterator[Any]:
         """Give the rows of an episode, but for videos: a row group at a time, most often of all of them."""
         pyarrow, _ = arrow()
         scalars = self._scalars(episode)
         for name, values in scalars.items():
-            statistics[name].add(values)
+            statistics.add(name, values)
         in_rows = [column for column in self._columns if column.kind != "video"]
         step = max(1, _GROUP_BYTES // sum(column.field.row_bytes for column in in_rows))
         for start in range(0, episode.length, step):
             rows = start, min(start + step, episode.length)
             columns = {}
             for column in in_rows:
-                parts = self._parts(episode, column, rows, statistics[column.name])
+                parts = self._parts(episode, column, rows, statistics)
                 columns[column.name] = arrow_column(column, parts, start)
             for name in self._texts:
                 columns[_feature_name(name)] = pyarrow.array(episode.read(name, *rows), pyarrow.string())
@@ -472,11 +468,11 @@ class Writer(ForeignWriter):
         yield new
         os.replace(new, path)
 
-    def _report(self, episode: EpisodeToWrite) -> None:
+    def _report(self, episode: EpisodeToWrite, absent: Sequence[str]) -> None:
         for what in self._shared.changes(episode):
             self.changed(what, episode)
         earlier: Any = episode.metadata.get(ABSENT) or ()
-        for name in (name for name in self._absent(episode) if name in self._flags and name not in earlier):
+        for name in (name for name in absent if name in self._flags and name not in earlier):
             self.changed(f"{name!r} is False in episodes that do not tell it", episode)
         deep = [name for name, field in episode.schema.items() if len(field.shape) > _MAX_LIST_DIMENSIONS]
         empty = [name for name, field in episode.schema.items() if not field.num_elements]
@@ -569,20 +565,18 @@ class Writer(ForeignWriter):
             parquet.write_table(table.replace_schema_metadata({b"pandas": json.dumps(pandas)}), new)
 
     def _total_statistics(self) -> dict[str, dict[str, Array]]:
-        """Compute the statistics of all frames; numbers are read again, for the quantiles."""
-        totals: dict[str, AnyStatistics] = {**self._new_statistics(self._num_frames), **self._pictures}
-        read = {name: one for name, one in totals.items() if isinstance(one, NumberStatistics)}
+        """Compute the statistics of all frames; numbers of episodes that were there are read for it."""
         columns = {column.name: column for column in self._columns if not column.is_picture}
-        columns |= {
-            name: Column(Field(name, (), dtype.name), name, "number") for name, dtype in self._scalar_dtypes().items()
-        }
+        columns |= self._scalar_columns()
         widths = {name: prod(one.field.shape) if one.kind == "number" else None for name, one in columns.items()}
-        for number in range(self._num_episodes):
+        earlier = self._statistics.of_rows(0, self._num_frames)
+        for number in range(self._num_taken_up):
             file = ParquetFile(self.path / self._file(number))
             for batch in file.batches(widths, 0, file.num_rows):
                 for name, column in columns.items():
-                    read[name].add(read_column(column, batch[name], f"{name!r} of {str(file.path)!r}"))
-        return {name: self._result(one) for name, one in totals.items()}
+                    earlier.add(name, read_column(column, batch[name], f"{name!r} of {str(file.path)!r}"))
+        self._num_taken_up = 0
+        return self._statistics.total(self._num_frames).result()
 
     def _entry_3(self, number: int) -> dict[str, Any]:
         """Describe an episode for the index of version 3: its places, and its statistics.
