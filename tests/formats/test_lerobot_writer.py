@@ -25,6 +25,8 @@ from storage.errors import UsageError  # noqa: E402
 from tests.formats.cases import ROOT  # noqa: E402
 from tests.formats.lerobot_sets import FIRST, TASKS, LeRobotSet, check, feature, lists  # noqa: E402
 from tests.formats.values import action, picture, state  # noqa: E402
+from tests.recordings import conversions  # noqa: E402
+from tests.recordings.conversions import demos, place, stop_after_three  # noqa: E402
 
 LENGTHS = [3, 1, 4, 2]
 VERSIONS = ["v3.0", "v2.1"]
@@ -219,6 +221,18 @@ def test_statistics_of_large_columns_are_the_same_from_a_file(tmp_path: Path, mo
         for key, values in told.items():
             np.testing.assert_allclose(found[1][name][key], values, rtol=1e-12)
     assert not list((tmp_path / "in_files").rglob(".*"))
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_a_resumed_conversion_has_the_statistics_of_one_that_was_not_stopped(tmp_path: Path, version: str) -> None:
+    source = demos(tmp_path / "source.hdf5")
+    name = {"v3.0": "lerobot 3.0", "v2.1": "lerobot 2.1"}[version]
+    conversions.convert(source, tmp_path / "whole", name)
+    stop_after_three(source, tmp_path / "resumed", name)
+    conversions.convert(source, tmp_path / "resumed", name)
+    folders = [place(tmp_path / target, name) / "meta" for target in ("whole", "resumed")]
+    file = "stats.json" if version == "v3.0" else "episodes_stats.jsonl"
+    assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
 
 
 def test_missing_values_are_left_out_of_statistics(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ _PART_BYTES, _GROUP_BYTES = 1 << 20, 1 << 24
 _VIDEO_PART_BYTES = 1 << 25
 #: Rows of the index; with statistics each may take a hundred kilobytes.
 _ENTRIES_AT_ONCE = 100
+#: Length of the notes of episodes that are kept, as text; in memory they take about twice as much.
+_KEPT_NOTES_BYTES = 1 << 24
 #: Folder of files that are not in their places yet.
 _UNFINISHED_FILES = ".unfinished"
 #: Key of a data file's own metadata: id, task and statistics of its episode.
@@ -131,6 +133,9 @@ class Writer(ForeignWriter):
         self._has_absent = any(self._absent(episode) for episode in self.episodes)
         self._tasks = list(dict.fromkeys(episode.task for episode in self.episodes))
         self._num_episodes = self._num_frames = self._num_taken_up = 0
+        #: Notes of the first episodes that were written, which need not be read again.
+        self._notes: dict[int, dict[str, Any]] = {}
+        self._num_kept_bytes = 0
         self._statistics = self._new_statistics()
         info = self._info()
         if (self.path / INFO_NAME).exists():
@@ -157,7 +162,9 @@ class Writer(ForeignWriter):
         return found
 
     def _note(self, number: int) -> dict[str, Any]:
-        """Read the note in the data file of an episode."""
+        """Return the note in the data file of an episode."""
+        if number in self._notes:
+            return self._notes[number]
         pyarrow, parquet = arrow()
         path = self.path / self._file(number)
         with damage_named("read", repr(str(path)), "an intact file", pyarrow.ArrowException, OSError, LookupError):
@@ -333,6 +340,7 @@ class Writer(ForeignWriter):
 
     def _write(self, episode: EpisodeToWrite, data_file: Path, made: ExitStack) -> dict[str, Any]:
         """Write the files of an episode; give its note."""
+        self._notes.pop(self._num_episodes, None)  # of an episode that could not be written
         is_v3 = self._version == "v3.0"
         statistics = self._statistics.of_rows(self._num_frames if is_v3 else 0, episode.length)
         for column in (column for column in self._columns if column.kind == "video"):
@@ -353,8 +361,12 @@ class Writer(ForeignWriter):
             note: dict[str, Any] = {"id": episode.id, "start": self._num_frames, "length": episode.length}
             note |= {"task": episode.task, "absent": self._absent(episode)}
             # Readers of version 2 expect three channels of pictures.
-            note |= {"levels": statistics.levels(), "stats": statistics.result(None if is_v3 else 3)}
-            file.add_key_value_metadata({_NOTE: json.dumps(note, default=np.ndarray.tolist)})
+            note |= {"levels": statistics.levels(), "stats": _as_lists(statistics.result(None if is_v3 else 3))}
+            text = json.dumps(note)
+            file.add_key_value_metadata({_NOTE: text})
+        if self._num_kept_bytes + len(text) <= _KEPT_NOTES_BYTES:
+            self._num_kept_bytes += len(text)
+            self._notes[self._num_episodes] = note
         return note
 
     def _write_video(self, episode: EpisodeToWrite, column: Column, path: Path, statistics: Statistics) -> None:
@@ -564,7 +576,7 @@ class Writer(ForeignWriter):
         with self._replaced(name) as new:
             parquet.write_table(table.replace_schema_metadata({b"pandas": json.dumps(pandas)}), new)
 
-    def _total_statistics(self) -> dict[str, dict[str, Array]]:
+    def _total_statistics(self) -> dict[str, dict[str, Any]]:
         """Compute the statistics of all frames; numbers of episodes that were there are read for it."""
         columns = {column.name: column for column in self._columns if not column.is_picture}
         columns |= self._scalar_columns()
@@ -576,7 +588,7 @@ class Writer(ForeignWriter):
                 for name, column in columns.items():
                     earlier.add(name, read_column(column, batch[name], f"{name!r} of {str(file.path)!r}"))
         self._num_taken_up = 0
-        return self._statistics.total(self._num_frames).result()
+        return _as_lists(self._statistics.total(self._num_frames).result())
 
     def _entry_3(self, number: int) -> dict[str, Any]:
         """Describe an episode for the index of version 3: its places, and its statistics.
@@ -616,9 +628,13 @@ class Writer(ForeignWriter):
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        text = json.dumps(content, indent=4, ensure_ascii=False, default=np.ndarray.tolist)
+        text = json.dumps(content, indent=4, ensure_ascii=False)
         with replace_file(self.path / name) if name == INFO_NAME else self._replaced(name) as new:
             new.write_text(text, encoding="utf-8")
+
+
+def _as_lists(statistics: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, Any]]:
+    return {feature: {name: values.tolist() for name, values in found.items()} for feature, found in statistics.items()}
 
 
 def _entry(number: int, note: Mapping[str, Any]) -> dict[str, Any]:
