@@ -70,8 +70,10 @@ def load_expert_trajectories(
         UnsafeFileError: A path leads out of `motions_root`, or a link out of its file.
         TypeError: `obs_dict_mapper` was given, and a motion has no observation.
     """
-    root, episodes, names = arguments.path("load motions", "", motions_root), [], []
-    device = arguments.device("load motions", "device", device)
+    action = "call rollout_data.load_expert_trajectories"
+    motions, root = arguments.path(action, "motions", motions), arguments.path(action, "motions_root", motions_root)
+    seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
+    episodes, names = [], []
     for number, line in read_motion_list(motions):
         name, path = _motion_path(root, line, f"line {number} of {str(motions)!r}")
         for episode in read_motion(path):
@@ -124,7 +126,8 @@ def load_expert_trajectories_from_motion_lib(
         UsageError: There is no motion, or one is no mapping; or the motions do not fit each other.
         TypeError: `obs_dict_mapper` was given, and a motion has no observation.
     """
-    action = "call load_expert_trajectories_from_motion_lib"
+    action = "call rollout_data.load_expert_trajectories_from_motion_lib"
+    seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
     if not isinstance(motion_lib, Iterable) and not hasattr(motion_lib, "__getitem__"):
         raise UsageError(action, "", "motion_lib as an iterable of motions", type(motion_lib).__name__)
     motions = []
@@ -142,6 +145,12 @@ def load_expert_trajectories_from_motion_lib(
     if not motions:
         raise UsageError(action, "", "motion_lib with at least one motion", "none")
     return TrajectoryDictBuffer(motions, device, seq_length)
+
+
+def _checked_options(action: str, seq_length: Any, device: Any, obs_dict_mapper: Any) -> tuple[int, torch.device]:
+    if obs_dict_mapper is not None and not callable(obs_dict_mapper):
+        raise UsageError(action, "", "obs_dict_mapper as a function of an observation", repr(obs_dict_mapper))
+    return arguments.whole(action, "seq_length", seq_length, 1), arguments.device(action, "device", device)
 
 
 def _given(values: Any, is_observation: bool) -> Any:

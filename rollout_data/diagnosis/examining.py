@@ -16,7 +16,7 @@ import numpy as np
 from storage.core import arguments
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UnansweredError, UsageError, nearest
 
-from ..recordings.opening import open
+from ..recordings.opening import open, open_source
 from ..recordings.recording import Recording
 from ..remote.access import DataDir
 from .finding import MAX_FRAMES, SEVERITIES, Diagnosis, Finding, Found, Inapplicable, Rule, Settings
@@ -47,10 +47,12 @@ def doctor(
         UsageError: There is nothing at the path; a rule, a threshold or a number is not known.
         AccessError, FetchError: The store refuses access, or does not answer.
     """
-    rules, changed = chosen_rules(only, skip), _changed(settings or {})
+    action = "call rollout_data.doctor"
+    progress = arguments.flag(action, "progress", progress)
+    rules, changed = chosen_rules(action, only, skip), _changed(action, settings)
     if sample is not None:
-        arguments.whole("examine", "sample", sample, 1)
-    recording, failure = opened(path)
+        arguments.whole(action, "sample", sample, 1)
+    recording, failure = opened(action, path)
     kinds = [kind for rule in rules for kind in rule.collectors]
     with_pictures = any(rule.needs == "G" for rule in rules)
     return diagnose(Scan(path, recording, failure, sample, kinds, with_pictures, progress), rules, changed)
@@ -91,13 +93,13 @@ def _checked(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Found], s
         return [], str(why)
 
 
-def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
+def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
     """Open what is to be examined, by its rows where its index is bad: (recording, None) or (None, why not)."""
     with warnings.catch_warnings():
         if not isinstance(path, Recording):  # what would be warned of is reported
             warnings.simplefilter("ignore", RolloutDataWarning)
         try:
-            return (path if isinstance(path, Recording) else open(path)), None
+            return (path if isinstance(path, Recording) else open_source(action, "path", path)), None
         except UnansweredError:
             raise
         except (DataFileError, OSError) as error:
@@ -111,29 +113,34 @@ def opened(path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
             return None, DataFileError("open", repr(str(path)), "", str(error))
 
 
-def chosen_rules(only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
+def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
     """Give the rules of some codes, or beginnings of codes.
 
     Raises:
         UsageError: There is none.
     """
     codes = [rule.code for rule in RULES]
-    for one in (*only, *skip):
-        if not any(code.startswith(one) for code in codes) or not one:
-            raise UsageError("examine", "", f"codes of rules, {nearest(one, codes)}", repr(one))
+    for name, given in (("only", only), ("skip", skip)):
+        for one in arguments.names(action, name, given):
+            if not any(code.startswith(one) for code in codes) or not one:
+                raise UsageError(action, "", f"{name} with codes of rules, {nearest(one, codes)}", repr(one))
     kept = [rule for rule in RULES if not only or rule.code.startswith(tuple(only))]
     return [rule for rule in kept if not (skip and rule.code.startswith(tuple(skip)))]
 
 
-def _changed(settings: Mapping[str, float]) -> dict[str, dict[str, float]]:
+def _changed(action: str, settings: Any) -> dict[str, dict[str, float]]:
     """Give {"VAL05": {"ranges": 100.0}} for {"VAL05.ranges": 100}."""
     known = {f"{rule.code}.{name}": (rule.code, name) for rule in RULES for name in rule.defaults}
     found: dict[str, dict[str, float]] = {}
-    for key, value in settings.items():
+    if not isinstance(settings, Mapping | None):
+        raise UsageError(action, "", "settings as a mapping of thresholds", repr(settings))
+    for key, value in (settings or {}).items():
         if key not in known:
-            raise UsageError("set", repr(key), nearest(key, known), "no such threshold")
+            raise UsageError(action, "", f"settings among {nearest(str(key), known)}", repr(key))
         code, name = known[key]
-        found.setdefault(code, {})[name] = arguments.real("set", key, value, "a number", lambda number: True)
+        found.setdefault(code, {})[name] = arguments.real(
+            action, f"settings[{key!r}]", value, "a number", lambda number: True
+        )
     return found
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from storage.core import arguments
+from storage.core.arguments import is_whole
 from storage.core.durable import sync_path
 from storage.core.fields import Schema
 from storage.errors import DataFileError, UsageError, nearest
@@ -33,6 +35,7 @@ from ..index.folder import BlockFolder
 from ..index.index import TrajectoryIndex
 from ..index.metadata import ENDS
 from ..index.notes import parsed
+from ..recordings.opening import recordings_in
 from ..remote.access import RemotePath, origins_of
 from ..writing.notes import episode_json
 
@@ -78,14 +81,17 @@ def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
         UsageError: There is no such trajectory, or the path is of another format.
     """
 
-    return _edited(path, "drop", lambda edits, index: _left_out(edits, _chosen(index, edits, ids)), dry_run)
+    def change(edits: Edits, index: TrajectoryIndex) -> int:
+        return _left_out(edits, _chosen("drop", index, edits, ids))
+
+    return _edited(path, "drop", change, dry_run)
 
 
 def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
     """Leave out all other trajectories that are there now; see `drop`."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        return _left_out(edits, {*index.keys()}.difference(_chosen(index, Edits(), ids)))
+        return _left_out(edits, {*index.keys()}.difference(_chosen("keep", index, Edits(), ids)))
 
     return _edited(path, "keep", change, dry_run)
 
@@ -100,7 +106,7 @@ def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: boo
     """Take `drop` and `keep` back, of these trajectories by their names, or of all; give how many came back."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        back = edits.dropped if ids is None else edits.dropped & set(_chosen(index, edits, ids))
+        back = edits.dropped if ids is None else edits.dropped & set(_chosen("undrop", index, edits, ids))
         edits.dropped = edits.dropped - back
         return len(back)
 
@@ -128,18 +134,18 @@ def tag(path: str | os.PathLike[str], ids: Ids, /, **said: Any) -> int:
 
 def tagged(path: str | os.PathLike[str], ids: Ids, said: Mapping[str, Any], *, dry_run: bool = False) -> int:
     """Do as `tag`, or with `dry_run` only check and count; here no name is taken."""
-    data = json.loads(episode_json(said, "tag", "trajectories"))
+    data = json.loads(episode_json(said, _call("tag"), ""))
     if not said or (reserved := said.keys() & {ENDS, ABSENT}):
         expected = f"names and values, none of them {ENDS!r} or {ABSENT!r}"
-        raise UsageError("tag", "trajectories", expected, repr(sorted(reserved)) if said else "none")
+        raise UsageError(_call("tag"), "", expected, repr(sorted(reserved)) if said else "none")
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        chosen = _chosen(index, edits, ids)
+        chosen = _chosen("tag", index, edits, ids)
         for key in chosen:
             edits.said[key] = {**edits.said.get(key, {}), **data}
             if (size := len(json.dumps(edits.said[key]))) > MAX_NOTE_BYTES:
-                where, expected = f"trajectory {_name(key)!r}", f"at most {MAX_NOTE_BYTES} bytes said of it"
-                raise UsageError("tag", where, expected, f"{size}", "Record what is large as a field")
+                where, expected = f"for trajectory {_name(key)!r}", f"at most {MAX_NOTE_BYTES} bytes said of it"
+                raise UsageError(_call("tag"), where, expected, f"{size}", "Record what is large as a field")
         return len(chosen)
 
     return _edited(path, "tag", change, dry_run)
@@ -149,7 +155,11 @@ def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool
     """Take back all that `tag` said of these trajectories, or of all; give how many it had said something of."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        chosen = list(edits.said) if ids is None else [key for key in _chosen(index, edits, ids) if key in edits.said]
+        chosen = (
+            list(edits.said)
+            if ids is None
+            else [key for key in _chosen("untag", index, edits, ids) if key in edits.said]
+        )
         for key in chosen:
             del edits.said[key]
         return len(chosen)
@@ -159,7 +169,7 @@ def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool
 
 def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Give the edits of a folder: "dropped", names of trajectories, and "said", name -> what `tag` said of it."""
-    edits = read_edits(_folder(path, "read the edits of"))
+    edits = read_edits(_folder(path, "edits_of"))
     said = {_name(key): told for key, told in sorted(edits.said.items())}
     return {"dropped": [_name(key) for key in sorted(edits.dropped)], "said": said}
 
@@ -243,6 +253,7 @@ def _edited(
     path: str | os.PathLike[str], action: str, change: Callable[[Edits, TrajectoryIndex], int], dry_run: bool
 ) -> int:
     """Change the edits of a folder; nothing is written where nothing changes, or for a `dry_run`."""
+    dry_run = arguments.flag(_call(action), "dry_run", dry_run)
     folder = _folder(path, action)
     if dry_run:
         return change(read_edits(folder), folder.index)
@@ -254,6 +265,10 @@ def _edited(
         return count
 
 
+def _call(function: str) -> str:
+    return f"call rollout_data.{function}"
+
+
 def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
     """Open a folder of block files.
 
@@ -261,12 +276,12 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         UsageError: It is something else, or not on this machine.
         DataFileError: An edit in it is damaged.
     """
-    origin, *others = origins_of(path, action, "path")
+    origin, *others = origins_of(path, _call(action), "path")
     if others or isinstance(origin.path, RemotePath):
-        raise UsageError(action, f"{path!r}", "one folder of this machine", "a URL or several", "Edit it, then push it")
+        expected, advice = "path as one folder of this machine", "Edit it, then push it"
+        raise UsageError(_call(action), "", expected, "a URL or several", advice)
     if kind_of(origin) is not Blocks:
-        expected, advice = "a folder of block files", "Convert it first: rollout_data.convert(path, new_path)"
-        raise UsageError(action, f"{str(path)!r}", expected, "another format", advice)
+        raise _not_blocks(action, origin.path)
     folder = BlockFolder.at(origin.path)
     for name, problem in folder.problems.items():
         if named_edit(name):
@@ -275,22 +290,37 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
     return folder
 
 
-def _chosen(index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
+def _not_blocks(function: str, path: Path) -> UsageError:
+    """Build the error for a path that is no folder of block files."""
+    expected, advice = "path as a folder of block files", "Convert it first: rollout_data.convert(path, new_path)"
+    got = f"{str(path)!r}, which is of another format"
+    if inside := recordings_in(path):
+        names = ", ".join(repr(one.name) for one in inside[:_NUM_SHOWN])
+        got, advice = f"{str(path)!r}, which holds {len(inside)} recordings ({names})", "Name one of them"
+    elif not path.is_dir() and not path.is_file():
+        got, advice = f"{str(path)!r}, which is no folder", ""
+    return UsageError(_call(function), "", expected, got, advice)
+
+
+def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
     """Give (writer, number) of trajectories that are there, or that were dropped."""
-    listed = [ids] if isinstance(ids, (str, int, np.integer)) else list(ids)
+    action = _call(function)
+    if not isinstance(ids, Iterable) and not is_whole(ids):
+        raise UsageError(action, "", "ids as names or places of trajectories", repr(ids))
+    listed: list[Any] = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else [ids]
     known = dict.fromkeys(index.keys())
     found: dict[Key, None] = {}
     for one in listed:
         if isinstance(one, (int, np.integer)) and not isinstance(one, bool):
             if not -len(index) <= one < len(index):
-                raise UsageError("edit", f"trajectory {one}", f"a place in 0:{len(index)}", str(one))
+                raise UsageError(action, "", f"ids with places in {-len(index)}:{len(index)}", str(one))
             found[index.keys(np.array([one]))[0]] = None
             continue
         writer, _, number = str(one).rpartition(":")
         key = writer, int(number) if number.isdecimal() else -1
         if key not in known and key not in edits.dropped:
-            expected = f"names such as {nearest(str(one), map(_name, known), _NUM_SHOWN)}"
-            raise UsageError("edit", "trajectories", expected, repr(one), "'rollout-data ls' lists them")
+            expected = f"ids with names such as {nearest(str(one), map(_name, known), _NUM_SHOWN)}"
+            raise UsageError(action, "", expected, repr(one), "'rollout-data ls' lists them")
         found[key] = None
     return list(found)
 

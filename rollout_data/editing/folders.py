@@ -10,7 +10,7 @@ import errno
 import filecmp
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,8 +36,9 @@ from ..index.folder import BlockFolder, save_index_cache
 from ..index.metadata import ENDS, Metadata, load_metadata, publish_metadata
 from ..recordings.converting import convert
 from ..recordings.opening import open as open_recording
+from ..recordings.opening import open_source
 from ..recordings.recording import Recording
-from ..remote.access import DataDir, RemotePath
+from ..remote.access import DataDir, DataDirs, RemotePath, origins_of
 from .edits import Edits, Key, publish_edits, read_edits
 from .parts import rebuilt
 
@@ -71,22 +72,24 @@ class NewFolder:
 
 
 @contextmanager
-def new_folder(action: str, target: str | os.PathLike[str], *sources: Path | RemotePath) -> Iterator[Path]:
-    """Give an empty folder that takes the place of `target` when all went well.
+def new_folder(action: str, name: str, target: str | os.PathLike[str], *sources: Path | RemotePath) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `target` when all went well.
+
+    Errors name the `action` and the argument by its `name`.
 
     Raises:
         UsageError: The target is, or lies in, one of the sources, or it is not empty, or somebody else writes it.
         TargetError: The target cannot be written.
     """
-    place = arguments.path(action, "", target).resolve()
+    place, verb = arguments.path(action, name, target).resolve(), action.rpartition(".")[2]
     for source in sources:
         if isinstance(source, Path) and source.resolve() in (place, *place.parents):
-            raise UsageError(action, f"into {str(target)!r}", f"a place outside of {str(source)!r}", "one in it")
+            raise UsageError(action, "", f"{name} outside of {str(source)!r}", repr(str(target)))
     made = None
     try:
-        with only_writer_of(place, f"{action} into"):
+        with only_writer_of(place, f"{verb} into"):
             if place.is_dir() and any(place.iterdir()):
-                raise UsageError(action, f"into {str(target)!r}", "a new or empty folder", "files in it")
+                raise UsageError(action, "", f"{name} as a new or empty folder", f"files in {str(target)!r}")
             with replace_folder(place, ()) as made:
                 yield made
     except (DataFileError, OSError) as cause:
@@ -96,7 +99,7 @@ def new_folder(action: str, target: str | os.PathLike[str], *sources: Path | Rem
         where, got = f"into {str(target)!r}", f"{type(cause).__name__}: {cause}"
         if isinstance(cause, TargetError):
             got = cause.got
-        error = TargetError(action, where, "a place that can be written", got)
+        error = TargetError(verb, where, "a place that can be written", got)
         error.errno = getattr(cause, "errno", None)
         raise error from cause
 
@@ -109,7 +112,7 @@ def _names_one_of(error: OSError, places: Sequence[Path | RemotePath]) -> bool:
     return any(place in (path, *path.parents) for place in places if isinstance(place, Path))
 
 
-def merge(sources: Sequence[DataDir], out: str | os.PathLike[str], *, progress: bool = False) -> NewFolder:
+def merge(sources: DataDirs, out: str | os.PathLike[str], *, progress: bool = False) -> NewFolder:
     """Unite recordings of equal fields in a new folder of block files; edits of the sources are kept.
 
     Blocks become hard links; they are copied to other file systems, and where two writers have one name. A block that
@@ -127,12 +130,11 @@ def merge(sources: Sequence[DataDir], out: str | os.PathLike[str], *, progress: 
         SchemaError: The fields differ.
         DataFileError: A source cannot be opened.
     """
-    is_one = isinstance(sources, (str, Recording)) or not isinstance(sources, Iterable)
-    listed: list[Any] = [sources] if is_one else list(sources)
-    if not listed:
-        raise UsageError("merge", f"into {str(out)!r}", "at least one recording", "none")
-    recordings, done = [*map(open_recording, listed)], NewFolder(arguments.path("merge", "", out))
-    with new_folder("merge", out, *(one.path for one in recordings)) as made:
+    action = "call rollout_data.merge"
+    progress = arguments.flag(action, "progress", progress)
+    recordings = [open_source(action, "sources", one) for one in origins_of(sources, action, "sources")]
+    done = NewFolder(arguments.path(action, "out", out))
+    with new_folder(action, "out", out, *(one.path for one in recordings)) as made:
         _unite(recordings, made, done, progress)
     return done
 
@@ -162,14 +164,17 @@ def split(
             the source.
         DataFileError: The source cannot be opened.
     """
-    recording, done = open_recording(path), dict[str, NewFolder]()
-    chosen = recording.split(parts, seed)
+    action = "call rollout_data.split"
+    progress = arguments.flag(action, "progress", progress)
+    recording, done = open_source(action, "path", path), dict[str, NewFolder]()
+    target = arguments.path(action, "out", out)
+    chosen = recording.parts(action, parts, seed)
     for name in chosen:
         if not name.strip(".") or {"/", "\0"} & set(name):
-            raise UsageError("split", f"{str(recording.path)!r}", "parts named as folders can be", repr(name))
-    with new_folder("split", out, recording.path) as made:
+            raise UsageError(action, "", "parts with names that folders can have", repr(name))
+    with new_folder(action, "out", target, recording.path) as made:
         for name, part in chosen.items():
-            done[name] = NewFolder(arguments.path("split", "", out) / name)
+            done[name] = NewFolder(target / name)
             (made / name).mkdir()
             _unite([part], made / name, done[name], progress)
     return done

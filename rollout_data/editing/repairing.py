@@ -22,7 +22,7 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.errors import DataFileError, RolloutDataError, UnansweredError, UsageError, nearest
 
-from ..diagnosis.examining import doctor, opened
+from ..diagnosis.examining import chosen_rules, doctor, opened
 from ..diagnosis.finding import Finding
 from ..diagnosis.provenance import masked
 from ..foreign.video_range import VideoRange
@@ -130,23 +130,25 @@ def repair(
         UsageError: A code is not known, there is nothing at the path, or `to` is not empty, or lies in it.
         DataFileError: Nothing can be read, or nothing would be left.
     """
-    if unknown := [code for code in yes if code not in ASKS]:
-        raise UsageError(
-            "repair", f"with yes={list(yes)}", f"codes among {nearest(unknown[0], ASKS)}", repr(unknown[0])
-        )
-    recording, failure = opened(path)
+    action = "call rollout_data.repair"
+    dry_run = arguments.flag(action, "dry_run", dry_run)
+    progress = arguments.flag(action, "progress", progress)
+    if unknown := [code for code in arguments.names(action, "yes", yes) if code not in ASKS]:
+        raise UsageError(action, "", f"yes with codes among {nearest(unknown[0], ASKS)}", repr(unknown[0]))
+    chosen_rules(action, only, ())
+    target = arguments.path(action, "to", to)
+    recording, failure = opened(action, path)
     if recording is None:
         assert failure is not None
         raise failure
     diagnosis = doctor(recording, only=only, progress=progress)
-    target = arguments.path("repair", "", to)
     plan = _Plan(recording, diagnosis.findings, bool(only), yes)
     if dry_run:
         return Repaired(target, tuple(plan.actions))
     if len(plan.dropped) == len(recording):
         got = "findings in all of them" if len(recording) else "none"
         raise DataFileError("repair", repr(str(path)), "a trajectory to keep", got)
-    with new_folder("repair", target, recording.path) as made:
+    with new_folder(action, "to", target, recording.path) as made:
         _write(plan, made, not only or any(code.startswith(tuple(only)) for code in _OF_BLOCKS), progress)
         actions = [action.as_dict() for action in plan.actions]
         report = {"source": {"format": recording.format, "checksum": checksum_of(recording.path)}, "actions": actions}

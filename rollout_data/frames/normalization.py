@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from storage.core.arguments import flag
 from storage.core.durable import crc32, replace_file
 from storage.core.fields import DTYPES, Field
 from storage.core.memory import on_host
@@ -73,6 +74,7 @@ class FieldStatistics:
 
 
 def compute_statistics(
+    action: str,
     parts: Sequence[Frames],
     folder: Path | None,
     names: Sequence[str],
@@ -92,10 +94,11 @@ def compute_statistics(
     except (TypeError, ValueError):
         checked = (np.nan,)
     if not all(0 <= level <= 1 for level in checked):
-        raise UsageError("compute quantiles", "", "a list of levels in [0, 1]", repr(levels))
+        raise UsageError(action, "", "quantiles as a list of levels in [0, 1]", repr(levels))
+    use_cache, progress = flag(action, "use_cache", use_cache), flag(action, "progress", progress)
     parts = [(store, trajectories) for store, trajectories in parts if store.index.lengths[trajectories].sum()]
     if not parts:
-        raise UsageError("compute statistics", "", "at least one frame", "none")
+        raise UsageError(action, "", "at least one frame", "none")
     schema = parts[0][0].layouts[DATA].schema
     names = [name for name in names if not schema[name].is_text]
     about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}

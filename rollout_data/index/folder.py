@@ -65,6 +65,18 @@ def stamp_of(path: Path) -> FileStamp | None:
     return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
 
+def kind_of_file(path: Path) -> str:
+    """Name the kind of a file, for errors."""
+    mode = path.stat().st_mode
+    kinds = (
+        (stat.S_ISFIFO, "a pipe"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISBLK, "a device"),
+        (stat.S_ISCHR, "a device"),
+    )
+    return next((name for is_kind, name in kinds if is_kind(mode)), "a file")
+
+
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:
     """List a folder.
 
@@ -79,7 +91,7 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
     except FileNotFoundError as cause:
         raise MissingFolderError("open the data folder", where, "a folder", "nothing there") from cause
     except NotADirectoryError as cause:
-        raise UsageError("open the data folder", where, "a folder", "a file") from cause
+        raise UsageError("open the data folder", where, "a folder", kind_of_file(folder)) from cause
     except OSError as cause:
         advice = "See to it that it may be read, and entered"
         raise DataFileError("open the data folder", where, "a folder that can be listed", str(cause), advice) from cause

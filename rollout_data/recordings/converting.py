@@ -30,10 +30,12 @@ from ..format.header import damaged_fragments, read_header
 from ..index.folder import BlockFolder
 from ..remote.access import DataDir, RemotePath
 from .episode import Episode
-from .opening import open
+from .opening import open_source
 from .own_writer import OWN, OwnWriter
 from .recording import Recording
 from .same_source import check_nothing_gained, check_same_source, shared_forms, source_state, unreadable_episodes
+
+_ACTION = "call rollout_data.convert"
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,11 @@ def convert(
         TargetError: The target cannot be written.
     """
     kind = _writer_of(to, options)
-    recording = source if isinstance(source, Recording) else open(source)
-    path = arguments.path("call rollout_data.convert", "target", target).absolute()
+    progress = arguments.flag(_ACTION, "progress", progress)
+    recording = source if isinstance(source, Recording) else open_source(_ACTION, "source", source)
+    path = arguments.path(_ACTION, "target", target).absolute()
     if recording.path in (path, *path.parents):
-        raise UsageError("convert", repr(str(path)), "another place for the result", "that of the source")
+        raise UsageError(_ACTION, "", "target at another place than the source", repr(str(path)))
     with ExitStack() as held:
         with errors_of_target(path):
             held.enter_context(only_writer_of(path, "convert into"))
@@ -96,7 +99,7 @@ def convert(
 def _writer_of(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
     if to not in (formats := (OWN, *WRITERS, *EXPORTS)):
         raise UsageError(
-            "call rollout_data.convert",
+            _ACTION,
             "",
             f"to as one of {nearest(str(to), formats).removeprefix('one of ')}",
             repr(to),
@@ -104,7 +107,7 @@ def _writer_of(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
     kind: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
     if unknown := [name for name in options if name not in kind.OPTIONS]:
         known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
-        raise UsageError("call rollout_data.convert", f"with to={to!r}", known, repr(unknown[0]))
+        raise UsageError(_ACTION, f"with to={to!r}", known, repr(unknown[0]))
     return kind
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from storage.core.arguments import is_whole
 from storage.errors import MissingFieldError, UsageError, nearest
 
 from ..foreign.reader import EpisodeInfo, ForeignReader
@@ -105,16 +106,27 @@ class Episode:
             UsageError: There is no such field, or no such steps.
             DataFileError: They cannot be read.
         """
-        end, where = self.length if stop is None else stop, f"of episode {self.id!r}"
-        if name not in self.schema and name not in self.texts:
-            raise UsageError("read the field", where, nearest(name, [*self.schema, *self.texts]), repr(name))
-        if not 0 <= start <= end <= self.length:
-            raise UsageError(f"read steps of {name!r}", where, f"0 <= start <= stop <= {self.length}", f"{start}:{end}")
+        end = self.length if stop is None else stop
+        action = "call Episode.read"
+        self._check_name(action, name)
+        if not (is_whole(start) and is_whole(end) and 0 <= start <= end <= self.length):
+            where, expected = f"of episode {self.id!r}", f"0 <= start <= stop <= {self.length}"
+            raise UsageError(action, where, expected, f"{start!r}:{end!r}")
         return self._reader.read(self._number, name, start, end)
 
     def video(self, name: str) -> VideoRange | None:
-        """Return where the video of a field is; None if the field is not stored as video."""
+        """Return where the video of a field is; None if the field is not stored as video.
+
+        Raises:
+            UsageError: There is no such field.
+        """
+        self._check_name("call Episode.video", name)
         return self._reader.video(self._number, name)
+
+    def _check_name(self, action: str, name: str) -> None:
+        if name not in self.schema and name not in self.texts:
+            expected = f"name among {nearest(str(name), [*self.schema, *self.texts])}"
+            raise UsageError(action, f"of episode {self.id!r}", expected, repr(name))
 
     @property
     def observation(self) -> Any:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from storage.errors import UsageError
+from storage.core.arguments import is_url
+from storage.errors import RolloutDataError, UsageError
 
-from ..remote.access import DataDir, Origin, RemoteOptions, origins_of
+from ..foreign.formats import detect
+from ..foreign.guards import natural
+from ..frames.chunks import Chunks
+from ..index.folder import block_entries
+from ..remote.access import DataDir, Origin, RemoteOptions, checked_remote, origins_of
 from .recording import Recording, open_origin
 
 
@@ -23,11 +31,44 @@ def open(path: DataDir, format: str | None = None, *, remote: RemoteOptions | No
         DataFileError: It is of no known format, or of one that is not read at a URL, or cannot be read.
         UsageError: There is nothing at the path; the format or an option is not known.
     """
-    found, *others = origins_of(path, "call rollout_data.open", "path")
-    if others:
-        raise UsageError("open", f"{path!r}", "one path", f"{1 + len(others)}", "Give the list to a dataset")
+    found = _origin_of("call rollout_data.open", "path", path)
+    if remote is not None:
+        remote = checked_remote("call rollout_data.open", remote)
     if not hasattr(path, "origin"):
         found = Origin(found.path, format, options, remote=remote)
     elif format is not None or options or remote is not None:
-        raise UsageError("open", f"{path!r}", "no other format or options", f"{format!r} and {options!r}")
+        expected, got = "no other format or options", f"{format!r} and {options!r}"
+        raise UsageError("call rollout_data.open", f"with path={path!r}", expected, got)
     return Recording(found, open_origin(found))
+
+
+def open_source(action: str, name: str, source: DataDir) -> Recording:
+    """Open the source of a call, a path or a `Recording`; errors name the call and its argument."""
+    found = _origin_of(action, name, source)
+    return Recording(found, open_origin(found))
+
+
+def _origin_of(action: str, name: str, source: Any) -> Origin:
+    found, *others = origins_of(source, action, name)
+    if others:
+        advice = "Give the list to a dataset, or to merge"
+        raise UsageError(action, "", f"{name} as one path", f"{1 + len(others)} paths", advice)
+    return found
+
+
+def recordings_in(path: str | os.PathLike[str]) -> list[Path]:
+    """List the recordings directly in a folder that is none itself, in natural order; [] for anything else."""
+    folder = Path(path)
+    if is_url(path) or not folder.is_dir() or _is_recording(folder):
+        return []
+    entries = sorted(folder.iterdir(), key=lambda entry: natural(entry.name))
+    return [entry for entry in entries if not entry.name.startswith(".") and _is_recording(entry)]
+
+
+def _is_recording(path: Path) -> bool:
+    with suppress(OSError, RolloutDataError):
+        if path.is_file():
+            return detect(path) is not None
+        is_written_here = any(entry.name.startswith("rollout_") for entry in block_entries(path))
+        return path.is_dir() and (is_written_here or detect(path) is not None or Chunks.is_there(path))
+    return False

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from storage.core.arguments import is_whole
+from storage.core.arguments import choice, env_ids, is_whole
 from storage.core.arguments import seed as checked_seed
 from storage.core.fields import Schema
 from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
@@ -29,7 +29,7 @@ from ..remote.access import Origin, RemoteOptions
 from ..remote.mirror import local_origin
 from .episode import Episode
 from .own import FolderReader
-from .table import as_table, column_of, kept_rows
+from .table import COLUMNS, as_table, column_of, kept_rows
 
 _NUM_SHOWN = 5
 #: Steps whose rewards are read at once, with all that lies in the same rows.
@@ -141,7 +141,8 @@ class Recording(Sequence[Episode]):
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """One column of `table`; returns are NaN, as nothing is read for it."""
-        found: np.ndarray[Any, Any] = self._column(name)[self._numbers]
+        action = "call Recording.column"
+        found: np.ndarray[Any, Any] = self._column(choice(action, "name", name, COLUMNS))[self._numbers]
         return found
 
     def _column(self, name: str) -> np.ndarray[Any, Any]:
@@ -168,7 +169,10 @@ class Recording(Sequence[Episode]):
         Raises:
             DataFileError: They cannot be read.
         """
-        return self._reader.read_many(self._numbers[places], names, starts, counts)
+        action = "call Recording.read_many"
+        return self._reader.read_many(
+            self._numbers[env_ids(action, "places", places, len(self))], names, starts, counts
+        )
 
     def info(self, place: int) -> EpisodeInfo:
         """Give what is known of an episode without reading a row."""
@@ -190,7 +194,8 @@ class Recording(Sequence[Episode]):
         if not is_whole(index) or not -len(self) <= index < len(self):
             kind = OutOfRangeError if is_whole(index) else UsageError
             expected = f"a number in {-len(self)}:{len(self)}, or a slice of such"
-            raise kind("take the episode", f"of {str(self.path)!r}", expected, repr(index), "select() takes names")
+            action = f"take an episode of the Recording of {str(self.path)!r}"
+            raise kind(action, "", expected, repr(index), "select() takes names")
         number = int(self._numbers[index])
         if isinstance(self._reader, FolderReader):
             self._reader.check_there([number])
@@ -271,17 +276,20 @@ class Recording(Sequence[Episode]):
         Raises:
             UsageError: The shares do not add up, or the file names no parts.
         """
+        return self.parts("call Recording.split", parts, seed)
+
+    def parts(self, action: str, parts: Mapping[str, float] | None, seed: int) -> dict[str, Recording]:
+        """Return the parts of `split`; errors name the `action`."""
         if parts is None:
             if not self._reader.splits:
                 expected = "parts that the file names"
                 advice = 'Give shares, {"train": 0.9, ...}'
-                raise UsageError("call Recording.split", f"of {str(self.path)!r}", expected, "none", advice)
+                raise UsageError(action, f"of {str(self.path)!r}", expected, "none", advice)
             there = set(self.ids)
             return {
                 name: self.select([one for one in map(str, ids) if one in there])
                 for name, ids in self._reader.splits.items()
             }
-        action = "call Recording.split"
         if not isinstance(parts, Mapping):
             raise UsageError(action, "", "parts as a mapping of names to shares", type(parts).__name__)
         seed = checked_seed(action, "seed", seed)
@@ -307,7 +315,7 @@ class Recording(Sequence[Episode]):
         store = source.snapshot()
         names = [name for name, field in store.layouts[DATA].schema.items() if not field.is_text]
         chosen = np.arange(len(store.index))
-        return compute_statistics([(store, chosen)], None, names, quantiles, **options)
+        return compute_statistics("call Recording.statistics", [(store, chosen)], None, names, quantiles, **options)
 
 
 def _counted(number: int, what: str) -> str:

@@ -94,6 +94,7 @@ class RemoteOptions:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        action = "create RemoteOptions"
         for name, low in (
             ("chunk_bytes", 1 << 12),
             ("num_chunks", 1),
@@ -101,13 +102,22 @@ class RemoteOptions:
             ("num_retries", 0),
             ("cache_bytes", 0),
         ):
-            whole("read remote files", name, getattr(self, name), low)
-        real("read remote files", "timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: seconds > 0)
+            whole(action, name, getattr(self, name), low)
+        real(action, "timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: seconds > 0)
+        if not isinstance(self.storage_options, Mapping):
+            raise UsageError(action, "", "storage_options as a mapping", repr(self.storage_options))
 
     @property
     def kept_bytes(self) -> int:
         """Memory for what was fetched and what is on its way."""
         return 2 * self.num_chunks * self.chunk_bytes
+
+
+def checked_remote(action: str, remote: Any) -> RemoteOptions:
+    """Check `remote`; None is the default options."""
+    if remote is not None and not isinstance(remote, RemoteOptions):
+        raise UsageError(action, "", "remote as RemoteOptions or None", repr(remote))
+    return remote or RemoteOptions()
 
 
 class RemotePath(PosixPath):

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from storage.core import arguments
 from storage.errors import CorruptFileError, DataFileError, SchemaError, UsageError
 
 from ..format.header import METADATA_NAME
 from ..index.folder import BlockFolder
 from ..index.metadata import Metadata, load_metadata
-from .access import RemoteFiles, RemoteOptions, remote_path
+from .access import RemoteFiles, RemoteOptions, checked_remote, remote_path
 from .fetching import Fetcher
 from .folder import HEAD_BYTES, RemoteFolder
 from .pieces import ENDING, Span, parse, spans_of, sums_of
@@ -46,7 +47,12 @@ def push(
         SchemaError: The URL holds data of other fields.
         FetchError: An upload failed each time.
     """
-    folder, files = BlockFolder.at(data_dir), RemoteFiles(remote_path(url, "push"), remote or RemoteOptions())
+    action = "call rollout_data.push"
+    path, remote = arguments.path(action, "data_dir", data_dir), checked_remote(action, remote)
+    progress = arguments.flag(action, "progress", progress)
+    if not arguments.is_url(url):
+        raise UsageError(action, "", "url as a URL, such as 's3://bucket/walk'", repr(url))
+    folder, files = BlockFolder.at(path), RemoteFiles(remote_path(url, action), remote)
     for name, problem in folder.problems.items():
         if name != METADATA_NAME:
             raise problem

@@ -30,7 +30,7 @@ from ..diagnosis.examining import diagnose
 from ..diagnosis.scan import Collector, Scan
 from ..diagnosis.table import RULES
 from ..foreign.guards import optional
-from ..recordings.opening import open as open_recording
+from ..recordings.opening import open_source
 from ..recordings.recording import Recording
 from ..remote.access import DataDir, RemotePath
 from . import summary
@@ -78,18 +78,19 @@ def report(
             `report` is missing.
         DataFileError: A recording cannot be opened.
     """
+    action = "call rollout_data.report"
+    absolute_paths = arguments.flag(action, "absolute_paths", absolute_paths)
+    progress = arguments.flag(action, "progress", progress)
     plotly = _plotly()
-    given = [one for one in (path, compare) if one is not None]
-    recordings = [one if isinstance(one, Recording) else open_recording(one) for one in given]
-    target = arguments.path("write a report", "", _page_name(recordings[0]) if out is None else out)
+    given = {"path": path} if compare is None else {"path": path, "compare": compare}
+    recordings = [one if isinstance(one, Recording) else open_source(action, name, one) for name, one in given.items()]
+    target = arguments.path(action, "out", _page_name(recordings[0]) if out is None else out)
     for recording in recordings:
         if not len(recording):
-            raise UsageError("write a report", f"of {str(recording.path)!r}", "an episode at least", "none")
+            raise UsageError(action, f"of {str(recording.path)!r}", "an episode at least", "none")
         if recording.path.resolve() in (target.resolve(), *target.resolve().parents):
             advice = "Write it beside the recording"
-            raise UsageError(
-                "write a report", repr(str(target)), "a place outside of the recording", "one in it", advice
-            )
+            raise UsageError(action, "", "out at a place outside of the recording", repr(str(target)), advice)
     with np.errstate(all="ignore"):  # what is not finite is drawn as unknown
         made = Page(recordings, absolute_paths, progress)
         text = made.text(*plotly)

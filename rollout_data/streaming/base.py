@@ -97,7 +97,8 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
     def fill_rollout(self, buffer: Batch, num_transitions_per_env: int) -> Batch:
         """Write the next T steps of all envs into a `[T, num_envs, ...]` buffer; gives the buffer."""
-        for step in range(num_transitions_per_env):
+        action = arguments.calling(self, "fill_rollout")
+        for step in range(whole(action, "num_transitions_per_env", num_transitions_per_env, 1)):
             self.fill_transition(_at_step(buffer, step))
         return buffer
 
@@ -107,7 +108,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         Raises:
             UsageError: An id is out of range or given twice.
         """
-        ids = self._checked_ids(env_ids)
+        ids = self._checked_ids("reset", env_ids)
         if len(ids) == self.num_envs or not self._is_started:
             self.reset_all()
             self._is_started = True
@@ -171,12 +172,13 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
             UsageError: The data do not tell their frame rate.
         """
         self._ensure_started()
-        ids = self._checked_ids(env_ids)
+        action = arguments.calling(self, "get_batch_by_time")
+        ids = self._checked_ids("get_batch_by_time", env_ids)
         try:
             times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to((len(ids),))
         except (TypeError, ValueError, RuntimeError) as cause:
-            expected = f"seconds, one number or {len(ids)}, one for each env"
-            raise UsageError("look frames up by time", "", expected, repr(time_s)[:100]) from cause
+            expected = f"time_s in seconds, one number or {len(ids)}, one for each env"
+            raise UsageError(action, "", expected, repr(time_s)[:100]) from cause
         last = self.reference_num_frames(ids) - 1
         position = times * self.frame_rate_hz
         # Times are often made by dividing frame numbers by the rate: allow for its rounding.
@@ -187,7 +189,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
     def reference_length_s(self, env_ids: EnvIds = None) -> torch.Tensor:
         """Seconds from the first to the last frame of each env's trajectory, float32 `[len(env_ids)]`."""
         self._ensure_started()
-        frames = self.reference_num_frames(self._checked_ids(env_ids))
+        frames = self.reference_num_frames(self._checked_ids("reference_length_s", env_ids))
         return ((frames - 1).to(torch.float64) / self.frame_rate_hz).to(torch.float32).to(self.device)
 
     @property
@@ -208,17 +210,17 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         if not self._is_started:
             self.reset()
 
-    def _checked_ids(self, env_ids: EnvIds) -> torch.Tensor:
-        if env_ids is None:
+    def _checked_ids(self, method: str, env_ids: EnvIds) -> torch.Tensor:
+        if env_ids is None or env_ids is self.all_env_ids:
             return self.all_env_ids
-        action = f"choose environments of a {type(self).__name__}"
+        action = arguments.calling(self, method)
         ids = arguments.env_ids(action, "env_ids", env_ids, self.num_envs)
         if len(np.unique(ids)) != len(ids):
             raise UsageError(action, expected="env_ids with each id once", got=str(ids.tolist()))
         return torch.from_numpy(ids)
 
     def _checked_steps(self, steps: int | None, method: str = "get_batch") -> int | None:
-        action = f"call {type(self).__name__}.{method}"
+        action = arguments.calling(self, method)
         return None if steps is None else whole(action, "num_transitions_per_env", steps, 1)
 
 

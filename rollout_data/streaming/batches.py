@@ -16,7 +16,7 @@ import torch
 
 from storage.core.fields import map_leaves, unflatten
 from storage.core.memory import BufferPool
-from storage.errors import SchemaError
+from storage.errors import SchemaError, UsageError
 
 from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.notes import TASK
@@ -232,23 +232,28 @@ def map_batch(function: Any, batch: Transition) -> Transition:
     return Transition(*values)
 
 
-def write_into(buffer: Transition, batch: Transition, rows: torch.Tensor | None) -> None:
+def write_into(action: str, buffer: Transition, batch: Transition, rows: torch.Tensor | None) -> None:
     """Copy every tensor of `batch` into `buffer`: into its first-axis `rows`, or all of it for None."""
+    if not isinstance(buffer, Transition):
+        raise UsageError(action, "", "buffer as returned by get_buffer()", type(buffer).__name__)
     for name, target, source in zip(Transition._fields, buffer, batch, strict=True):
         if isinstance(source, (torch.Tensor, Mapping)):
-            _write(name, target, source, rows)
+            _write(action, name, target, source, rows)
 
 
-def _write(name: str, target: Any, source: Any, rows: torch.Tensor | None) -> None:
+def _write(action: str, name: str, target: Any, source: Any, rows: torch.Tensor | None) -> None:
     if isinstance(source, Mapping):
         for key, value in source.items():
-            _write(f"{name}/{key}", target[key], value, rows)
+            if target is not None and key not in target:
+                raise SchemaError(action, "", f"buffer with the field '{name}/{key}'", "none of that name")
+            _write(action, f"{name}/{key}", None if target is None else target[key], value, rows)
         return
     if target is None:
         return
     shape = target.shape if rows is None else (len(rows), *target.shape[1:])
     if tuple(shape) != tuple(source.shape):
-        raise SchemaError("fill the buffer", f"field {name!r}", str(tuple(source.shape)), str(tuple(shape)))
+        expected = f"buffer with {name!r} of shape {tuple(source.shape)}"
+        raise SchemaError(action, "", expected, str(tuple(shape)))
     if rows is None:
         target.copy_(source)
     else:

@@ -141,7 +141,11 @@ class RolloutLoader(Shown):
     """
 
     def __init__(self, dataset: RolloutStream, num_workers: int = 0, **options: Any) -> None:
-        self.dataset, self.num_workers = dataset, whole("call rollout_data.loader", "num_workers", num_workers, 0)
+        action = "call rollout_data.loader"
+        if not isinstance(dataset, RolloutStream):
+            advice = "WindowLoader reads windows"
+            raise UsageError(action, "", "dataset as a RolloutDataset", type(dataset).__name__, advice)
+        self.dataset, self.num_workers = dataset, whole(action, "num_workers", num_workers, 0)
         # A DataLoader without a generator draws from torch's own.
         self._options = {"generator": generator_on(None), **options}
         dataset.is_for_workers |= self.num_workers > 0

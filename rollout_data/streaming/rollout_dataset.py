@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from storage.core import arguments
 from storage.core.arguments import choice, flag, real, whole
 from storage.errors import UsageError
 
@@ -25,7 +27,7 @@ from ..frames.store import FrameStore
 from ..index.agreement import ShardChoice, checked_shard
 from ..index.index import Int64s
 from ..index.notes import Notes
-from ..remote.access import DataDirs, RemoteOptions, origins_of
+from ..remote.access import DataDirs, RemoteOptions, checked_remote, origins_of
 from ..transition import Transition
 from .batches import OBSERVATION, BatchOptions, BatchReader, write_into
 from .components import assembled
@@ -146,7 +148,7 @@ class RolloutDataset(RolloutStream):
         self.drop_last, self.as_dict = _flag("drop_last", drop_last), _flag("as_dict", as_dict)
         self.verify_on_open = _flag("verify_on_open", verify_on_open)
         self._chunk_cache_bytes = _whole("chunk_cache_bytes", chunk_cache_bytes, 0)
-        self._remote = remote or RemoteOptions()
+        self._remote = checked_remote(CREATE, remote)
         self._passes = PassOptions(
             _whole("dataset_loops", dataset_loops, -(1 << 62)),
             _flag("random_shuffle_traj_order", random_shuffle_traj_order),
@@ -196,7 +198,9 @@ class RolloutDataset(RolloutStream):
         source.refresh()
         store, folder = source.snapshot(), source.paths[0] if source.holds_blocks and not source.is_remote else None
         parts, names = [(store, np.arange(len(store.index)))], list(store.layouts[DATA].schema)
-        return compute_statistics(parts, folder, names, quantiles, use_cache, progress)
+        return compute_statistics(
+            arguments.calling(self, "statistics"), parts, folder, names, quantiles, use_cache, progress
+        )
 
     def _store(self) -> FrameStore:
         if self._position is not None:
@@ -215,20 +219,23 @@ class RolloutDataset(RolloutStream):
     def fill_transition(self, buffer: Transition, env_ids: torch.Tensor | None = None) -> Transition:
         """Write the next step of `env_ids` into those rows of a `[num_envs, ...]` buffer; only they move on."""
         self._ensure_started()
-        ids = np.sort(self._checked_ids(env_ids).numpy())
+        ids = np.sort(self._checked_ids("fill_transition", env_ids).numpy())
         some = ids if len(ids) < self.num_envs else None
         if some is not None:
             self._check_alone("fill the rows of some envs")
         plan, position = self.plan_next(1, some)
-        write_into(buffer, self.read(plan, position, some, without_time=True), torch.from_numpy(ids))
+        batch = self.read(plan, position, some, without_time=True)
+        write_into(arguments.calling(self, "fill_transition"), buffer, batch, torch.from_numpy(ids))
         self.commit(position)
         return buffer
 
     def fill_rollout(self, buffer: Transition, num_transitions_per_env: int) -> Transition:
         """Write the next T steps into a `[T, num_envs, ...]` buffer in one plan."""
+        action = arguments.calling(self, "fill_rollout")
+        num_steps = arguments.whole(action, "num_transitions_per_env", num_transitions_per_env, 1)
         self._ensure_started()
-        plan, position = self.plan_next(num_transitions_per_env)
-        write_into(buffer, self.read(plan, position), None)
+        plan, position = self.plan_next(num_steps)
+        write_into(action, buffer, self.read(plan, position), None)
         self.commit(position)
         return buffer
 
@@ -237,7 +244,9 @@ class RolloutDataset(RolloutStream):
 
         `state_dict()` of the iterator tells what was delivered, not what was read ahead.
         """
-        return PrefetchedBatches(self, num_batches, device)
+        action = arguments.calling(self, "prefetch")
+        num_batches = arguments.whole(action, "num_batches", num_batches, 1)
+        return PrefetchedBatches(self, num_batches, arguments.optional_device(action, "device", device))
 
     # Names from the published description
 
@@ -319,12 +328,30 @@ class RolloutDataset(RolloutStream):
         return rate
 
     def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self.position.deal.lengths[self._played(env_ids)])
+        ids = self._checked_ids("reference_num_frames", env_ids)
+        self._ensure_started()
+        return torch.from_numpy(self.position.deal.lengths[self._played(ids)])
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Transition:
+        ids = self._checked_ids("read_frames_at", env_ids)
+        self._ensure_started()
+        frames = self._checked_frames(ids, position)
         reader = BatchReader(BatchOptions(self.device, **{**self._look, "mark_first_frame": False}))
         is_linear = self.interpolation == "linear"
-        return reader.frames_at(self.position.deal, self._played(env_ids), position.numpy(), is_linear)
+        return reader.frames_at(self.position.deal, self._played(ids), frames, is_linear)
+
+    def _checked_frames(self, ids: torch.Tensor, position: Any) -> npt.NDArray[np.float64]:
+        """Check positions of `read_frames_at`: float64 `[len(ids)]`, each within the trajectory of its env."""
+        last = self.reference_num_frames(ids).numpy() - 1
+        try:
+            frames = torch.as_tensor(position, dtype=torch.float64, device="cpu").numpy()
+            is_right = frames.shape == last.shape and bool(((frames >= 0) & (frames <= last)).all())
+        except (TypeError, ValueError, RuntimeError):
+            is_right = False
+        if not is_right:
+            expected = f"position as {len(ids)} numbers of frames, from 0 up to {last.tolist()[:8]}"
+            raise UsageError(arguments.calling(self, "read_frames_at"), "", expected, repr(position)[:100])
+        return frames
 
     def _played(self, env_ids: torch.Tensor) -> Int64s:
         """Which trajectories envs of this process are at."""

@@ -34,7 +34,7 @@ from .passes import Dealer, PassOptions, Undecided
 from .resume import Misfit, check_settings, position_in, state_at
 
 Even = Literal["pad", "drop", "none"]
-_CONTINUE = "continue the stream"
+_CONTINUE = "call RolloutDataset.load_state_dict"
 
 
 class RolloutStream(RolloutFileBase[Transition]):
@@ -202,9 +202,11 @@ class RolloutStream(RolloutFileBase[Transition]):
         raise UsageError(f"start {num_envs} envs", f"on {self.data_dir!r}", expected, got, advice)
 
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
+        ids = self._checked_ids("refresh_handlers", env_ids)
         self._check_alone("reset some envs")
+        self._ensure_started()
         state, deal, left = self.position
-        self._position = Position(*deal_next(state, np.sort(env_ids.numpy()), deal, self._dealer.following), left)
+        self._position = Position(*deal_next(state, np.sort(ids.numpy()), deal, self._dealer.following), left)
 
     def _check_alone(self, action: str) -> None:
         """Raise where other processes plan the same stream: they would not know."""
@@ -352,7 +354,7 @@ class RolloutStream(RolloutFileBase[Transition]):
             UsageError: The state belongs to another dataset, number of envs or setting.
         """
         if not isinstance(state, Mapping):
-            raise UsageError("continue the stream", "", "what state_dict() gave", repr(state)[:100])
+            raise UsageError(_CONTINUE, "", "state as returned by state_dict()", repr(state)[:100])
         self._forget()
         if state.get("is_started", True):
             self._restore(state)
@@ -378,10 +380,10 @@ class RolloutStream(RolloutFileBase[Transition]):
             self._epoch = whole(_CONTINUE, "epoch", saved["epoch"], 0)
             position = position_in(saved, self._new_dealer(num_envs))
         except (Misfit, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as cause:
-            what = "a state as state_dict() gives it", f"{type(cause).__name__}: {cause}"
+            what = "state as returned by state_dict()", f"{type(cause).__name__}: {cause}"
             expected, got = cause.args if isinstance(cause, Misfit) else what
             advice = "Load the state into a dataset like the one that gave it"
-            raise UsageError("continue the stream", f"of {self.data_dir!r}", expected, got, advice) from cause
+            raise UsageError(_CONTINUE, f"of {self.data_dir!r}", expected, got, advice) from cause
         self._is_used, self._skip = True, skip
         self._go_to(position)
 

@@ -14,6 +14,7 @@ from storage.errors import UsageError
 
 from ..recordings.converting import convert as convert_recording
 from ..recordings.opening import open as open_recording
+from ..recordings.opening import recordings_in
 from ..recordings.recording import Recording
 from ..remote.publish import push as push_folder
 from ..reporting.page import report as write_report
@@ -24,7 +25,7 @@ from .pictures import save_gif, save_mp4
 from .play import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
 from .rewrite import check_folder, open_folder, pack_dataset, repair_folder
 from .selecting import selected
-from .several import as_lines, recordings_in, rows_about
+from .several import as_lines, rows_about
 
 
 class Answer(NamedTuple):

@@ -11,8 +11,9 @@ from storage.errors import UsageError
 
 from ..diagnosis import examining
 from ..diagnosis.finding import SEVERITIES, Diagnosis, Finding, Rule
+from ..recordings.opening import recordings_in
 from .answers import Answer
-from .several import as_lines, recordings_in, rows_about
+from .several import as_lines, rows_about
 
 _SHOWN = 8
 
@@ -20,7 +21,7 @@ _SHOWN = 8
 def doctor(options: argparse.Namespace) -> Answer:
     only, skip = _codes(options.only), _codes(options.skip)
     if options.explain or options.list_rules:
-        rules = examining.chosen_rules(_codes(options.explain) or only, skip)
+        rules = examining.chosen_rules("examine", _codes(options.explain) or only, skip)
         lines = _explained(rules) if options.explain else [_row(rule) for rule in rules]
         return Answer([rule.as_dict() for rule in rules], lines)
     if options.data_dir is None:

@@ -101,7 +101,7 @@ def _report(folder: BlockFolder) -> FolderReport:
 
 
 def _lost(folder: BlockFolder) -> dict[str, list[str]]:
-    files = Files(Scan(folder.data_dir, *opened(folder.data_dir)))
+    files = Files(Scan(folder.data_dir, *opened("verify", folder.data_dir)))
     return {name: lost for name in files.bad if (lost := files.named_by(name))}
 
 
@@ -162,7 +162,7 @@ def pack_dataset(
     folder = _finished(data_dir, progress)
     source, writer = folder.data_dir, f"packed-{secrets.token_hex(4)}"
     if out_dir is not None:
-        with new_folder("pack", out_dir, source) as made:
+        with new_folder("pack", "out_dir", out_dir, source) as made:
             summary = write_packed(folder, made, writer, block_bytes, progress=progress)
             if (metadata := load_metadata(source)) is not None:
                 publish_metadata(made, metadata, writer)

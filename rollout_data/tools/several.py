@@ -1,44 +1,20 @@
-"""Folders that hold several recordings: which ones, and a row about each."""
+"""A row about each recording of a folder that holds several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from storage.core.arguments import is_url
 from storage.errors import RolloutDataError
 
-from ..foreign.formats import detect
-from ..foreign.guards import natural
 from ..frames.blocks import Blocks
-from ..frames.chunks import Chunks
-from ..index.folder import block_entries
 from ..recordings.opening import open as open_recording
 
 #: Columns of a row, in the order of the text.
 _COLUMNS = ("name", "format", "episodes", "frames", "problems")
-
-
-def recordings_in(path: str) -> list[Path]:
-    """List the recordings directly in a folder that is none itself, in natural order; [] for anything else."""
-    folder = Path(path)
-    if is_url(path) or not folder.is_dir() or _is_recording(folder):
-        return []
-    entries = sorted(folder.iterdir(), key=lambda entry: natural(entry.name))
-    return [entry for entry in entries if not entry.name.startswith(".") and _is_recording(entry)]
-
-
-def _is_recording(path: Path) -> bool:
-    with suppress(OSError, RolloutDataError):
-        if path.is_file():
-            return detect(path) is not None
-        is_written_here = any(entry.name.startswith("rollout_") for entry in block_entries(path))
-        return path.is_dir() and (is_written_here or detect(path) is not None or Chunks.is_there(path))
-    return False
 
 
 def row_about(path: Path) -> dict[str, Any]:

@@ -30,6 +30,9 @@ from .live import LiveTrajectories, check_fields
 from .rows import Leaves, layout_of, pack, take_apart, unpack
 from .saver import TrajectorySaver
 
+#: Policy versions may be negative, such as -1 of an unknown one.
+_LEAST_VERSION = -(1 << 62)
+
 
 class TrajectoryReplayBuffer(Shown, Owned):
     """Keep trajectories of `[T, B, ...]` tensors and sample their steps, from any thread.
@@ -81,19 +84,25 @@ class TrajectoryReplayBuffer(Shown, Owned):
         save_path: str | os.PathLike[str] | None = None,
     ) -> None:
         what = arguments.creating(self)
+        if load_path is not None:
+            load_path = arguments.path(what, "load_path", load_path)
         if save_path is not None:
+            save_path = arguments.path(what, "save_path", save_path)
             if auto_save_path and os.fspath(auto_save_path) != os.fspath(save_path):
                 got = f"{str(save_path)!r} and {str(auto_save_path)!r}"
                 raise UsageError(what, "", "save_path or auto_save_path", got)
             auto_save, auto_save_path = True, save_path
         self.trajectory_format = arguments.choice(what, "trajectory_format", trajectory_format, FORMATS)
+        self.trusted = arguments.flag(what, "trusted", trusted)
+        auto_save = arguments.flag(what, "auto_save", auto_save)
+        enable_cache = arguments.flag(what, "enable_cache", enable_cache)
         if trajectory_format == "pkl" and not trusted:
             advice = "Reading pickles runs what they say"
             raise UsageError(what, "as 'pkl'", "trusted=True", "trusted=False", advice)
         if auto_save and not auto_save_path:
             raise UsageError(what, "", "auto_save_path with auto_save", "none")
         self.seed = arguments.seed(what, "seed", seed)
-        self.auto_save, self.trusted = bool(auto_save), trusted
+        self.auto_save = auto_save
         self.auto_save_path = arguments.path(what, "auto_save_path", auto_save_path or "").absolute()
         self.sample_window_size = arguments.whole(what, "sample_window_size", sample_window_size, 0)
         self.max_trajectories = max_trajectories
@@ -161,7 +170,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
         """Copy a trajectory in; see `add_trajectories`. Gives its id."""
-        return self.add_trajectories([trajectory], weights_version=weights_version)[0]
+        return self._add("call TrajectoryReplayBuffer.add", [trajectory], weights_version)[0]
 
     def add_trajectories(self, trajectories: Iterable[Any], *, weights_version: int | None = None) -> list[int]:
         """Copy trajectories in, oldest first.
@@ -180,11 +189,17 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 another dtype or shape than it had before. Nothing is added.
             BackgroundError: An earlier trajectory could not be saved. Nothing is added.
         """
+        action = "call TrajectoryReplayBuffer.add_trajectories"
         if isinstance(trajectories, (str, Mapping)) or not isinstance(trajectories, Iterable):
             expected = "trajectories as an iterable of mappings or dataclasses"
             got = type(trajectories).__name__
-            raise UsageError("call TrajectoryReplayBuffer.add_trajectories", "", expected, got)
-        taken = [take_apart(one, self.drop_first, self.drop_last) for one in trajectories]
+            raise UsageError(action, "", expected, got)
+        return self._add(action, trajectories, weights_version)
+
+    def _add(self, action: str, trajectories: Iterable[Any], weights_version: int | None) -> list[int]:
+        if weights_version is not None:
+            weights_version = arguments.whole(action, "weights_version", weights_version, _LEAST_VERSION)
+        taken = [take_apart(one, self.drop_first, self.drop_last, action=action) for one in trajectories]
         layouts = [layout_of(one.tensors, "of a trajectory") for one in taken]
         for one in taken:
             check_json(one.info)
@@ -226,7 +241,11 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
         After an error the random state is what it was.
         """
-        num_chunks = arguments.whole("call TrajectoryReplayBuffer.sample", "num_chunks", num_chunks, 1)
+        action = "call TrajectoryReplayBuffer.sample"
+        num_chunks = arguments.whole(action, "num_chunks", num_chunks, 1)
+        contiguous = arguments.flag(action, "contiguous", contiguous)
+        if min_weights_version is not None:
+            min_weights_version = arguments.whole(action, "min_weights_version", min_weights_version, _LEAST_VERSION)
         with self._timed("sample"), self._lock:
             self._check_usable("sample")
             return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
@@ -234,13 +253,13 @@ class TrajectoryReplayBuffer(Shown, Owned):
     def get(self, trajectory_id: int) -> dict[str, Any]:
         """Give a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
         with self._lock:
-            entry = self._find(trajectory_id)
+            entry = self._find("get", trajectory_id)
             return unflatten({**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)})
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
         """Give what the index says of a live trajectory: shape, uuid, weights version, ..."""
         with self._lock:
-            return self._find(trajectory_id).to_json()
+            return self._find("about", trajectory_id).to_json()
 
     def clear_cache(self) -> None:
         """Free the memory of the cache. Without `auto_save` it is the only place, and everything goes."""
@@ -322,9 +341,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
             UsageError: Bad rank or world size.
             DataFileError: Something is missing or damaged; nothing was changed.
         """
-        rank, step = _rank_of("call TrajectoryReplayBuffer.load_checkpoint", local_rank, world_size, "local_rank")
+        action = "call TrajectoryReplayBuffer.load_checkpoint"
+        rank, step = _rank_of(action, local_rank, world_size, "local_rank")
+        is_distributed = arguments.flag(action, "is_distributed", is_distributed)
+        verify = arguments.flag(action, "verify", verify)
+        if min_weights_version is not None:
+            min_weights_version = arguments.whole(action, "min_weights_version", min_weights_version, _LEAST_VERSION)
         rank, step = (rank, step) if is_distributed else (0, 1)
-        folder = arguments.path("call TrajectoryReplayBuffer.load_checkpoint", "directory", directory).absolute()
+        folder = arguments.path(action, "directory", directory).absolute()
         self._check_usable("load a checkpoint")
         with self._timed("load_checkpoint"):
             if self._saver is not None:
@@ -361,11 +385,11 @@ class TrajectoryReplayBuffer(Shown, Owned):
             self._saver.submit(entry)  # may wait, hence without the lock
         return entry.trajectory_id
 
-    def _find(self, trajectory_id: int) -> Entry:
+    def _find(self, method: str, trajectory_id: int) -> Entry:
         self._check_usable("get the trajectory")
         if (entry := self._live.entries.get(trajectory_id)) is None:
             raise MissingFieldError(
-                "call TrajectoryReplayBuffer.get",
+                f"call TrajectoryReplayBuffer.{method}",
                 "",
                 f"trajectory_id as one of {len(self)} live ids",
                 repr(trajectory_id),

@@ -198,7 +198,7 @@ class LiveTrajectories:
                 numbers, entries = numbers[np.array(is_recent, bool)], list(compress(entries, is_recent))
             if not entries:
                 got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
-                raise BufferEmptyError("sample", "", "at least one trajectory", got)
+                raise BufferEmptyError("call TrajectoryReplayBuffer.sample", "", "at least one trajectory", got)
             self._window = min_weights_version, Window(entries, numbers, list(self._layouts))
         return self._window[1]
 
@@ -349,4 +349,5 @@ def _cut_of(layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested:
 
 def _missing(name: str, entry: Entry) -> MissingFieldError:
     where = f"{name!r} of trajectory {entry.trajectory_id}"
-    return MissingFieldError("sample the key", where, nearest(name, entry.layout.schema), "none")
+    expected = f"keys among {nearest(name, entry.layout.schema)}"
+    return MissingFieldError("call TrajectoryReplayBuffer.sample", "", expected, where)

@@ -80,7 +80,11 @@ class Leaves(NamedTuple):
 
 
 def take_apart(
-    trajectory: Any, drop_first: Collection[str], drop_last: Collection[str], where: str = "of a trajectory"
+    trajectory: Any,
+    drop_first: Collection[str],
+    drop_last: Collection[str],
+    where: str = "of a trajectory",
+    action: str = "store the leaves",
 ) -> Leaves:
     """Check a nested mapping or dataclass of `[T, B, ...]` leaves; nothing is copied.
 
@@ -90,14 +94,15 @@ def take_apart(
             `T + e` rows: these are left out.
         drop_last: Likewise for the moment after the last step.
         where: Names the trajectory in errors.
+        action: The call that stores it, for errors.
 
     Raises:
         SchemaError: A leaf has other leading sizes, or there is no tensor.
     """
     tree = _as_mapping(trajectory)
     if not isinstance(tree, Mapping):
-        expected = "a nested mapping or a dataclass"
-        raise SchemaError("store the leaves", where, expected, type(trajectory).__name__)
+        expected = "trajectory as a nested mapping or a dataclass"
+        raise SchemaError(action, "", expected, type(trajectory).__name__)
     tensors: dict[str, torch.Tensor] = {}
     info: dict[str, Any] = {}
     for name, leaf in flatten(tree).items():

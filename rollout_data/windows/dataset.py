@@ -14,7 +14,8 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from storage.core.arguments import choice, whole
+from storage.core import arguments
+from storage.core.arguments import choice, flag, whole
 from storage.core.durable import crc32
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UnansweredError, UsageError
 
@@ -29,9 +30,9 @@ from ..frames.source import Source
 from ..frames.store import FrameStore
 from ..index.index import Int64s, LostBlockError
 from ..index.notes import Notes
-from ..remote.access import DataDirs, RemoteOptions, origins_of
+from ..remote.access import DataDirs, RemoteOptions, checked_remote, origins_of
 from .chunks import ChunkedOrder, Route
-from .index import Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
+from .index import CREATE, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
 from .losses import OnError, WindowLosses
 from .reader import (
     MASK,
@@ -45,8 +46,6 @@ from .reader import (
     plan_windows,
 )
 from .shared import WindowBatches
-
-_CREATE = "create a WindowDataset"
 
 
 class WindowDataset(WindowBatches):
@@ -124,19 +123,22 @@ class WindowDataset(WindowBatches):
         remote: RemoteOptions | None = None,
         on_error: OnError = "raise",
     ) -> None:
-        self.on_error = choice(_CREATE, "on_error", on_error, get_args(OnError))
+        self.on_error = choice(CREATE, "on_error", on_error, get_args(OnError))
         self.losses, self._intact = WindowLosses(), 0  # the last window that was found to be readable
-        self.data_dir, self._origins = data_dir, origins_of(data_dir, _CREATE)
-        self.padding = choice("read windows", "padding", padding, get_args(Padding))
-        self.length = whole(_CREATE, "length", length, 1, MAX_FRAMES)
-        self.stride = whole(_CREATE, "stride", stride, 1, MAX_FRAMES)
+        self.data_dir, self._origins = data_dir, origins_of(data_dir, CREATE)
+        self.padding = choice(CREATE, "padding", padding, get_args(Padding))
+        self.length = whole(CREATE, "length", length, 1, MAX_FRAMES)
+        self.stride = whole(CREATE, "stride", stride, 1, MAX_FRAMES)
         self._delta = checked_delta(delta)
-        self._fields = fields if fields is None or isinstance(fields, str) else list(fields)
-        self._split = SplitOptions(split, validation_fraction, whole(_CREATE, "seed", seed, 0))
-        self._next_observations, self._contiguous = bool(next_observations), bool(contiguous)
-        self._flatten_observations, self._has_texts, self._notes = bool(flatten_observations), bool(texts), Notes()
-        self._verify_on_open, self._remote = verify_on_open, remote or RemoteOptions()
-        self._chunk_cache_bytes = whole(_CREATE, "chunk_cache_bytes", chunk_cache_bytes, 0)
+        self._fields = None if fields is None else arguments.names(CREATE, "fields", fields)
+        self._split = SplitOptions(split, validation_fraction, whole(CREATE, "seed", seed, 0))
+        self._next_observations = flag(CREATE, "next_observations", next_observations)
+        self._contiguous = flag(CREATE, "contiguous", contiguous)
+        self._flatten_observations = flag(CREATE, "flatten_observations", flatten_observations)
+        self._has_texts, self._notes = flag(CREATE, "texts", texts), Notes()
+        self._verify_on_open = flag(CREATE, "verify_on_open", verify_on_open)
+        self._remote = checked_remote(CREATE, remote)
+        self._chunk_cache_bytes = whole(CREATE, "chunk_cache_bytes", chunk_cache_bytes, 0)
         self.opened_as: Any = None
         self._spot: Spot | None = None
         self._may_lack = False
@@ -158,7 +160,7 @@ class WindowDataset(WindowBatches):
         self.trajectories, first_of_training = choose_trajectories(self._store.index, self._split, first_of_training)
         if not len(self._store.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
-            raise UsageError("read windows", f"of {self.data_dir!r}", "recorded trajectories", found)
+            raise UsageError(CREATE, f"of {self.data_dir!r}", "recorded trajectories", found)
         if not len(self._store.index) and self.problems and self.opened_as is None:
             expected, cause = "a trajectory that can be read", self.problems[0]
             raise DataFileError("read windows", f"of {self.data_dir!r}", expected, "none", str(cause)) from cause
@@ -173,7 +175,7 @@ class WindowDataset(WindowBatches):
         )
         for field in self.plan.fields:
             if field.name.split("/")[0] in (MASK, NEXT_MASK):
-                raise UsageError("read windows", f"with the field {field.name!r}", "another name", "that of the masks")
+                raise UsageError(CREATE, f"with the field {field.name!r}", "another name", "that of the masks")
         pads = self.padding != "none"
         self._windows = WindowIndex(self._store.index, self.trajectories, *self.plan.reach, self.stride, pads)
         form_now = [self._windows.first_anchor, self._windows.least_length, self.stride, *self._chunks()]
@@ -292,7 +294,7 @@ class WindowDataset(WindowBatches):
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
         """Tell where windows are: (writer, number of the trajectory) of each, and its anchor, int64 `[B]`."""
-        place, anchor = self._windows.find(checked_windows(windows, len(self)))
+        place, anchor = self._windows.find(checked_windows("call WindowDataset.locate", windows, len(self)))
         return self._store.index.keys(self.trajectories[place]), anchor
 
     # Windows
@@ -343,7 +345,7 @@ class WindowDataset(WindowBatches):
         return self._windows.num_upto(*name)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        place, anchor = self._windows.find(checked_windows(windows, len(self)))
+        place, anchor = self._windows.find(checked_windows("call WindowDataset.batch", windows, len(self)))
         batch = self._reader.read(place, anchor, allocate)
         if self._has_texts and TASK not in batch:
             tasks = torch.from_numpy(self._notes.tasks(self._store)[self.trajectories[place]])
@@ -351,7 +353,7 @@ class WindowDataset(WindowBatches):
         return batch
 
     def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> Int64s:
-        numbers = checked_windows(windows, len(self))
+        numbers = checked_windows("call WindowDataset.batch", windows, len(self))
         problems = [self._problem_of(number) for number in numbers.tolist()]
         kept: Int64s = numbers[[problem is None for problem in problems]]
         if len(numbers) and not len(kept):
@@ -403,7 +405,10 @@ class WindowDataset(WindowBatches):
         return damaged_frame(self._store, self.plan, trajectory, int(anchor[0]), length) or problem
 
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
-        found = (self._damage_of(number) for number in checked_windows(windows, len(self)).tolist())
+        found = (
+            self._damage_of(number)
+            for number in checked_windows("call WindowDataset.batch", windows, len(self)).tolist()
+        )
         return next((one for one in found if one is not None), problem)
 
     def statistics(
@@ -417,7 +422,9 @@ class WindowDataset(WindowBatches):
         """
         is_beside = self._source.holds_blocks and not self._source.is_remote
         folder = self._source.paths[0] if is_beside else None
-        return compute_statistics([self.frames], folder, self.field_names, quantiles, use_cache, progress)
+        return compute_statistics(
+            "call WindowDataset.statistics", [self.frames], folder, self.field_names, quantiles, use_cache, progress
+        )
 
     @property
     def frames(self) -> Frames:

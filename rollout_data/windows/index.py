@@ -25,6 +25,7 @@ from ..index.index import Int64s, TrajectoryIndex, counted_from, mixed, share_of
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
 Even = Literal["pad", "drop", "none"]
+CREATE = "create a WindowDataset"
 #: Bits of a time within a turn of `arrivals`; turns are counted above them, in int64.
 _TURN_BITS = 60
 
@@ -39,9 +40,9 @@ class SplitOptions:
 
     def __post_init__(self) -> None:
         if self.split is not None:
-            choice("split the dataset", "split", self.split, get_args(Split))
+            choice(CREATE, "split", self.split, get_args(Split))
         part = self.validation_fraction
-        real("split the dataset", "validation_fraction", part, "in [0, 1]", lambda fraction: 0 <= fraction <= 1)
+        real(CREATE, "validation_fraction", part, "in [0, 1]", lambda fraction: 0 <= fraction <= 1)
 
 
 def choose_trajectories(
@@ -190,7 +191,7 @@ def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str
     return bounds
 
 
-def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
+def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:
     """Check window numbers: int64 `[B]`, negative ones counted from the end.
 
     Raises:
@@ -201,13 +202,13 @@ def checked_windows(given: Sequence[int] | np.ndarray, num_windows: int) -> Int6
     if windows.size == 0:
         return np.zeros(0, np.int64)
     if windows.ndim != 1 or windows.dtype.kind not in "iu":
-        raise UsageError("read windows", "", "a list of whole numbers", f"{windows.dtype}, shape {windows.shape}")
+        raise UsageError(action, "", "windows as a list of whole numbers", f"{windows.dtype}, shape {windows.shape}")
     if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:  # none is negative
         return windows
     low, high = int(windows.min()), int(windows.max())
     if low < -num_windows or high >= num_windows:
         wrong = high if high >= num_windows else low
-        raise OutOfRangeError("read the window", str(wrong), f"a number in {-num_windows}:{num_windows}", str(wrong))
+        raise OutOfRangeError(action, "", f"windows in {-num_windows}:{num_windows}", str(wrong))
     windows = windows.astype(np.int64, copy=False)
     return np.where(windows < 0, windows + num_windows, windows)
 

@@ -136,10 +136,10 @@ class WindowMixture(WindowBatches):
         It is kept in a file of the user's cache folder; see `WindowDataset.statistics`.
         """
         parts, names = [dataset.frames for dataset in self.datasets], self.datasets[0].field_names
-        return compute_statistics(parts, None, names, quantiles, use_cache, progress)
+        return compute_statistics("call WindowMixture.statistics", parts, None, names, quantiles, use_cache, progress)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        member, numbers = self.locate(windows)
+        member, numbers = self._located("call WindowMixture.batch", windows)
         used = np.unique(member).tolist()
         if len(used) <= 1:
             only = used[0] if used else 0
@@ -222,7 +222,10 @@ class WindowMixture(WindowBatches):
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
         """Tell the member of each window, and its number there: int64 `[B]` both."""
-        numbers = checked_windows(windows, len(self))
+        return self._located("call WindowMixture.locate", windows)
+
+    def _located(self, action: str, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
+        numbers = checked_windows(action, windows, len(self))
         member = np.searchsorted(self._first, numbers, side="right") - 1
         return member, numbers - self._first[member]
 
@@ -350,7 +353,8 @@ class WindowLoader(Shown):
         self.batch_size = whole(_CREATE, "batch_size", batch_size, 1)
         self.even = choice(_CREATE, "even", even, get_args(Even))
         self._shard = checked_shard(shard, _CREATE)
-        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
+        self.shuffle = arguments.flag(_CREATE, "shuffle", shuffle)
+        self.drop_last = arguments.flag(_CREATE, "drop_last", drop_last)
         self.seed = whole(_CREATE, "seed", seed, 0)
         self.device = arguments.device(_CREATE, "device", device)
         self.num_ahead = whole(_CREATE, "num_ahead", num_ahead, 1)
@@ -386,6 +390,11 @@ class WindowLoader(Shown):
     def __len__(self) -> int:
         """Count the batches of a whole epoch of this rank."""
         return int((np.diff(self._bounds(0, len(self.dataset))) > 0).sum())
+
+    def __getitem__(self, window: Any) -> Any:
+        """Raise `UsageError`: a loader is iterated over; a `DataLoader` takes its `dataset`."""
+        expected, advice = "a loop over it", "A DataLoader takes the WindowDataset, with collate_fn=dataset.collate"
+        raise UsageError("take an item of a WindowLoader", "", expected, f"[{window!r}]", advice)
 
     @property
     def num_lost_windows(self) -> int:

@@ -24,6 +24,7 @@ _LEAST_PART = 1e-6
 #: distance, a value at rest outside of them would become larger than 1000.
 _LEAST_QUANTILE_PART = 1 / 500
 _OFFSET, _SCALE, _NEXT = "offset:", "scale:", "next_"
+_CREATE = "create a Normalizer"
 #: Modules do not take names with dots.
 _DOT = "%2E"
 Tensor = torch.Tensor
@@ -57,14 +58,20 @@ class Normalizer(torch.nn.Module):
         min_range: float | Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
+        is_right = isinstance(statistics, Mapping)
+        if not is_right or not all(isinstance(one, FieldStatistics) for one in statistics.values()):
+            expected = "statistics as returned by statistics() of a dataset or a recording"
+            raise UsageError(_CREATE, "", expected, type(statistics).__name__)
+        if not isinstance(modes, (str, Mapping)):
+            raise UsageError(_CREATE, "", "modes as a mode, or a mapping of fields to modes", repr(modes))
         ranges = _min_ranges(min_range, statistics)
         chosen = dict.fromkeys(statistics, modes) if isinstance(modes, str) else dict(modes)
         for prefix, mode in chosen.items():
-            choice("normalize fields", "modes", mode, get_args(NormalizationMode))
+            choice(_CREATE, "modes", mode, get_args(NormalizationMode))
             names = [name for name in statistics if name == prefix or name.startswith(f"{prefix}/")]
             if not names:
                 expected = nearest(prefix, statistics) if statistics else "statistics of it"
-                raise MissingFieldError("normalize the field", repr(prefix), expected, "none of that name")
+                raise MissingFieldError(_CREATE, "", f"modes of {expected}", repr(prefix))
             for name in names:
                 self._keep(name, *_offset_and_scale(name, statistics[name], mode, ranges.get(name)))
 
@@ -100,11 +107,11 @@ class Normalizer(torch.nn.Module):
             MissingFieldError: `name` is not normalized here.
             UsageError: A tensor has another shape than the field; or neither a batch nor a name is given.
         """
-        return self._applied(values, name, lambda x, offset, scale: (x - offset) / scale)
+        return self._applied("normalize", values, name, lambda x, offset, scale: (x - offset) / scale)
 
     def unnormalize(self, values: Any, name: str | None = None) -> Any:
         """Bring what was normalized back to its scale: the inverse of `normalize`, of the same form."""
-        return self._applied(values, name, lambda x, offset, scale: x * scale + offset)
+        return self._applied("unnormalize", values, name, lambda x, offset, scale: x * scale + offset)
 
     forward = normalize
 
@@ -115,14 +122,17 @@ class Normalizer(torch.nn.Module):
         self.register_buffer(_OFFSET + name.replace(".", _DOT), offset)
         self.register_buffer(_SCALE + name.replace(".", _DOT), scale)
 
-    def _applied(self, values: Any, name: str | None, function: Any) -> Any:
+    def _applied(self, method: str, values: Any, name: str | None, function: Any) -> Any:
         if not isinstance(values, Tensor):
             if name is not None or not (hasattr(values, "items") or hasattr(values, "_asdict")):
                 got = type(values).__name__ if name is None else f"{type(values).__name__} and the name {name!r}"
-                raise UsageError("normalize", "", "a tensor and the name of its field, or a batch", got)
+                expected = "values as a tensor and the name of its field, or as a batch"
+                raise UsageError(f"call Normalizer.{method}", "", expected, got)
             return self._of_batch(values, "", function)
         if name is None or (found := self._numbers(name)) is None:
-            raise MissingFieldError("normalize", "", f"one of the fields {', '.join(self.fields)}", repr(name))
+            raise MissingFieldError(
+                f"call Normalizer.{method}", "", f"name as one of {', '.join(self.fields)}", repr(name)
+            )
         return _moved(values, name, *found, function)
 
     def _of_batch(self, values: Any, prefix: str, function: Any) -> Any:
@@ -160,10 +170,10 @@ def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[s
         return {}
     found: dict[str, float] = {}
     for prefix, size in (given if isinstance(given, Mapping) else {"": given}).items():
-        least = real("normalize fields", "min_range", size, ">= 0", lambda one: 0 <= one < inf)
+        least = real(_CREATE, "min_range", size, ">= 0", lambda one: 0 <= one < inf)
         names = [name for name in statistics if prefix in ("", name) or name.startswith(f"{prefix}/")]
         if not names:
-            raise MissingFieldError("normalize fields", "", f"min_range of {nearest(prefix, statistics)}", repr(prefix))
+            raise MissingFieldError(_CREATE, "", f"min_range of {nearest(prefix, statistics)}", repr(prefix))
         found |= dict.fromkeys(names, least)
     return found
 

@@ -23,7 +23,7 @@ from ..format.header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..format.schema import Allocate, FrameCut, FrameRows, Grid, RowLayout, joined, put
 from ..frames.store import FrameStore
 from ..index.index import Int64s, LostBlockError
-from .index import WindowShape
+from .index import CREATE, WindowShape
 
 MASK, NEXT_MASK = "mask", "next_mask"
 #: Fields that are not stored: they follow from where a trajectory ends, and how.
@@ -101,16 +101,16 @@ def plan_windows(
     known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
     given = delta or {}
     for name in given:
-        _below(name, known, "shift the field")
-    chosen = set(known) if fields is None else {one for name in _listed(fields) for one in _below(name, known)}
+        _below("delta", name, known)
+    chosen = set(known) if fields is None else {one for name in fields for one in _below("fields", name, known)}
     names = [name for name in known if name in chosen]
     if not names:
-        raise UsageError("read windows", "", f"some of the fields {', '.join(known)}", "none")
+        raise UsageError(CREATE, "", f"fields, some of {', '.join(known)}", "none")
     wanted = [("", name, _deltas_of(name, given, length)) for name in names]
     if next_observations:
         nexts = [(NEXT, name, deltas + 1) for _, name, deltas in wanted if name.split("/")[0] in OBSERVATIONS]
         if not nexts:
-            raise UsageError("read next observations", "", "an observation among the fields", ", ".join(names))
+            raise UsageError(CREATE, "with next_observations", "an observation among the fields", ", ".join(names))
         wanted += nexts
     shapes, columns = _shapes(layout, wanted)
     found: dict[str, WindowField] = {}
@@ -128,7 +128,9 @@ def plan_windows(
             found[name] = replace(first, sources=(*first.sources, source), rows=first.rows + rows)
         else:
             got = f"{deltas.tolist()}, and {first.deltas.tolist()} of {first.sources[0]!r}"
-            raise UsageError("join the component", repr(source), "the same frames of all components", got)
+            raise UsageError(
+                CREATE, f"with flatten_observations and {source!r}", "the same frames of all components", got
+            )
     return WindowPlan(tuple(found.values()), shapes, columns)
 
 
@@ -160,18 +162,13 @@ def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
     return torch.from_numpy(places.astype(np.int64))
 
 
-def _listed(fields: Sequence[str]) -> list[str]:
-    if isinstance(fields, str) or not all(isinstance(name, str) for name in fields):
-        raise UsageError("choose fields", "", "a list of names", repr(fields))
-    return list(fields)
-
-
-def _below(name: str, known: Sequence[str], action: str = "read the field") -> list[str]:
+def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
     """Fields called `name` or `name/...`."""
     found = [one for one in known if one == name or one.startswith(f"{name}/")]
     if not found:
         groups = {one.split("/")[0] for one in known}
-        raise MissingFieldError(action, repr(name), nearest(name, {*known, *groups}), "no such field")
+        expected = f"{argument} among {nearest(name, {*known, *groups})}"
+        raise MissingFieldError(CREATE, "", expected, repr(name))
     return found
 
 
@@ -194,15 +191,16 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
     if delta is None:
         return None
     if not isinstance(delta, Mapping) or not all(isinstance(name, str) for name in delta):
-        raise UsageError("shift fields", "", "a dict of fields and their lists of whole numbers", repr(delta))
+        raise UsageError(CREATE, "", "delta as a dict of fields and their lists of whole numbers", repr(delta))
     checked = {}
     for name, values in delta.items():
         try:
             listed = [operator.index(value) for value in values]
         except TypeError:
-            raise UsageError("shift the field", repr(name), "a list of whole numbers", repr(values)) from None
+            raise UsageError(CREATE, "", f"delta of {name!r} as a list of whole numbers", repr(values)) from None
         if not listed or max(map(abs, listed)) > MAX_FRAMES:
-            raise UsageError("shift the field", repr(name), f"at least one number, up to {MAX_FRAMES}", repr(values))
+            expected = f"delta of {name!r} with at least one number, up to {MAX_FRAMES}"
+            raise UsageError(CREATE, "", expected, repr(values))
         checked[name] = np.array(listed, np.int64)
     return checked
 

@@ -23,7 +23,7 @@ from storage.core.arguments import is_whole
 from storage.core.fields import flatten, map_leaves, unflatten
 from storage.core.memory import BufferPool
 from storage.core.shown import Shown, described
-from storage.errors import DataFileError, MissingFieldError, UnansweredError, UsageError
+from storage.errors import DataFileError, MissingFieldError, OutOfRangeError, UnansweredError, UsageError
 
 from ..format.schema import Allocate
 from ..frames.shared import SharedMemory, Spot, shared_memory
@@ -82,14 +82,20 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         self.__dict__.update(state)
         self._open()
 
+    @abstractmethod
+    def __len__(self) -> int:
+        """Count the windows."""
+
     def __getitem__(self, window: int) -> dict[str, Any]:
         """Give one window: a nested dict of `[L, *shape]` tensors.
 
         Raises:
             IndexError: There is no such window; negative numbers count from the end.
         """
-        if not is_whole(window):
-            raise UsageError("read a window", "", "a whole number", repr(window))
+        if not is_whole(window) or not -len(self) <= window < len(self):
+            kind = OutOfRangeError if is_whole(window) else UsageError
+            action = f"read a window of a {type(self).__name__}"
+            raise kind(action, "", f"a whole number in {-len(self)}:{len(self)}", repr(window))
         try:
             batch = self.read([window], self._pool.empty)
         except UnansweredError:

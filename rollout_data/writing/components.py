@@ -53,7 +53,7 @@ def checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
 
 
 def split_components(
-    leaves: dict[str, Any], head: str, segments: Mapping[str, tuple[int, ...]], *num_leads: int
+    action: str, leaves: dict[str, Any], head: str, segments: Mapping[str, tuple[int, ...]], *num_leads: int
 ) -> dict[str, Any]:
     """Replace a flat observation by a view for each segment; check components that were given one by one.
 
@@ -66,20 +66,20 @@ def split_components(
         flat, width = parts[head], sum(map(prod, wanted.values()))
         if flat.ndim < 2 or flat.shape[-1] != width:
             expected = f"{width} values in the last dimension, as obs_segments add up to"
-            raise SchemaError("split", repr(head), expected, f"shape {tuple(flat.shape)}")
+            raise SchemaError(action, f"with the field {head!r}", expected, f"shape {tuple(flat.shape)}")
         parts, start = {}, 0
         for name, shape in wanted.items():
             stop = start + prod(shape)
             parts[name] = flat[..., start:stop].reshape(*flat.shape[:-1], *shape)
             start = stop
     elif parts:
-        check_same_names(wanted, parts, "take the observation")
+        check_same_names(wanted, parts, action)
         for name, shape in wanted.items():
             leaf, forms = parts[name], (shape, (prod(shape),))
             leads = [num for num in num_leads if leaf.ndim >= num and leaf.shape[num:] in forms]
             if not leads:
                 expected = f"shape [..., {shape}] as in obs_segments"
-                raise SchemaError("take the component", repr(name), expected, str(tuple(leaf.shape)))
+                raise SchemaError(action, f"with the field {name!r}", expected, str(tuple(leaf.shape)))
             parts[name] = leaf.reshape(*leaf.shape[: leads[0]], *shape)
         parts = {name: parts[name] for name in wanted}
     return {**parts, **others}

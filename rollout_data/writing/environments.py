@@ -34,19 +34,21 @@ class Simulator:
     A single `gymnasium.Env` is a batch of one: its values get an axis for the recording, and only there.
 
     Attributes:
+        action: The call that records, for errors.
         seen: Copies of what the env showed last: `observation` and, if there is one, `privileged_observation`.
         is_over: `[N]` bool: envs whose episode has ended and that are not reset yet.
         infos: What a reset told beside its observation, `joined`.
     """
 
-    def __init__(self, env: Any, autoreset: str | None = None) -> None:
+    def __init__(self, action: str, env: Any, autoreset: str | None = None) -> None:
         num_envs = _attribute(env, "num_envs")
         self._is_single = num_envs is None and hasattr(env, "action_space") and hasattr(env, "reset")
         if not hasattr(env, "step") or not (self._is_single or num_envs is not None):
             expected = "a gymnasium.Env, or a vectorized environment with num_envs and step()"
-            raise UsageError("record", f"from {type(env).__name__}", expected, "neither")
+            raise UsageError(action, "", f"env as {expected}", type(env).__name__)
         if autoreset not in (None, *_MODES.values()):
-            raise UsageError("record", "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset))
+            raise UsageError(action, "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset))
+        self.action = action
         self.env, self.num_envs, self.seen = env, 1 if self._is_single else int(num_envs), dict[str, Any]()
         self.name = str(getattr(_attribute(env, "spec"), "id", None) or type(getattr(env, "unwrapped", env)).__name__)
         self.is_over, self.infos = np.zeros(self.num_envs, bool), dict[str, Any]()

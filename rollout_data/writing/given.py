@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from storage.core import arguments
 from storage.core.fields import map_leaves
 from storage.core.memory import as_given
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
@@ -63,7 +64,7 @@ def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (given | extras).items() if value is not None}
 
 
-def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def given_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
     Names are brought to ours ("actions" -> "action"); None means not given. What follows from the rest is left out,
@@ -75,7 +76,7 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
     if transition is None and _NOT_OURS.isdisjoint(keywords):  # as in most steps of most loops
         return dict(keywords)
     merged: dict[str, tuple[str, Any]] = {}
-    for source, carried in ((_items_of(transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
+    for source, carried in ((_items_of(action, transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
         for given, value in _with_next(source).items():
             name = _ALIASES.get(given, given)
             if given == "extras" and are_infos(value):
@@ -87,7 +88,7 @@ def given_values(transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]
                 warnings.warn(text, RolloutDataWarning, stacklevel=4)
             elif name in merged:
                 got = f"{merged[name][0]!r} and {given!r}"
-                raise UsageError("add a record", f"with {name!r}", "each value once", got)
+                raise UsageError(action, f"with {name!r}", "each value once", got)
             else:
                 merged[name] = given, value
     return {name: value for name, (_, value) in merged.items()}
@@ -116,14 +117,14 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
                 break
 
 
-def _items_of(transition: Any) -> dict[str, Any]:
+def _items_of(action: str, transition: Any) -> dict[str, Any]:
     """Give the values of a record by the names that it has for them."""
     if transition is None:
         return {}
     if isinstance(transition, Mapping):
         return dict(transition)
     if isinstance(transition, Transition):
-        values = {**transition._asdict(), "done": _recorded_done(transition)}
+        values = {**transition._asdict(), "done": _recorded_done(action, transition)}
         del values["stream_id"], values["is_last"], values["end_unknown"]
         return {**(values.pop("extras") or {}), **values}
     if hasattr(transition, "_asdict"):
@@ -132,10 +133,11 @@ def _items_of(transition: Any) -> dict[str, Any]:
         return {field.name: getattr(transition, field.name) for field in fields(transition)}
     if hasattr(transition, "__dict__"):
         return {name: value for name, value in vars(transition).items() if not name.startswith("_")}
-    raise UsageError("add a record", "", "a mapping, named tuple or object with fields", type(transition).__name__)
+    expected = "transition as a mapping, named tuple or object with fields"
+    raise UsageError(action, "", expected, type(transition).__name__)
 
 
-def _recorded_done(batch: Transition) -> Any:
+def _recorded_done(action: str, batch: Transition) -> Any:
     """Give `done` of a batch as it was recorded: without the marks of first frames that are not the last as well."""
     if batch.done is None or batch.is_first is None:
         return batch.done
@@ -146,7 +148,7 @@ def _recorded_done(batch: Transition) -> Any:
             flag = as_given(value)
             if flag.numel() != done.numel():
                 expected = f"shape {tuple(done.shape)} as of 'done'"
-                raise SchemaError("add a record", f"with the flag {name!r}", expected, str(tuple(flag.shape)))
+                raise SchemaError(action, f"with the flag {name!r}", expected, str(tuple(flag.shape)))
             flags[name] = flag.to(done.device, torch.bool).reshape(done.shape)
     if "is_last" in flags:
         return done.masked_fill(flags["is_first"] & ~flags["is_last"], 0)
@@ -158,21 +160,23 @@ def _recorded_done(batch: Transition) -> Any:
     if is_unclear.any():
         advice = "Give it with batch._replace(is_last=...): batch.done, where no first frame is marked"
         where = "with is_first where done is true"
-        raise UsageError("add a record", where, "is_last, which tells marked frames from ended ones", "None", advice)
+        raise UsageError(action, where, "is_last, which tells marked frames from ended ones", "None", advice)
     return done
 
 
-def unpack_storage(transition: Any, include: Sequence[str]) -> Any:
+def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
     """Give the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
+    include = arguments.names(action, "include", include)
     if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
         if include:
-            raise UsageError("include fields", ", ".join(include), "a RolloutStorage", type(transition).__name__)
+            where, expected = f"with include={list(include)}", "transition as a RolloutStorage"
+            raise UsageError(action, where, expected, type(transition).__name__)
         return transition
     declared = transition.declare_columns() if hasattr(transition, "declare_columns") else rollout_columns(1, 1, 1, 1)
     usual = [column.name for column in declared if column.is_recorded]
     found = {name: getattr(transition, name, None) for name in (*usual, *include)}
     if missing := [name for name in include if found[name] is None]:
-        raise UsageError("include the field", repr(missing[0]), "a field of the storage", "none of that name")
+        raise UsageError(action, "", "include as fields of the storage", repr(missing[0]))
     step, is_round = transition.step, getattr(transition, "buffer_full", False)  # a full queue begins at its cursor
 
     def filled(column: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from storage.errors import RolloutDataWarning, SchemaError, UsageError
 
 from .environments import FINAL, FINAL_PRIVILEGED, TIME_OUTS, final_rows, joined, told_time_outs
 
-_ADD = "add a record"
 _RECORDED = {*TIME_OUTS, *FINAL, *FINAL_PRIVILEGED}
 _ENDS = ("done", "terminated", "truncated", "timeout")
 
@@ -36,10 +35,13 @@ class InfoReader:
         self._num_envs = num_envs
         self._warned_keys = set[str]()
 
-    def read(self, infos: Any, values: Mapping[str, Any], is_step: bool) -> tuple[dict[str, Any], np.ndarray | None]:
+    def read(
+        self, action: str, infos: Any, values: Mapping[str, Any], is_step: bool
+    ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Return `timeout` and final observations from infos, unless they are in `values`.
 
         Args:
+            action: The call, for errors.
             infos: Of a step: a list with a mapping for each environment, or one mapping of values of all of them.
                 Of a rollout: a list of T such.
             values: The other values of the record, by our names.
@@ -52,8 +54,8 @@ class InfoReader:
             SchemaError: Infos are not of N environments or T steps.
             UsageError: Only some of the final observations have a privileged part.
         """
-        given = [infos] if is_step else _listed(infos, values.get("observation"))
-        steps = [joined(self._checked(one)) for one in given]
+        given = [infos] if is_step else _listed(action, infos, values.get("observation"))
+        steps = [joined(self._checked(action, one)) for one in given]
         self._warn_of(steps)
         found: dict[str, Any] = {}
         if values.get("timeout") is None and values.get("truncated") is None:
@@ -63,17 +65,17 @@ class InfoReader:
         ended = self._ended({**values, **found}, len(steps))
         if values.get("final_observation") is not None or ended is None or not ended.any():
             return found, None
-        finals, has_final = self._finals(steps, values.get("observation"), ended, is_step)
+        finals, has_final = self._finals(action, steps, values.get("observation"), ended, is_step)
         return found | finals, has_final
 
-    def _checked(self, infos: Any) -> Any:
+    def _checked(self, action: str, infos: Any) -> Any:
         if isinstance(infos, Mapping):
             return infos
         is_list = isinstance(infos, (Sequence, np.ndarray)) and not isinstance(infos, (str, bytes))
         if not is_list or len(infos) != self._num_envs or not all(isinstance(one, Mapping | None) for one in infos):
             got = f"{type(infos).__name__}" + (f" of {len(infos)}" if is_list else "")
             expected = f"infos as a mapping, or a list of {self._num_envs} mappings, one of each environment"
-            raise SchemaError(_ADD, "", expected, got)
+            raise SchemaError(action, "", expected, got)
         return infos
 
     def _warn_of(self, steps: Sequence[Mapping[str, Any]]) -> None:
@@ -105,7 +107,7 @@ class InfoReader:
         return ended
 
     def _finals(
-        self, steps: Sequence[Mapping[str, Any]], observation: Any, ended: np.ndarray, is_step: bool
+        self, action: str, steps: Sequence[Mapping[str, Any]], observation: Any, ended: np.ndarray, is_step: bool
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Return the final observations of ends, `[k, ...]` in the order of time, then environment, and which ends."""
         rows, privileged_rows = [], []
@@ -124,7 +126,7 @@ class InfoReader:
             return {}, None
         if len(privileged_rows) not in (0, len(rows)):
             expected = "infos with final privileged observations in each step with final observations"
-            raise UsageError(_ADD, "", expected, "some without")
+            raise UsageError(action, "", expected, "some without")
         values = {"final_observation": _joined(rows)}
         if privileged_rows:
             values["final_privileged_observation"] = _joined(privileged_rows)
@@ -143,13 +145,13 @@ class InfoReader:
         return found
 
 
-def _listed(infos: Any, observation: Any) -> list[Any]:
+def _listed(action: str, infos: Any, observation: Any) -> list[Any]:
     """Return the infos of each step of a rollout with this observation, whose leaves are `[T, N, ...]`."""
     if isinstance(infos, Mapping) or not isinstance(infos, (Sequence, np.ndarray)) or not len(infos):
-        raise SchemaError(_ADD, "", "infos of a rollout as a list with those of each step", type(infos).__name__)
+        raise SchemaError(action, "", "infos of a rollout as a list with those of each step", type(infos).__name__)
     leaf = _first_leaf(observation)
     if leaf is not None and len(infos) != len(leaf):
-        raise SchemaError(_ADD, "", f"infos of each of {len(leaf)} steps", f"those of {len(infos)}")
+        raise SchemaError(action, "", f"infos of each of {len(leaf)} steps", f"those of {len(infos)}")
     return list(infos)
 
 

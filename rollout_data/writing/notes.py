@@ -20,7 +20,6 @@ from storage.errors import FieldTypeError, SchemaError, UsageError
 from ..format.header import ENDS
 from ..format.notes import MAX_NOTE_BYTES, text_id
 
-_ADD = "add a record"
 #: Names in the notes of an episode whose values have a type that readers rely on.
 _TYPES: dict[str, type] = {"task": str, "success": bool}
 
@@ -59,7 +58,7 @@ def is_texts(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def as_ids(name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]) -> np.ndarray:
+def as_ids(action: str, name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]) -> np.ndarray:
     """Give the numbers of texts, int64 of shape `lead`, and note the texts; one text is that of all frames.
 
     Raises:
@@ -71,7 +70,7 @@ def as_ids(name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]
     else:
         listed = np.array(value, object)
         if listed.shape not in (lead, (*lead, 1)):
-            raise SchemaError(_ADD, f"with the texts {name!r}", f"one text, or shape {lead}", str(listed.shape))
+            raise SchemaError(action, f"with the texts {name!r}", f"one text, or shape {lead}", str(listed.shape))
     ids: dict[str, int] = {}
     for text in listed.reshape(-1).tolist():
         if isinstance(text, str) and text in ids:
@@ -83,51 +82,51 @@ def as_ids(name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]
         if not isinstance(text, str) or data is None or len(data) > MAX_NOTE_BYTES:
             expected = f"texts of Unicode, each of at most {MAX_NOTE_BYTES} bytes"
             got = type(text).__name__ if not isinstance(text, str) else ascii(text[:20])
-            raise UsageError(_ADD, f"with the texts {name!r}", expected, got)
+            raise UsageError(action, f"with the texts {name!r}", expected, got)
         ids[text] = text_id(text)
         texts[ids[text]] = data
     numbers = np.array([ids[text] for text in listed.reshape(-1).tolist()], np.int64)
     return np.broadcast_to(numbers[0], lead).copy() if listed.shape == () else numbers.reshape(lead)
 
 
-def check_kinds(schema: Schema, texts: Container[str]) -> None:
+def check_kinds(action: str, schema: Schema, texts: Container[str]) -> None:
     """Raise `FieldTypeError` where texts are given for a field of numbers, or numbers for one of texts."""
     for name, item in schema.items():
         if item.is_text != (name in texts):
             expected, got = ("texts", "numbers")[:: 1 if item.is_text else -1]
-            raise FieldTypeError(_ADD, f"with the field {name!r}", f"{expected}, as in the first record", got)
+            raise FieldTypeError(action, f"with the field {name!r}", f"{expected}, as in the first record", got)
 
 
-def episode_notes(given: Any, marks: np.ndarray, is_step: bool) -> tuple[tuple[int, int, bytes], ...]:
+def episode_notes(action: str, given: Any, marks: np.ndarray, is_step: bool) -> tuple[tuple[int, int, bytes], ...]:
     """Check what is said of episodes in a record whose marks are `[T, N]`; see `RolloutWriter.add`.
 
     Raises:
         UsageError: It has another form, cannot be JSON, or is said of an env that has no frame.
     """
     num_envs, found = marks.shape[1], []
-    for step, of_step in enumerate([given] if is_step else _listed(given, len(marks), "step")):
+    for step, of_step in enumerate([given] if is_step else _listed(action, given, len(marks), "step")):
         one_by_one = [of_step] if num_envs == 1 and isinstance(of_step, Mapping) else of_step
-        for env, said in enumerate(() if of_step is None else _listed(one_by_one, num_envs, "environment")):
+        for env, said in enumerate(() if of_step is None else _listed(action, one_by_one, num_envs, "environment")):
             if said is None or (isinstance(said, Mapping) and not said):
                 continue
             if not marks[step, env]:
                 where = f"with episode= of environment {env}"
-                raise UsageError(_ADD, where, "a frame of it in the same step", "none, by env_mask")
-            found.append((step, env, episode_json(said)))
+                raise UsageError(action, where, "a frame of it in the same step", "none, by env_mask")
+            found.append((step, env, episode_json(said, action, "with episode=")))
     return tuple(found)
 
 
-def _listed(given: Any, count: int, of: str) -> Sequence[Any]:
+def _listed(action: str, given: Any, count: int, of: str) -> Sequence[Any]:
     is_list = isinstance(given, (list, tuple)) or (isinstance(given, np.ndarray) and given.dtype == object)
     if not is_list or len(given) != count:
         got = f"{len(given)} values" if is_list else type(given).__name__
         one = " (one mapping for a single environment)" if of == "environment" else ""
-        raise UsageError(_ADD, "with episode=", f"a list with a mapping or None for each {of}, {count}{one}", got)
+        raise UsageError(action, "with episode=", f"a list with a mapping or None for each {of}, {count}{one}", got)
     found: Sequence[Any] = given
     return found
 
 
-def episode_json(said: Any, action: str = _ADD, where: str = "with episode=") -> bytes:
+def episode_json(said: Any, action: str, where: str) -> bytes:
     """Check what is said of an episode, and write it as JSON.
 
     Raises:
@@ -166,7 +165,7 @@ class NoteCount:
         self._num_bytes = np.zeros(num_envs, np.int64)
         self._is_used = False
 
-    def add(self, marks: np.ndarray, notes: StepNotes) -> None:
+    def add(self, action: str, marks: np.ndarray, notes: StepNotes) -> None:
         """Count the notes of a rollout with these marks `[T, N]`.
 
         Raises:
@@ -182,7 +181,7 @@ class NoteCount:
             counts[env] += len(data)
             if counts[env] > MAX_NOTE_BYTES:
                 expected, got = f"at most {MAX_NOTE_BYTES} bytes said of an episode", f"{counts[env]} of env {env}"
-                raise UsageError(_ADD, "with episode=", expected, got, "Record what is large as a field")
+                raise UsageError(action, "with episode=", expected, got, "Record what is large as a field")
         counts[is_end[start:].any(axis=0)] = 0
         self._num_bytes = counts
 

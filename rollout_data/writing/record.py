@@ -35,7 +35,6 @@ PRESENT = 128
 HAS_FINAL = 1
 #: A value as it was given: an array, or a tensor where numpy has no such memory or dtype.
 Leaf = np.ndarray | torch.Tensor
-_ADD = "add a record"
 
 
 @dataclass(eq=False)
@@ -128,10 +127,13 @@ class RolloutReader:
         self._flags, self._finals = list[str](), list[str]()
         self._all_present = np.full((1, num_envs), PRESENT, np.uint8)
 
-    def read(self, record: Mapping[str, Any], is_step: bool, has_final: np.ndarray | None = None) -> Rollout:
+    def read(
+        self, action: str, record: Mapping[str, Any], is_step: bool, has_final: np.ndarray | None = None
+    ) -> Rollout:
         """Read a record: from `given_values`, `[N, ...]` for a step, else `[T, N, ...]`.
 
         Args:
+            action: The call, for errors.
             record: The values by name.
             is_step: Whether the record is a step.
             has_final: `[T, N]` bool, the ends that have a row in the final observations; None for all of them.
@@ -144,7 +146,7 @@ class RolloutReader:
         success = values.pop("success", None) if self._success_only else None
         episode = values.pop("episode", None)
         texts = {name: values.pop(name) for name in [*values] if name not in _NUMERIC and is_texts(values[name])}
-        fields = _leaves(values, texts)
+        fields = _leaves(action, values, texts)
         final_texts = {name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS}
         form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()], [*texts, *final_texts]
         is_known, self._form = form == self._form, None
@@ -154,25 +156,27 @@ class RolloutReader:
         flag_leaves = [(name, fields.pop(name)) for name in self._flags]
         finals = {name: fields.pop(name) for name in self._finals}
         if not is_known:
-            _check_whole(fields, self._needed)
+            _check_whole(action, fields, self._needed)
         if self._segments:
-            fields = split_components(fields, OBSERVATION, self._segments, 1 if is_step else 2)
+            fields = split_components(action, fields, OBSERVATION, self._segments, 1 if is_step else 2)
         lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
         found: dict[int, bytes] = {}
-        fields |= {name: as_ids(name, value, lead, found) for name, value in texts.items()}
-        finals |= {name: as_ids(name, value, _shape_of(value, lead), found) for name, value in final_texts.items()}
-        schema = self._declared(fields, len(lead), texts) if self.schema is None else self.schema
+        fields |= {name: as_ids(action, name, value, lead, found) for name, value in texts.items()}
+        finals |= {
+            name: as_ids(action, name, value, _shape_of(value, lead), found) for name, value in final_texts.items()
+        }
+        schema = self._declared(action, fields, len(lead), texts) if self.schema is None else self.schema
         if not is_known:
-            _check_fields(schema, fields, lead)
-            check_kinds(schema, texts)
-        flags = {name: _flag(name, leaf, lead) for name, leaf in flag_leaves}
+            _check_fields(action, schema, fields, lead)
+            check_kinds(action, schema, texts)
+        flags = {name: _flag(action, name, leaf, lead) for name, leaf in flag_leaves}
         marks = self._all_present if is_step else np.full(lead, PRESENT, np.uint8)
         # In most steps nothing ends: at 64 envs that look takes 1 us, and making the marks 7.
         is_plain = "env_mask" not in flags and not any(map(np.count_nonzero, flags.values()))
         if not is_plain:
-            marks = _marks(flags, marks.shape)
+            marks = _marks(action, flags, marks.shape)
             if self._success_only:
-                marks |= ends_of(marks) * ~_kept(success, marks) * np.uint8(DROPPED)
+                marks |= ends_of(marks) * ~_kept(action, success, marks) * np.uint8(DROPPED)
         errors: dict[str, float] = {}
         stored = {}
         for name, leaf in fields.items():
@@ -182,18 +186,18 @@ class RolloutReader:
         if finals and not (is_known and is_plain):
             is_end = ends_of(marks) if has_final is None else ends_of(marks) & has_final
             marks = marks | is_end * np.uint8(HAS_FINAL)
-            picked = self._pick_ends(finals, schema, lead, is_end)
+            picked = self._pick_ends(action, finals, schema, lead, is_end)
             rows = {name: _stored(schema[name], leaf, errors) for name, leaf in picked.items()}
             if missing := [name for name in schema.below(PRIVILEGED) if name not in rows]:
                 rows |= {name: stored[name][is_end] for name in missing}
                 marks |= is_end * np.uint8(FINAL_OBSERVATION_ONLY)
-        said = () if episode is None else episode_notes(episode, marks, is_step)
+        said = () if episode is None else episode_notes(action, episode, marks, is_step)
         notes = StepNotes(said, found) if said or found else NO_NOTES
-        rollout = Rollout(schema, stored, marks, _version(version, lead), rows, errors, notes)
+        rollout = Rollout(schema, stored, marks, _version(action, version, lead), rows, errors, notes)
         self._form = form
         return rollout
 
-    def _declared(self, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
+    def _declared(self, action: str, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
         """Declare the schema that a first record has: observation, privileged, action, reward, extras."""
         order = [OBSERVATION, PRIVILEGED, "action", REWARD]
         ranks = {name: order.index(head) if (head := name.split("/")[0]) in order else len(order) for name in fields}
@@ -202,9 +206,9 @@ class RolloutReader:
         for name in self._codecs:
             if name not in components:
                 expected = nearest(name, components) if components else "a dict as the observation, or obs_segments"
-                raise SchemaError("code the component", "of obs_disassemble_mapping", expected, repr(name))
+                raise SchemaError(action, "with obs_disassemble_mapping", expected, repr(name))
         codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
-        dtypes = {name: dtype_name(fields[name].dtype, f"of {name!r}") for name in names}
+        dtypes = {name: dtype_name(fields[name].dtype, f"with the field {name!r}", action) for name in names}
         shapes = {name: tuple(fields[name].shape[num_lead:]) for name in names}
         schema = Schema(Field(n, shapes[n], dtypes[n], codecs.get(n, "raw"), is_text=n in texts) for n in names)
         for field in schema.values():
@@ -212,25 +216,25 @@ class RolloutReader:
         return schema
 
     def _pick_ends(
-        self, leaves: dict[str, Leaf], schema: Schema, lead: tuple[int, ...], is_end: np.ndarray
+        self, action: str, leaves: dict[str, Leaf], schema: Schema, lead: tuple[int, ...], is_end: np.ndarray
     ) -> dict[str, Leaf]:
         """Pick the rows of the ends from `final_observation` and its privileged twin, by the field of the frames."""
         if self._segments:
             is_whole_record = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
             num_leads = (len(lead), 1) if is_whole_record else (1, len(lead))
-            leaves = split_components(leaves, "final_observation", self._segments, *num_leads)
+            leaves = split_components(action, leaves, "final_observation", self._segments, *num_leads)
         rows = {}
         for name, leaf in leaves.items():
             head, slash, rest = name.partition("/")
             field_name = FINALS[head] + slash + rest
             if field_name not in schema:
                 expected = nearest(field_name, schema)
-                raise MissingFieldError(_ADD, f"with the field {name!r}", expected, repr(field_name))
-            rows[field_name] = _ended_rows(name, leaf, schema[field_name], lead, is_end)
+                raise MissingFieldError(action, f"with the field {name!r}", expected, repr(field_name))
+            rows[field_name] = _ended_rows(action, name, leaf, schema[field_name], lead, is_end)
         for name in schema.below(OBSERVATION):
             if name not in rows:
                 expected, got = "all observation fields", ", ".join(leaves)
-                raise MissingFieldError(_ADD, f"without the final value of {name!r}", expected, got)
+                raise MissingFieldError(action, f"without the final value of {name!r}", expected, got)
         return rows
 
 
@@ -244,12 +248,12 @@ def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
     return shape if shape and shape != (*lead, 1) else lead
 
 
-def _leaves(values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
+def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
     """Walk a record; None is not given. Texts below a name are added to `texts`."""
     found: dict[str, Leaf] = {}
     for name, value in values.items():
         if name in found:
-            raise SchemaError("name a leaf", repr(name), "each place used once", "two values")
+            raise SchemaError(action, f"with the field {name!r}", "each place used once", "two values")
         if type(value) is np.ndarray:
             found[name] = value
         elif not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS:
@@ -257,84 +261,85 @@ def _leaves(values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]
             leaves = {leaf: item for leaf, item in flat.items() if item is not None}
             spoken = {leaf: item for leaf, item in leaves.items() if _is_spoken(item)}
             texts.update(spoken)
-            below = {leaf: _leaf(leaf, item) for leaf, item in leaves.items() if leaf not in spoken}
+            below = {leaf: _leaf(action, leaf, item) for leaf, item in leaves.items() if leaf not in spoken}
             if twice := below.keys() & found.keys():
-                raise SchemaError("name a leaf", repr(sorted(twice)[0]), "each place used once", "two values")
+                raise SchemaError(action, f"with the field {sorted(twice)[0]!r}", "each place used once", "two values")
             found.update(below)
         elif value is not None:
-            found[name] = _leaf(name, value)
+            found[name] = _leaf(action, name, value)
     return found
 
 
-def _leaf(name: str, value: Any) -> Leaf:
+def _leaf(action: str, name: str, value: Any) -> Leaf:
     """View a value as an array, or as a detached tensor where numpy cannot; copy only what neither can view."""
     if isinstance(value, torch.Tensor):
         try:
             array: np.ndarray = value.numpy()
             return array
         except (TypeError, RuntimeError):  # it has a gradient, or bfloat16, or is elsewhere, or not dense
-            return dense(name, value, _ADD)
+            return dense(name, value, action)
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         advice = "Fill it, or say with env_mask which envs have no frame"
-        raise SchemaError("take the value of", repr(name), "an array without masked values", "masked ones", advice)
+        raise SchemaError(action, f"with the field {name!r}", "an array without masked values", "masked ones", advice)
     try:
         return np.asarray(value)
     except ValueError as cause:
-        raise SchemaError("take the value of", repr(name), "an array", str(cause)) from cause
+        raise SchemaError(action, f"with the field {name!r}", "an array", str(cause)) from cause
 
 
-def _check_whole(fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
+def _check_whole(action: str, fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
     for name in (one for one in needed if one not in {field.partition("/")[0] for field in fields}):
         where, got = f"without the field {name!r}", f"only {', '.join(fields) or 'nothing'}"
-        raise MissingFieldError(_ADD, where, f"a value for {name!r}", got, "Give it as a keyword or in the record")
+        raise MissingFieldError(action, where, f"a value for {name!r}", got, "Give it as a keyword or in the record")
 
 
-def _check_fields(schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:
+def _check_fields(action: str, schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:
     for name, leaf in fields.items():
         if leaf.shape[: len(lead)] != lead:
             axes = "num_envs" if len(lead) == 1 else "time, num_envs"
             where, expected = f"with the field {name!r}", f"leading size {lead} ({axes})"
-            raise SchemaError(_ADD, where, expected, f"shape {tuple(leaf.shape)}")
-    check_same_names(schema, fields, _ADD)
+            raise SchemaError(action, where, expected, f"shape {tuple(leaf.shape)}")
+    check_same_names(schema, fields, action)
     for name, field in schema.items():
-        _check_row(name, field, fields[name], len(lead))
+        _check_row(action, name, field, fields[name], len(lead))
 
 
-def _check_row(name: str, field: Field, leaf: Leaf, num_lead: int) -> None:
-    where, got = f"with the field {name!r}", dtype_name(leaf.dtype, f"of {name!r}")
+def _check_row(action: str, name: str, field: Field, leaf: Leaf, num_lead: int) -> None:
+    where = f"with the field {name!r}"
+    got = dtype_name(leaf.dtype, where, action)
     if leaf.shape[num_lead:] != field.shape:
-        raise SchemaError(_ADD, where, f"rows of shape {field.shape}", str(tuple(leaf.shape[num_lead:])))
+        raise SchemaError(action, where, f"rows of shape {field.shape}", str(tuple(leaf.shape[num_lead:])))
     if got != field.dtype:
-        raise FieldTypeError(_ADD, where, f"dtype {field.dtype}, as declared by the first record", got)
+        raise FieldTypeError(action, where, f"dtype {field.dtype}, as declared by the first record", got)
 
 
-def _flag(name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
+def _flag(action: str, name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
     """Give a flag as a `[T, N]` bool array."""
     if leaf.shape not in (lead, (*lead, 1)):
         expected = f"shape {lead} or {(*lead, 1)}"
-        raise SchemaError(_ADD, f"with the flag {name!r}", expected, str(tuple(leaf.shape)))
-    return _truth(name, leaf).reshape(-1, lead[-1])
+        raise SchemaError(action, f"with the flag {name!r}", expected, str(tuple(leaf.shape)))
+    return _truth(action, name, leaf).reshape(-1, lead[-1])
 
 
-def _truth(name: str, leaf: Leaf) -> np.ndarray:
+def _truth(action: str, name: str, leaf: Leaf) -> np.ndarray:
     array = on_host(leaf)
     if array.dtype == bool:
         return array
-    dtype_name(array.dtype, f"of {name!r}")
+    dtype_name(array.dtype, f"with the flag {name!r}", action)
     if array.dtype.kind == "f" and np.isnan(array).any():
-        raise UsageError(_ADD, f"with the flag {name!r}", "true and false values", "NaN")
+        raise UsageError(action, f"with the flag {name!r}", "true and false values", "NaN")
     is_true: np.ndarray = array != 0
     return is_true
 
 
-def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
     """Make the marks `[T, N]` of done, timeout, terminated, truncated and env_mask, each `[T, N]` bool."""
     done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
     is_seen = True if mask is None else mask
     if truncated is None:
         truncated = timeout
     elif timeout is not None and (timeout & is_seen != truncated & is_seen).any():
-        raise UsageError(_ADD, "with both timeout and truncated", "the same values", "different ones")
+        raise UsageError(action, "with both timeout and truncated", "the same values", "different ones")
     if done is not None and terminated is None:
         # A stale timeout where nothing ended is no end: simulators leave old flags standing.
         truncated = None if truncated is None else truncated & done
@@ -343,7 +348,7 @@ def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarra
         truncated = done & ~terminated if truncated is None else truncated
         if ((terminated | truncated) & is_seen != done & is_seen).any():
             where = "with done, terminated and truncated"
-            raise UsageError(_ADD, where, "done = terminated | truncated", "a contradiction")
+            raise UsageError(action, where, "done = terminated | truncated", "a contradiction")
     marks = np.full(shape, PRESENT, np.uint8)
     for flag, mark in ((terminated, TERMINATED), (truncated, TRUNCATED)):
         if flag is not None:
@@ -353,14 +358,14 @@ def _marks(flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarra
     return marks
 
 
-def _kept(success: Any, marks: np.ndarray) -> np.ndarray:
+def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
     """Give `success` of a record as `[T, N]` bool; it may be missing where nothing ends."""
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
-    flags = np.zeros(0) if success is None else _truth("success", _leaf("success", success))
+    flags = np.zeros(0) if success is None else _truth(action, "success", _leaf(action, "success", success))
     if flags.size != marks.size:
         expected = f"success of shape {marks.shape[1:]} for a step, true where a trajectory is kept"
-        raise SchemaError(_ADD, "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0))
+        raise SchemaError(action, "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0))
     return flags.reshape(marks.shape)
 
 
@@ -378,36 +383,36 @@ def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
     return leaf
 
 
-def _version(version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
+def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
     if version is None:
         return -1
-    leaf = _leaf("policy_version", version)
-    name, array = dtype_name(leaf.dtype, "of 'policy_version'"), on_host(leaf)
+    leaf = _leaf(action, "policy_version", version)
+    name, array = dtype_name(leaf.dtype, "with policy_version", action), on_host(leaf)
     if array.dtype.kind not in "iu":
-        raise FieldTypeError(_ADD, "with policy_version", "integers", name)
+        raise FieldTypeError(action, "with policy_version", "integers", name)
     if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
-        raise FieldTypeError(_ADD, "with policy_version", "numbers below 2**63", str(array.max()))
+        raise FieldTypeError(action, "with policy_version", "numbers below 2**63", str(array.max()))
     array = array.astype(np.int64)
     if array.ndim == 0:
         return int(array)
     if len(lead) == 2 and array.shape in (lead[:1], (lead[0], 1)):
         return np.broadcast_to(array.reshape(-1, 1), lead)
     if array.shape not in (lead, (*lead, 1)):
-        raise SchemaError(_ADD, "with policy_version", f"one integer or shape {lead}", str(array.shape))
+        raise SchemaError(action, "with policy_version", f"one integer or shape {lead}", str(array.shape))
     return array.reshape(-1, lead[-1])
 
 
-def _ended_rows(name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray) -> Leaf:
+def _ended_rows(action: str, name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray) -> Leaf:
     """Pick `[k, *shape]` out of `[*lead, *shape]`, or take it if it is that already."""
     num_ends, num_lead = int(is_end.sum()), leaf.ndim - len(field.shape)
     if num_lead == len(lead) and leaf.shape[:num_lead] == lead:
-        _check_row(name, field, leaf, num_lead)
+        _check_row(action, name, field, leaf, num_lead)
         rows, chosen = leaf.reshape(-1, *field.shape), np.flatnonzero(is_end)
         return rows[chosen] if isinstance(rows, np.ndarray) else rows[torch.from_numpy(chosen).to(rows.device)]
     if num_lead == 1 and len(leaf) == num_ends:
-        _check_row(name, field, leaf, 1)
+        _check_row(action, name, field, leaf, 1)
         return leaf
     expected = f"shape {(*lead, *field.shape)}"
     if (num_ends,) != lead:
         expected += f", or {(num_ends, *field.shape)} for the ends of this record"
-    raise SchemaError(_ADD, f"with {name!r}", expected, str(tuple(leaf.shape)))
+    raise SchemaError(action, f"with {name!r}", expected, str(tuple(leaf.shape)))

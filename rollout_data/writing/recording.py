@@ -31,6 +31,7 @@ from ..index.folder import BlockFolder
 from .environments import Simulator, joined, mapped, told
 from .writer import RolloutWriter
 
+_RECORD = "call rollout_data.record_demonstrations"
 #: Methods of an env that are recorded.
 _RECORDED = ("reset", "reset_async", "reset_wait", "get_observations", "step", "step_async", "step_wait")
 
@@ -111,7 +112,9 @@ class RecordingWrapper(Owned):
     def __init__(
         self, env: Any, data_dir: str | os.PathLike[str], *, autoreset: str | None = None, **options: Any
     ) -> None:
-        recorder = _Recorder(Simulator(env, autoreset), data_dir, is_in_loop=True, **options)
+        recorder = _Recorder(
+            Simulator("create a RecordingWrapper", env, autoreset), data_dir, is_in_loop=True, **options
+        )
         self.__dict__.update(env=env, rollout_writer=recorder.writer, _recorder=recorder, _is_open=True)
         self.__dict__["_owner"] = Owner(f"a recording into {str(data_dir)!r}")
 
@@ -175,11 +178,13 @@ def record_demonstrations(
         A summary. `Ctrl-C` publishes what was recorded and then raises `KeyboardInterrupt` as usual; so does an error.
     """
     for name, value in (("min_timesteps", min_timesteps), ("min_trajectories", min_trajectories)):
-        arguments.real("record", name, value, "as a number", lambda _: True)
-    seed = None if seed is None else arguments.seed("record", "seed", seed)
+        arguments.real(_RECORD, name, value, "as a number", lambda _: True)
+    seed = None if seed is None else arguments.seed(_RECORD, "seed", seed)
+    keep_unfinished = arguments.flag(_RECORD, "keep_unfinished", keep_unfinished)
+    data_dir = arguments.path(_RECORD, "data_dir", data_dir)
     if min_timesteps <= 0 and min_trajectories <= 0:
-        raise UsageError("record", "", "min_timesteps or min_trajectories above 0", "neither")
-    simulator, (act, policy_name) = Simulator(env, autoreset), _policy(policy)
+        raise UsageError(_RECORD, "", "min_timesteps or min_trajectories above 0", "neither")
+    simulator, (act, policy_name) = Simulator(_RECORD, env, autoreset), _policy(policy)
     start_s = time.monotonic()
     frames_before, trajectories_before, ended_before = _count(Path(data_dir))
     goals = (min_timesteps - frames_before, min_trajectories - ended_before)
@@ -236,12 +241,13 @@ class _Recorder:
         metadata: Mapping[str, Any] | None = None,
         **writer_options: Any,
     ) -> None:
+        action = simulator.action
         if keep is not None and not callable(keep):
-            raise UsageError("record", "", "keep a callable of an EpisodeSummary, or None", repr(keep))
+            raise UsageError(action, "", "keep a callable of an EpisodeSummary, or None", repr(keep))
         num_envs = simulator.num_envs
         self._default_limit = max(1000, 10 * num_envs)
         self._limit = self._default_limit if max_dropped is None else max_dropped
-        arguments.real("record", "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1)
+        arguments.real(action, "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1)
         self._goes_on, self._has_warned = is_in_loop and max_dropped is None, False
         self.simulator, self._success_only, self._keep = simulator, success_only, keep
         self._names = (success_key, f"is_{success_key}")
@@ -406,7 +412,7 @@ def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
     act = next((method for method in methods if callable(method)), policy)
     if not callable(act):
         expected = "a callable, or an object with act_inference or act"
-        raise UsageError("record", f"with {type(policy).__name__}", expected, "neither")
+        raise UsageError(_RECORD, "", f"policy as {expected}", type(policy).__name__)
     owner = getattr(policy, "__self__", policy)
     name = getattr(owner, "__name__", type(owner).__name__)
     if not isinstance(policy, torch.nn.Module):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from storage.core.arguments import is_whole
+from storage.core import arguments
 from storage.errors import UsageError
 
 from ..index.folder import BlockFolder, save_index_cache
@@ -51,8 +52,10 @@ def prune(
     Returns:
         The files, oldest first for each writer.
     """
-    limits = checked_limits({"trajectories": trajectories, "frames": frames, "bytes": bytes})
-    folder = BlockFolder.at(data_dir)
+    action = "call rollout_data.prune"
+    limits = checked_limits(action, {"trajectories": trajectories, "frames": frames, "bytes": bytes})
+    dry_run = arguments.flag(action, "dry_run", dry_run)
+    folder = BlockFolder.at(arguments.path(action, "data_dir", data_dir))
     index = folder.index
     is_growing = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
     is_kept = ~index.is_complete() & np.array(is_growing, bool)[index.writer]
@@ -79,13 +82,14 @@ def prune(
     return old
 
 
-def checked_limits(given: Mapping[str, int | None]) -> dict[str, int]:
-    """Check the limits of `prune`; None is none."""
-    limits = {name: limit for name, limit in given.items() if limit is not None}
-    is_right = limits.keys() <= set(LIMITS) and all(is_whole(limit) and limit >= 1 for limit in limits.values())
-    if not limits or not is_right:
-        expected = f"at least one of {', '.join(LIMITS)}, each a whole number >= 1"
-        raise UsageError("keep only the newest part", "", expected, repr(limits) if limits else "none of them")
+def checked_limits(action: str, given: Any) -> dict[str, int]:
+    """Check the limits of `prune`: name -> the most that is kept; None is no limit."""
+    expected = f"at least one of {', '.join(LIMITS)}"
+    if not isinstance(given, Mapping) or given.keys() - {*LIMITS}:
+        raise UsageError(action, "", f"a mapping with {expected}", repr(given))
+    limits = {name: arguments.whole(action, name, limit, 1) for name, limit in given.items() if limit is not None}
+    if not limits:
+        raise UsageError(action, "", expected, "none of them")
     return limits
 
 

@@ -114,16 +114,20 @@ class RolloutWriter(Shown, Owned):
             raise UsageError(_MAKE, "", "data_dir without NUL characters", repr(data_dir))
         self.num_envs = arguments.whole(_MAKE, "num_envs", num_envs, 1, MAX_NUM_ENVS)
         self.nonfinite_rewards = arguments.choice(_MAKE, "nonfinite_rewards", nonfinite_rewards, ("accept", "refuse"))
-        self.success_only = success_only
+        self.success_only = arguments.flag(_MAKE, "success_only", success_only)
+        durable = arguments.flag(_MAKE, "durable", durable)
         self._block_bytes = arguments.whole(_MAKE, "block_bytes", block_bytes, 1)
         self._block_age_s = arguments.real(_MAKE, "block_age_s", block_age_s, ">= 0 seconds", lambda age: age >= 0)
         self._max_pending = arguments.whole(_MAKE, "max_pending_blocks", max_pending_blocks, 1)
         chunk = None if frames_per_chunk is None else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
-        limits = None if retention is None else checked_limits(retention)
-        self._context = {"success_traj_only": success_only, **_checked_metadata(metadata)}
-        may_lack = {"observation": without_observation, "action": without_action}
+        limits = None if retention is None else checked_limits(f"{_MAKE} with retention", retention)
+        self._context = {"success_traj_only": self.success_only, **_checked_metadata(metadata)}
+        may_lack = {
+            "observation": arguments.flag(_MAKE, "without_observation", without_observation),
+            "action": arguments.flag(_MAKE, "without_action", without_action),
+        }
         needed = [name for name, is_absent in may_lack.items() if not is_absent]
-        self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, success_only, needed)
+        self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, self.success_only, needed)
         self._infos = InfoReader(self.num_envs)
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
@@ -139,7 +143,7 @@ class RolloutWriter(Shown, Owned):
                 self.num_envs,
                 max_pending=self._max_pending,
                 durable=durable,
-                is_tentative=success_only,
+                is_tentative=self.success_only,
                 frames_per_chunk=chunk,
                 retention=limits,
             )
@@ -239,11 +243,13 @@ class RolloutWriter(Shown, Owned):
             episode, infos: A list of T values, each as in `add`.
             include: Fields of a `RolloutStorage` to record besides the usual ones: "values", "mu", "sigma", ...
         """
-        self._add(unpack_storage(transition, include), keywords_of(locals()), is_step=False)
+        transition = unpack_storage("call RolloutWriter.add_rollout", transition, include)
+        self._add(transition, keywords_of(locals()), is_step=False)
 
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
         """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
         self._check_usable()
+        leave_open = arguments.flag("call RolloutWriter.discard", "leave_open", leave_open)
         envs = np.unique(arguments.env_ids("call RolloutWriter.discard", "env_ids", env_ids, self.num_envs))
         self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
 
@@ -326,17 +332,18 @@ class RolloutWriter(Shown, Owned):
 
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
-        values = given_values(transition, keywords)
+        action = "call RolloutWriter.add" if is_step else "call RolloutWriter.add_rollout"
+        values = given_values(action, transition, keywords)
         infos, has_final = values.pop("infos", None), None
         if infos is not None:
-            found, has_final = self._infos.read(infos, values, is_step)
+            found, has_final = self._infos.read(action, infos, values, is_step)
             values |= found
-        rollout = self._reader.read(values, is_step, has_final)
+        rollout = self._reader.read(action, values, is_step, has_final)
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
                 where, got = f"with the field {name!r}", f"{count} NaN or infinite ones"
-                raise UsageError("add a record", where, "finite values", got)
-        self._note_count.add(rollout.marks, rollout.notes)
+                raise UsageError(action, where, "finite values", got)
+        self._note_count.add(action, rollout.marks, rollout.notes)
         if self._reader.schema is None:
             self._declare(rollout.schema)
             warn_of_misspellings(values)

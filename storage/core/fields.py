@@ -47,7 +47,7 @@ _NAME_OF_TORCH = {torch_dtype: name for name, (torch_dtype, _) in DTYPES.items()
 _NAME_OF_NUMPY = {numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items() if name != "bfloat16"}
 
 
-def dtype_name(dtype: Any, where: str = "") -> str:
+def dtype_name(dtype: Any, where: str = "", action: str = "store the dtype") -> str:
     """Give the portable name of a torch or numpy dtype, for example "float32".
 
     Raises:
@@ -60,7 +60,7 @@ def dtype_name(dtype: Any, where: str = "") -> str:
         with suppress(TypeError):  # it is none
             name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
     if name is None:
-        raise FieldTypeError("store the dtype", where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
+        raise FieldTypeError(action, where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
     return name
 
 

@@ -49,7 +49,7 @@ def test_wrong_arguments_of_calls_are_refused(tmp_path):
         with pytest.raises(UsageError, match=r"expected what state_dict\(\) gave"):
             dataset.load_state_dict(state)
     for times in ([0.0, 1.0, 2.0], "now", None):
-        with pytest.raises(UsageError, match="expected seconds, one number or 2, one for each env"):
+        with pytest.raises(UsageError, match="expected time_s in seconds, one number or 2, one for each env"):
             dataset.get_batch_by_time(times)
     assert not torch.equal(dataset.get_batch().observation, first.observation)  # nothing was started again
 

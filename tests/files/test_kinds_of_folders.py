@@ -106,7 +106,7 @@ def test_an_undecided_source_is_empty_and_says_so(tmp_path):
     assert len(source.snapshot().index) == 0
     with pytest.raises(UsageError, match="expected at least 1 trajectories, got 0"):
         opened(tmp_path).get_batch()
-    with pytest.raises(UsageError, match="cannot read windows"):
+    with pytest.raises(UsageError, match="cannot create a WindowDataset"):
         WindowDataset(tmp_path)
 
 

@@ -49,7 +49,7 @@ CALLS = {
     "create a WindowMixture: expected datasets as a dataset, a path": lambda f: WindowMixture(3),
     "call WindowMixture.sampler: expected shard": lambda f: WindowMixture([windows(f)]).sampler(1, shard=(3, 2)),
     "call WindowLoader.load_state_dict: expected a state": lambda f: WindowLoader(windows(f), 2).load_state_dict(3),
-    "choose environments of a RolloutDataset: expected env_ids in 0:1, got [9]": lambda f: stream(f).reset([9]),
+    "call RolloutDataset.reset: expected env_ids in 0:1, got [9]": lambda f: stream(f).reset([9]),
     "create a RolloutWriter: expected data_dir a path, got 3": lambda f: RolloutWriter(3, 1),
     "call RolloutWriter.discard: expected env_ids in 0:1": lambda f: RolloutWriter(f / "new", 1).discard([7]),
     "call rollout_data.convert: expected target a path, got 3": lambda f: rollout_data.convert(f, 3),

@@ -136,5 +136,5 @@ def test_only_a_gaussian_storage_has_means_to_include(tmp_path):
     found = record(tmp_path / "mean", filled(RolloutStorage), include=("mu",))
     assert "mu" in found[0].fields and not any(name.startswith("policy_outputs") for name in found[0].fields)
     without = filled(RolloutStorage, policy_outputs=OUTPUTS)
-    with pytest.raises(UsageError, match="include the field 'mu'"):
+    with pytest.raises(UsageError, match="include as fields of the storage, got 'mu'"):
         record(tmp_path / "none", without, include=("mu",))

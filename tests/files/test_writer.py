@@ -86,7 +86,7 @@ def test_a_rollout_storage_is_recorded_as_far_as_it_is_filled(tmp_path):
         storage.add_transitions(transition)
     with make(tmp_path) as writer:
         writer.add_rollout(storage, include=("values", "actions_log_prob"), policy_version=3)
-        with pytest.raises(UsageError, match="a field of the storage"):
+        with pytest.raises(UsageError, match="include as fields of the storage"):
             writer.add_rollout(storage, include=("nothing",))
     found = trajectories_of(tmp_path)
     assert [(one.env, one.length, end_of(one)) for one in found] == [
@@ -299,7 +299,7 @@ def test_nonfinite_rewards_are_counted_or_refused(tmp_path):
         with pytest.raises(UsageError) as caught:
             writer.add(**step(reward=bad))
         writer.add(**step(reward=bad, env_mask=np.array([False, False, True])))
-    text = "cannot add a record with the field 'reward': expected finite values, got 2 NaN or infinite ones."
+    text = "cannot call RolloutWriter.add with the field 'reward': expected finite values, got 2 NaN or infinite ones."
     assert str(caught.value) == text
     assert frames_in(tmp_path / "b") == 1 and writer.num_nonfinite_rewards == 0
 

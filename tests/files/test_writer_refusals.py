@@ -45,52 +45,56 @@ LOOP["again"] = LOOP
         (
             {"observation": np.zeros((2, 4), np.float32)},
             SchemaError,
-            "cannot add a record with the field 'observation': "
+            "cannot call RolloutWriter.add with the field 'observation': "
             "expected leading size (3,) (num_envs), got shape (2, 4).",
         ),
         (
             {"reward": np.zeros((4,), np.float32)},
             SchemaError,
-            "cannot add a record with the field 'reward': expected leading size (3,) (num_envs), got shape (4,).",
+            "cannot call RolloutWriter.add with the field 'reward': expected leading size (3,) (num_envs), got shape (4,).",
         ),
         (
             {"action": np.zeros((N, 3), np.float32)},
             SchemaError,
-            "cannot add a record with the field 'action': expected rows of shape (2,), got (3,).",
+            "cannot call RolloutWriter.add with the field 'action': expected rows of shape (2,), got (3,).",
         ),
         (
             {"action": np.zeros((N, 2), np.float64)},
             FieldTypeError,
-            "cannot add a record with the field 'action': "
+            "cannot call RolloutWriter.add with the field 'action': "
             "expected dtype float32, as declared by the first record, got float64.",
         ),
         (
             {"reward": None},
             MissingFieldError,
-            "cannot add a record without the field 'reward': expected observation, action, reward, "
+            "cannot call RolloutWriter.add without the field 'reward': expected observation, action, reward, "
             "got observation, action.",
         ),
         (
             {"mu": np.zeros(N)},
             MissingFieldError,
-            "cannot add a record with the field 'mu': expected observation, action, reward, "
+            "cannot call RolloutWriter.add with the field 'mu': expected observation, action, reward, "
             "got observation, action, reward, mu.",
         ),
         (
             {"action": None},
             MissingFieldError,
-            "cannot add a record without the field 'action': expected a value for 'action', got only",
+            "cannot call RolloutWriter.add without the field 'action': expected a value for 'action', got only",
         ),
         ({"done": np.zeros((N, 2))}, SchemaError, "with the flag 'done': expected shape (3,) or (3, 1), got (3, 2)."),
-        ({"action": np.array(["a"] * N)}, FieldTypeError, "of 'action': expected one of bool, uint8"),
-        ({"action": [[1], [1, 2], [3]]}, SchemaError, "cannot take the value of 'action': expected an array, got"),
+        ({"action": np.array(["a"] * N)}, FieldTypeError, "with the field 'action': expected one of bool, uint8"),
+        (
+            {"action": [[1], [1, 2], [3]]},
+            SchemaError,
+            "cannot call RolloutWriter.add with the field 'action': expected an array, got",
+        ),
         ({"action": np.zeros((N, 2), complex)}, FieldTypeError, "complex128"),
         ({"policy_version": 0.5}, FieldTypeError, "with policy_version: expected integers, got float64."),
         ({"policy_version": [1, 2]}, SchemaError, "with policy_version: expected one integer or shape (3,), got (2,)."),
         (
             {"final_observation": np.zeros((2, 4), np.float32), "done": [1, 0, 0]},
             SchemaError,
-            "cannot add a record with 'final_observation': "
+            "cannot call RolloutWriter.add with 'final_observation': "
             "expected shape (3, 4), or (1, 4) for the ends of this record, got (2, 4).",
         ),
         ({"final_observation": np.zeros((N, 4), int)}, FieldTypeError, "expected dtype float32"),
@@ -125,18 +129,18 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
         (
             {"obs_segments": {"a": (3,)}},
             {},
-            "cannot split 'observation': expected 3 values in the last dimension, as obs_segments add up to, "
+            "cannot call RolloutWriter.add with the field 'observation': expected 3 values in the last dimension, as obs_segments add up to, "
             "got shape (3, 4).",
         ),
         (
             {"obs_segments": {"a": (3,)}},
             {"observation": {"b": np.zeros((N, 3))}},
-            "cannot take the observation without the field 'observation/a': expected observation/a, got observation/b.",
+            "cannot call RolloutWriter.add without the field 'observation/a': expected observation/a, got observation/b.",
         ),
         (
             {"obs_disassemble_mapping": {"dpth": "raw"}},
             {"observation": {"depth": np.zeros((N, 3))}},
-            "cannot code the component of obs_disassemble_mapping: expected 'depth', got 'dpth'.",
+            "cannot call RolloutWriter.add with obs_disassemble_mapping: expected 'depth', got 'dpth'.",
         ),
         (
             {"obs_disassemble_mapping": {"depth": "normalized_image"}},

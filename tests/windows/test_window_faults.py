@@ -30,7 +30,7 @@ def folder(tmp_path):
         ({"delta": {"acton": [0]}}, MissingFieldError, "'action'"),
         ({"delta": {"action": []}}, UsageError, "at least one number"),
         ({"delta": {"action": [0.5]}}, UsageError, "whole numbers"),
-        ({"delta": {"action": 3}}, UsageError, "'action': expected a list of whole numbers, got 3"),
+        ({"delta": {"action": 3}}, UsageError, "delta of 'action' as a list of whole numbers, got 3"),
         ({"delta": {"action": [1 << 31]}}, UsageError, "up to 2147483647"),
         ({"delta": [0, 1]}, UsageError, "a dict of fields"),
         ({"delta": {3: [0]}}, UsageError, "a dict of fields"),
@@ -38,9 +38,9 @@ def folder(tmp_path):
         ({"stride": 10**30}, UsageError, "stride"),
         ({"validation_fraction": "x"}, UsageError, "in \\[0, 1\\], got 'x'"),
         ({"validation_fraction": None}, UsageError, "in \\[0, 1\\], got None"),
-        ({"fields": "action"}, UsageError, "a list of names"),
-        ({"fields": ["actions"]}, MissingFieldError, "expected 'action'"),
-        ({"fields": []}, UsageError, "some of the fields"),
+        ({"fields": "action"}, UsageError, "fields as names of leaves"),
+        ({"fields": ["actions"]}, MissingFieldError, "fields among 'action'"),
+        ({"fields": []}, UsageError, "fields, some of"),
         ({"split": "test"}, UsageError, "split"),
         ({"split": "train", "validation_fraction": 1.5}, UsageError, "in \\[0, 1\\]"),
         ({"fields": ["action"], "next_observations": True}, UsageError, "an observation among the fields"),
@@ -131,7 +131,7 @@ def test_a_loader_without_a_batch_says_so(folder):
 @pytest.mark.parametrize("number", [2**64 - 1, 2**63])
 def test_numbers_of_windows_do_not_wrap(folder, number):
     dataset = WindowDataset(folder, 2)
-    with pytest.raises(IndexError, match=f"cannot read the window {number}: expected a number in"):
+    with pytest.raises(IndexError, match=f"call WindowDataset.batch: expected windows in .*, got {number}"):
         dataset.__getitems__(np.array([number], np.uint64))
     assert len(dataset.__getitems__(np.array([0, 1], np.uint64))["reward"]) == 2
 

@@ -97,7 +97,9 @@ def test_windows_are_addressed_as_in_a_list(dataset):
     check_same(dataset.__getitems__(np.array([1, -2], np.int32)), dataset.__getitems__([1, len(dataset) - 2]))
     assert dataset.__getitems__([])["observation"].shape == (0, 4, 3)
     for wrong in (len(dataset), -len(dataset) - 1):
-        with pytest.raises(IndexError, match=f"cannot read the window {wrong}: expected a number in"):
+        with pytest.raises(
+            IndexError, match=f"read a window of a WindowDataset: expected a whole number in .*, got {wrong}"
+        ):
             dataset[wrong]
     with pytest.raises(UsageError):
         dataset[1.5]
