@@ -84,7 +84,7 @@ def new_folder(action: str, name: str, target: str | os.PathLike[str], *sources:
     place, verb = arguments.path(action, name, target).resolve(), action.rpartition(".")[2]
     for source in sources:
         if isinstance(source, Path) and source.resolve() in (place, *place.parents):
-            raise UsageError(action, "", f"{name} outside of {str(source)!r}", repr(str(target)))
+            raise UsageError(action, "", f"{name} as a place outside of {str(source)!r}", repr(str(target)))
     made = None
     try:
         with only_writer_of(place, f"{verb} into"):

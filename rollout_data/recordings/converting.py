@@ -89,7 +89,7 @@ def convert(
     recording = source if isinstance(source, Recording) else open_source(_ACTION, "source", source)
     path = arguments.path(_ACTION, "target", target).absolute()
     if recording.path in (path, *path.parents):
-        raise UsageError(_ACTION, "", "target at another place than the source", repr(str(path)))
+        raise UsageError(_ACTION, "", f"target as a place outside of {str(recording.path)!r}", repr(str(path)))
     with ExitStack() as held:
         with errors_of_target(path):
             held.enter_context(only_writer_of(path, "convert into"))

@@ -267,18 +267,20 @@ def test_a_damaged_edit_is_told_and_repaired_without_losing_those_of_others(walk
 
 def test_editing_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path, capsys) -> None:
     demos = write_demos(tmp_path / "demos.hdf5", [3, 4])
-    with pytest.raises(UsageError, match=r"expected a folder of block files, got another format\. Convert it first"):
+    with pytest.raises(
+        UsageError, match=r"expected path as a folder of block files, got .* of another format\. Convert it first"
+    ):
         drop(demos, "demo_0")
-    with pytest.raises(UsageError, match=r"expected names such as 'a:7', 'a:0', .*, got 'a:77'"):
+    with pytest.raises(UsageError, match=r"expected ids with names such as 'a:7', 'a:0', .*, got 'a:77'"):
         drop(walk, "a:77")
-    with pytest.raises(UsageError, match="expected a place in 0:20, got 20"):
+    with pytest.raises(UsageError, match="expected ids with places in -20:20, got 20"):
         tag(walk, 20, task="x")
     with pytest.raises(UsageError, match="expected 'success' as a bool or None, got 'yes'"):
         tag(walk, 0, success="yes")
     with pytest.raises(UsageError, match="names and values, none of them 'ends'"):
         tag(walk, 0, ends="unknown")
     push(walk, "memory://no_edit")
-    with pytest.raises(UsageError, match=r"expected one folder of this machine.*Edit it, then push it"):
+    with pytest.raises(UsageError, match=r"expected path as one folder of this machine.*Edit it, then push it"):
         drop("memory://no_edit", "a:1")
     assert not edit_files(walk)
     assert main(["drop", str(walk)]) == 2 and "expected ids or --select, got neither" in capsys.readouterr().err

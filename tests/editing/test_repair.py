@@ -199,7 +199,7 @@ def test_finals_that_come_from_wrong_successors_cost_no_row(tmp_path: Path) -> N
 
 def test_only_codes_that_wait_for_a_word_are_confirmed(tmp_path: Path) -> None:
     walking(tmp_path / "walk", num=1)
-    with pytest.raises(UsageError, match=r"expected codes among 'VAL13', .*, got 'VAL01'"):
+    with pytest.raises(UsageError, match=r"expected yes with codes among 'VAL13', .*, got 'VAL01'"):
         repair(tmp_path / "walk", tmp_path / "new", yes=["VAL01"])
 
 

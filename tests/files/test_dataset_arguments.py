@@ -46,7 +46,7 @@ def test_wrong_arguments_of_calls_are_refused(tmp_path):
         with pytest.raises(UsageError, match="expected env_ids as integer ids"):
             dataset.reset(env_ids)
     for state in (None, 5, "x"):
-        with pytest.raises(UsageError, match=r"expected what state_dict\(\) gave"):
+        with pytest.raises(UsageError, match=r"expected state as returned by state_dict\(\)"):
             dataset.load_state_dict(state)
     for times in ([0.0, 1.0, 2.0], "now", None):
         with pytest.raises(UsageError, match="expected time_s in seconds, one number or 2, one for each env"):
@@ -64,7 +64,9 @@ def test_a_rate_in_the_metadata_that_is_none_is_refused(tmp_path):
 
 @pytest.mark.parametrize("wrong", [{"min_timesteps": math.nan}, {"min_timesteps": "a"}, {"seed": "x"}, {"seed": 1.5}])
 def test_wrong_arguments_of_a_recording_are_refused(tmp_path, wrong):
-    with pytest.raises(UsageError, match=f"cannot record: expected {next(iter(wrong))}"):
+    with pytest.raises(
+        UsageError, match=f"cannot call rollout_data.record_demonstrations: expected {next(iter(wrong))}"
+    ):
         record_demonstrations(None, None, tmp_path, **{"min_timesteps": 1, **wrong})
 
 

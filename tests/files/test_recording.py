@@ -348,7 +348,7 @@ def test_segments_and_codecs_reach_the_files(tmp_path):
     ("env", "policy", "text"),
     [
         (object(), zeros, "a vectorized environment with num_envs and step()"),
-        (TensorEnvs(), 3, "expected a callable, or an object with act_inference or act, got neither."),
+        (TensorEnvs(), 3, "expected policy as a callable, or an object with act_inference or act, got int."),
     ],
 )
 def test_what_cannot_be_recorded_is_said(tmp_path, env, policy, text):

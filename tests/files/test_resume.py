@@ -299,7 +299,7 @@ def test_a_forged_state_is_refused(tmp_path, change):
     record(tmp_path, [5, 6, 7])
     dataset = RolloutDataset(tmp_path, 2, device="cpu")
     dataset.get_batch(2)
-    with pytest.raises(UsageError, match="cannot call RolloutDataset.load_state_dict"):
+    with pytest.raises(UsageError, match=r"cannot call RolloutDataset\.load_state_dict"):
         dataset.load_state_dict({**dataset.state_dict(), **change})
 
 

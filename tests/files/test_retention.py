@@ -100,7 +100,7 @@ def test_wrong_limits_are_refused(tmp_path, wrong):
         prune(tmp_path / "data", **wrong)
     with pytest.raises(
         UsageError,
-        match="^cannot create a RolloutWriter with retention: expected a mapping with at least one of trajectories",
+        match=r"^cannot create a RolloutWriter with retention: expected a mapping with at least one of trajectories",
     ):
         RolloutWriter(tmp_path / "new", 1, retention={"fames": 1} | wrong)
     assert not (tmp_path / "new").exists()

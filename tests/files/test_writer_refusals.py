@@ -51,7 +51,8 @@ LOOP["again"] = LOOP
         (
             {"reward": np.zeros((4,), np.float32)},
             SchemaError,
-            "cannot call RolloutWriter.add with the field 'reward': expected leading size (3,) (num_envs), got shape (4,).",
+            "cannot call RolloutWriter.add with the field 'reward': "
+            "expected leading size (3,) (num_envs), got shape (4,).",
         ),
         (
             {"action": np.zeros((N, 3), np.float32)},
@@ -129,13 +130,15 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
         (
             {"obs_segments": {"a": (3,)}},
             {},
-            "cannot call RolloutWriter.add with the field 'observation': expected 3 values in the last dimension, as obs_segments add up to, "
+            "cannot call RolloutWriter.add with the field 'observation': "
+            "expected 3 values in the last dimension, as obs_segments add up to, "
             "got shape (3, 4).",
         ),
         (
             {"obs_segments": {"a": (3,)}},
             {"observation": {"b": np.zeros((N, 3))}},
-            "cannot call RolloutWriter.add without the field 'observation/a': expected observation/a, got observation/b.",
+            "cannot call RolloutWriter.add without the field 'observation/a': "
+            "expected observation/a, got observation/b.",
         ),
         (
             {"obs_disassemble_mapping": {"dpth": "raw"}},

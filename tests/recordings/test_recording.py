@@ -211,7 +211,7 @@ def test_what_cannot_be_opened_is_one_clear_error(tmp_path):
 
 
 def test_a_field_that_is_not_there_is_an_error_that_names_those_that_are(demos):
-    with pytest.raises(UsageError, match=r"expected 'observation/low', .*got 'observation/lo'"):
+    with pytest.raises(UsageError, match=r"expected name among 'observation/low', .*got 'observation/lo'"):
         demos[0].read("observation/lo")
     with pytest.raises(UsageError, match="0 <= start <= stop <= 3"):
         demos[0].read("action", 2, 4)

@@ -162,7 +162,7 @@ def test_names_of_fields_keep_their_slashes_where_a_recording_lies_in_the_root_f
 def test_the_page_does_not_go_into_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "walk")
     before = sorted(path.name for path in folder.iterdir())
-    with pytest.raises(UsageError, match="expected a place outside of the recording"):
+    with pytest.raises(UsageError, match="expected out at a place outside of the recording"):
         report(folder, folder / "page.html")
     with pytest.raises(UsageError, match="nowhere"):
         report(tmp_path / "nowhere", tmp_path / "page.html")

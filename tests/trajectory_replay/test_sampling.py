@@ -124,9 +124,9 @@ def test_keys_may_come_and_go(tmp_path: Path, kind: str) -> None:
         sample = buffer.sample(300, keys=["rewards", "curr_obs/states"])
         assert torch.equal(sample["curr_obs"]["states"][:, 0], sample["rewards"].flatten())
         assert set((sample["rewards"].flatten() // 10_000).int().tolist()) == {2, 3, 4}
-        with pytest.raises(KeyError, match=r"cannot sample the key 'extra' of trajectory 4"):
+        with pytest.raises(KeyError, match=r"expected keys among .*, got 'extra' of trajectory 4"):
             buffer.sample(300, keys=["extra"])
-        with pytest.raises(KeyError, match=r"cannot sample the key 'reward' of trajectory \d: expected 'rewards'"):
+        with pytest.raises(KeyError, match=r"expected keys among 'rewards', .*got 'reward' of trajectory \d"):
             buffer.sample(3, keys=["reward"])
 
 
@@ -258,7 +258,10 @@ def test_other_wrong_trajectories() -> None:
         buffer.add({"rewards": torch.zeros(2, 2, dtype=torch.complex64)})
     with pytest.raises(SchemaError):
         buffer.add({"rewards": torch.zeros(0, 2)})
-    with pytest.raises(BufferEmptyError, match=r"^cannot sample: expected at least one trajectory, got none"):
+    with pytest.raises(
+        BufferEmptyError,
+        match=r"^cannot call TrajectoryReplayBuffer.sample: expected at least one trajectory, got none",
+    ):
         buffer.sample(1)
 
 
