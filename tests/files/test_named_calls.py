@@ -153,7 +153,7 @@ CALLS = {
         rollout_data.load_expert_trajectories_from_motion_lib([], obs_dict_mapper=3)
     ),
     "call rollout_data.record_demonstrations: expected env as": lambda f: rollout_data.record_demonstrations(
-        3, len, f, 1
+        3, len, f, min_timesteps=1
     ),
     "call TrajectoryReplayBuffer.about: expected trajectory_id": lambda f: TrajectoryReplayBuffer().about("x"),
     "call TrajectoryReplayBuffer.add: expected trajectory as": lambda f: TrajectoryReplayBuffer().add(3),

@@ -278,7 +278,7 @@ def test_a_number_of_envs_that_is_none_is_refused(tmp_path, num_envs):
         ({"done": np.array([np.nan, 0, 1])}, "with the flag 'done': expected true and false values, got NaN"),
         ({"reward": np.ma.array(np.ones(N, np.float32), mask=[1, 0, 0])}, "expected an array without masked values"),
         ({"policy_version": np.uint64(2**63)}, "with policy_version: expected numbers below 2\\*\\*63"),
-        ({"policy_version": 2**70}, "'policy_version'"),
+        ({"policy_version": 2**70}, "with policy_version"),
         ({"frames": np.zeros(N)}, "cannot store the field 'frames': expected a name other than .* Rename the field"),
         ({"a\0b": np.zeros(N)}, "Unicode text without NUL"),
         ({"a\udc80": np.zeros(N)}, "Unicode text without NUL"),

@@ -43,9 +43,7 @@ def test_limits_and_places_that_cannot_be_are_refused(options: Any, text: str) -
 
 def test_what_is_no_trajectory_is_refused() -> None:
     for what in (5, [1, 2], None):
-        with pytest.raises(
-            SchemaError, match="add_trajectories: expected trajectory as a nested mapping or a dataclass"
-        ):
+        with pytest.raises(SchemaError, match="add: expected trajectory as a nested mapping or a dataclass"):
             filled(0).add(what)
 
 
