@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from storage import DictBuffer, RolloutStorage
+from storage import ActionLabelRollout, DictBuffer, QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage
 
 pytestmark = pytest.mark.gpu
 
@@ -66,9 +66,15 @@ def transitions(device: str, not_finite: bool = False) -> list[RolloutStorage.Tr
     return steps
 
 
-def full_storage(device: str, **options: Any) -> RolloutStorage:
-    storage = RolloutStorage(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device=device)
-    for step in transitions(device, **options):
+def full_storage(
+    device: str, kind: type = RolloutStorage, not_finite: bool = False, generator: Any = 0
+) -> RolloutStorage:
+    storage = kind(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device=device, generator=generator)
+    for step in transitions(device, not_finite):
+        if kind is SarsaRolloutStorage:
+            step.next_observations = step.observations + 1
+        if kind is ActionLabelRollout:
+            step.action_labels = step.actions
         storage.add_transitions(step)
     return storage
 
@@ -108,12 +114,29 @@ def returns_with_new_factors() -> Callable[[], Any]:
     return lambda: storage.compute_returns(last_values, gamma.clone(), gamma.clone())
 
 
-def batches() -> Callable[[], Any]:
-    storage = RolloutStorage(NUM_ENVS, NUM_STEPS, (3,), None, (2,), device="cuda", generator=torch.Generator("cuda"))
-    for step in transitions("cuda"):
-        storage.add_transitions(step)
-    storage.compute_returns(torch.ones(NUM_ENVS, 1, device="cuda"), 0.9, 0.8)
-    return lambda: list(storage.mini_batch_generator(2, 2))
+def batches(generator: Any = 0, kind: type = RolloutStorage, **options: Any) -> Callable[[], Callable[[], Any]]:
+    """Prepare the mini-batches of a full storage; `generator` is one, a seed, or makes one."""
+
+    def prepare() -> Callable[[], Any]:
+        given = generator() if callable(generator) else generator
+        storage = full_storage("cuda", kind, generator=given)
+        storage.compute_returns(torch.ones(NUM_ENVS, 1, device="cuda"), 0.9, 0.8)
+        return lambda: list(storage.mini_batch_generator(2, 2, **options))
+
+    return prepare
+
+
+def adding_next_observations() -> Callable[[], Any]:
+    storage = full_storage("cuda", SarsaRolloutStorage)
+    steps = transitions("cuda")
+
+    def call() -> None:
+        storage.clear()
+        for step in steps:
+            step.next_observations = step.observations
+            storage.add_transitions(step)
+
+    return call
 
 
 def records() -> dict[str, torch.Tensor]:
@@ -144,7 +167,17 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.compute_returns(factors on the device)": returns("final", "cuda"),
     "RolloutStorage.compute_returns(new factors on the device)": returns_with_new_factors,
     "RolloutStorage.compute_returns(last values on the host)": returns("cut", values="cpu"),
-    "RolloutStorage.mini_batch_generator(generator on the device)": batches,
+    "RolloutStorage.mini_batch_generator(a seed)": batches(),
+    "RolloutStorage.mini_batch_generator(generator=None)": batches(None),
+    "RolloutStorage.mini_batch_generator(generator on the device)": batches(lambda: torch.Generator("cuda")),
+    "RolloutStorage.mini_batch_generator(generator on the host)": batches(lambda: torch.Generator("cpu")),
+    "RolloutStorage.mini_batch_generator(reshuffle='once')": batches(reshuffle="once"),
+    "RolloutStorage.mini_batch_generator(drop_last=False)": batches(drop_last=False),
+    "SarsaRolloutStorage.add_transitions": adding_next_observations,
+    "SarsaRolloutStorage.mini_batch_generator": batches(kind=SarsaRolloutStorage),
+    "QueueRolloutStorage.mini_batch_generator": batches(kind=QueueRolloutStorage),
+    "ActionLabelRollout.mini_batch_generator": batches(kind=ActionLabelRollout),
+    "RolloutStorage.get_statistics": lambda: full_storage("cuda").get_statistics,
     "DictBuffer.extend": extending,
     "DictBuffer.sample": sampling,
 }

@@ -19,6 +19,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import DTYPES, Field, dtype_name, unflatten
+from ..core.memory import sent
 from ..errors import UsageError
 from ..onpolicy.columns import Column, Transition, brought, declare_fields
 from ..onpolicy.mini_batches import GENERATE
@@ -150,7 +151,7 @@ class RslRlStorage(RolloutStorage):
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
         if self.compat:
             # The call of rsl_rl: another dtype, or more rows, would draw other numbers.
-            return torch.randperm(num_used, generator=self.rng, device=self.rng.device).to(self.device)
+            return sent(torch.randperm(num_used, generator=self.rng, device=self.rng.device), self.device)
         return super()._permutation(num_rows, num_used)
 
     def _arguments(self) -> dict[str, Any]:

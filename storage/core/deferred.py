@@ -1,4 +1,4 @@
-"""Errors that a CUDA device finds: a later call raises them, so that the call that caused them does not wait."""
+"""Numbers that a CUDA device computes and the host reads when they have arrived, and errors that follow from them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,45 @@ from collections.abc import Callable
 import torch
 
 
-class DeferredErrors:
-    """Errors whose conditions are counts on a CUDA device.
+class HostCopy:
+    """A number of a CUDA device on its way to pinned memory of the host. Nothing here waits.
 
-    A count travels to pinned memory without a wait. It is read by the first `raise_arrived` after its event. Errors of
-    the last calls of a program may never be raised.
+    Args:
+        number: 0-d tensor, computed on the current stream.
+    """
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._pinned = torch.empty((), dtype=number.dtype, pin_memory=True)
+        self._pinned.copy_(number, non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(torch.cuda.current_stream(number.device))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `int` returns the number."""
+        return bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def __int__(self) -> int:
+        return int(self._pinned)
+
+
+class DeferredErrors:
+    """Errors whose conditions are counts on a CUDA device: the call that caused an error does not wait, a later one
+    raises it. Errors of the last calls of a program may never be raised.
     """
 
     def __init__(self) -> None:
-        #: Oldest first: the event of the copy, the count, and a function that makes the error.
-        self._counts: deque[tuple[torch.cuda.Event, torch.Tensor, Callable[[int], Exception]]] = deque()
+        #: Oldest first: the count, and a function that makes the error.
+        self._counts: deque[tuple[HostCopy, Callable[[int], Exception]]] = deque()
 
     def note(self, count: torch.Tensor, error: Callable[[int], Exception]) -> None:
-        """Let a later `raise_arrived` raise `error(count)` if a 0-d count on the current stream is above 0."""
-        pinned = torch.empty((), dtype=count.dtype, pin_memory=True)
-        pinned.copy_(count, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copied.record(torch.cuda.current_stream(count.device))
-        self._counts.append((copied, pinned, error))
+        """Let a later `raise_arrived` raise `error(count)` if a 0-d count is above 0."""
+        self._counts.append((HostCopy(count), error))
 
     def raise_arrived(self) -> None:
-        """Raise the error of the oldest count above 0 that has arrived; forget the counts up to it. Never waits."""
-        while self._counts and self._counts[0][0].query():  # type: ignore[no-untyped-call]
-            _, pinned, error = self._counts.popleft()
-            count = int(pinned)
+        """Raise the error of the oldest count above 0 that has arrived; forget the counts up to it."""
+        while self._counts and self._counts[0][0].has_arrived:
+            copy, error = self._counts.popleft()
+            count = int(copy)
             if count:
                 raise error(count)

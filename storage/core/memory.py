@@ -16,7 +16,7 @@ import mmap
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from math import prod
 from types import ModuleType
@@ -286,13 +286,22 @@ class StreamOrder:
         if not self.is_needed:
             return
         stream = torch.cuda.current_stream(self._device)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        events = self._written if is_write else self._read
+        event = events.get(stream.cuda_stream) or torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(stream)
         if is_write:
             self._written = {stream.cuda_stream: event}
             self._read.clear()
         else:
             self._read[stream.cuda_stream] = event
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the memory of tensors that will be dropped live until the current stream has done its work."""
+        if self.is_needed:
+            stream = torch.cuda.current_stream(self._device)
+            for tensor in tensors:
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
 
 def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:

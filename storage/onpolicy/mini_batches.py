@@ -96,9 +96,11 @@ class RowGather:
         # The largest items first, so that each stands aligned to its own size.
         narrow = [(name, x) for name, x in columns.items() if name not in self._wide]
         narrow.sort(key=lambda item: -item[1].element_size())
+        #: The narrow columns side by side.
+        self.packed = torch.empty(0, device=delivery.device)
         self._layout = [(name, x.dtype, x.shape[1:]) for name, x in narrow]
         if narrow:
-            self._packed, self._widths = self._pack([x for _, x in narrow])
+            self.packed, self._widths = self._pack([x for _, x in narrow])
 
     def gather(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
         """Give `[len(index), ...]` of every column; narrow ones are strided views of one new tensor.
@@ -111,7 +113,7 @@ class RowGather:
             raise UsageError(GENERATE, "", expected, "one that was changed", "Draw all of them before you add steps")
         found = {name: self._select(x, index) for name, x in self._wide.items()}
         if self._layout:
-            parts = self._select(self._packed, index).split_with_sizes(self._widths, 1)
+            parts = self._select(self.packed, index).split_with_sizes(self._widths, 1)
             for part, (name, dtype, shape) in zip(parts, self._layout, strict=False):
                 typed = part if part.dtype is dtype else part.view(dtype)
                 found[name] = typed if len(shape) == 1 else typed.view(len(index), *shape)
@@ -192,6 +194,15 @@ class Segments:
         return Segments(self.num_envs, self.masks[:, part], self.starts[part], bounds)
 
 
+def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the places of the `count` True values of `[n]` bool in order; on a device `nonzero` would wait."""
+    if mask.is_cpu:
+        return mask.nonzero().squeeze(1)
+    place = torch.where(mask, mask.cumsum(0) - 1, count)
+    found = torch.empty(count + 1, dtype=torch.int64, device=mask.device)  # the last one takes the places of False
+    return found.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
+
+
 def find_segments(dones: torch.Tensor) -> Segments:
     """Find the trajectories of `dones` `[T, B]` or `[T, B, 1]` of any dtype, not 0 on a last step."""
     if dones.dim() == 3 and dones.shape[-1] == 1:
@@ -202,11 +213,11 @@ def find_segments(dones: torch.Tensor) -> Segments:
     num_steps, num_envs = dones.shape
     is_first = torch.ones(num_envs, num_steps, dtype=torch.bool, device=dones.device)
     is_first[:, 1:] = (dones[:-1] != 0).T
-    first = is_first.flatten().nonzero().squeeze(1)  # b * T + t
+    bounds = [0, *is_first.sum(1).cumsum(0).tolist()]  # on a device this waits, and is the only wait
+    first = true_places(is_first.flatten(), bounds[-1])  # b * T + t
     env = torch.div(first, num_steps, rounding_mode="floor")
-    lengths = torch.diff(first, append=first.new_tensor([num_envs * num_steps]))
+    lengths = torch.diff(first, append=first.new_full((1,), num_envs * num_steps))
     masks = torch.arange(num_steps, device=dones.device).unsqueeze(1) < lengths
-    bounds = [0, *is_first.sum(1).cumsum(0).tolist()]
     return Segments(num_envs, masks, (first - env * num_steps) * num_envs + env, bounds)
 
 
@@ -239,7 +250,9 @@ def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.
         `[T, n]` bool that is True where there is data. New tensors.
     """
     segments = find_segments(dones)
-    num_steps, padding = len(segments.masks), (~segments.masks).flatten().nonzero().squeeze(1)
+    num_steps = len(segments.masks)
+    num_padded = segments.masks.numel() - num_steps * segments.num_envs
+    padding = true_places(~segments.masks.flatten(), num_padded)
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
         _check_steps("split trajectories", leaf, num_steps, segments.num_envs)
@@ -308,8 +321,9 @@ def env_groups(
     num_steps, segments = len(dones), find_segments(dones)
     parts = [segments.of_envs(start, stop) for start, stop in bounds]
     source = torch.cat([part.source for part in parts])
-    padding = (~torch.cat([part.masks.flatten() for part in parts])).nonzero().squeeze(1)
     sizes = {True: [x.masks.shape[1] for x in parts], False: [stop - start for start, stop in bounds]}
+    num_padded = num_steps * (sum(sizes[True]) - sum(sizes[False]))
+    padding = true_places(~torch.cat([part.masks.flatten() for part in parts]), num_padded)
     fields: list[dict[str, torch.Tensor]] = [{} for _ in bounds]
     for name, x, is_padded in columns:  # all groups of a column in one piece of memory, one after the other
         if is_padded:

@@ -59,8 +59,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
         num_rewards: R, reward heads.
         device: Where everything is kept.
-        generator: Draws the permutations: a `torch.Generator` or a seed. None: seeded from
-            `torch.initial_seed()` and the number of objects made since that changed.
+        generator: Draws the permutations: a `torch.Generator`, or the seed of a new one on `device`. None: seeded from
+            `torch.initial_seed()` and the number of objects made since that changed. A GPU draws other numbers from a
+            seed than the CPU; a generator on the CPU gives its permutations to any device.
         policy_outputs: What a policy that is not Gaussian gives instead of `action_mean` and `action_sigma`, which
             are then neither taken nor kept: `{"logits": (7,), "option": ((), torch.int64)}`, or {} for nothing.
         output_device: Where mini-batches are delivered; None for `device`. From the CPU to a GPU they
@@ -103,7 +104,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         self.device = arguments.device(action, "device", device)
         if output_device is not None:
             output_device = arguments.device(action, "output_device", output_device)
-        self.rng = generator_on(generator, action=arguments.creating(self))
+        self.rng = self._make_generator(generator)
         self.step = 0
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)
@@ -115,6 +116,11 @@ class RolloutStorage(Store, is_saved_whole=True):
         #: Dtypes that undeclared observation fields took from the first step, by field; None before it.
         self._taken: dict[str, str] | None = None
         self._make_table(num_steps)
+
+    def _make_generator(self, generator: torch.Generator | int | None) -> torch.Generator:
+        """Return a given generator, of any device, or a new one on this device."""
+        is_new = not isinstance(generator, torch.Generator) and self.device.type != "meta"
+        return generator_on(generator, self.device if is_new else None, arguments.creating(self))
 
     def _make_table(self, num_steps: int, kept: Mapping[str, torch.Tensor] | None = None) -> None:
         columns = self.declare_columns()
@@ -345,23 +351,31 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
         table, num_used = self._table, bounds[-1][1]
+        # Of tensors that several batches read, which may be drawn on different streams.
+        shared = StreamOrder(self.device)
         with self._lock, torch.no_grad():
             self._order.wait(is_write=False)
             self._put_in_order()
             columns = {name: x.flatten(0, 1) for name, x, _ in self._batch_columns(rows)}
             gather = RowGather(columns, self._delivery, 1 if once else num_epochs, lambda: table.num_changes)
             shuffled = lasting(gather.gather)(self._permutation(rows * self.num_envs, num_used)) if once else {}
+            shared.record(is_write=True)
             self._order.record(is_write=False)
         for _ in range(num_epochs):
             order = None
             for start, stop in bounds:
                 with self._lock, torch.no_grad():
                     self._order.wait(is_write=False)
+                    shared.wait(is_write=False)
                     if once:
                         batch = {name: x[start:stop] for name, x in shuffled.items()}
+                        shared.keep(shuffled.values())
                     else:
-                        order = self._permutation(rows * self.num_envs, num_used) if order is None else order
+                        if order is None:
+                            order = self._permutation(rows * self.num_envs, num_used)
+                            shared.record(is_write=True)
                         batch = gather.gather(order[start:stop])
+                        shared.keep([order, gather.packed])
                         self._order.record(is_write=False)
                 yield self._to_mini_batch(batch)
 
@@ -369,18 +383,23 @@ class RolloutStorage(Store, is_saved_whole=True):
         """Draw the order in which rows are visited, of which `num_used` are."""
         # int32 halves the cost of drawing: 0.3 instead of 0.7 ms for 100,000 rows.
         dtype = torch.int32 if num_rows < 2**31 else torch.int64
-        return torch.randperm(num_rows, generator=self.rng, device=self.rng.device, dtype=dtype).to(self.device)
+        order = torch.randperm(num_rows, generator=self.rng, device=self.rng.device, dtype=dtype)
+        return sent(order, self.device)
 
     def _env_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int) -> Iterator[Any]:
+        shared = StreamOrder(self.device)
         with self._lock, torch.no_grad():
             self._order.wait(is_write=False)
             self._put_in_order()
             states = [leaf[:rows] for leaf in self._states.leaves()]
             dones = self._signals(rows).dones
             groups = env_groups(self._batch_columns(rows), states, dones, bounds, self._delivery)
+            shared.record(is_write=True)
             self._order.record(is_write=False)
         for _ in range(num_epochs):
             for batch, leaves, masks in groups:
+                shared.wait(is_write=False)
+                shared.keep([*batch.values(), *leaves, masks])
                 yield self._to_mini_batch(batch, hidden_states=self._states.build(leaves), masks=masks)
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import arguments
+from ..core.deferred import HostCopy
 from ..core.fields import Field, check_same_names, signed
 from ..core.shown import described
 from ..errors import MissingFieldError, SchemaError, UsageError
 from ..saving.store import State, checked_tensor
 from .columns import Column, MiniBatch, ShapeLike, Transition, batch_type, replaced, rollout_columns
-from .mini_batches import GENERATE
+from .mini_batches import GENERATE, true_places
 from .rollout_storage import RolloutStorage
 
 #: Column -> field of the mini-batch that carries it one step later.
@@ -69,6 +70,68 @@ class SarsaMiniBatch(_Fields):
     __repr__ = described
 
 
+class Finals:
+    """The true final observations of the envs whose trajectories ended at one step.
+
+    On CUDA the host does not know yet how many there are: the rows of all envs are kept until their number has arrived.
+
+    Args:
+        has_ended: `[B]` bool.
+        rows: By field, the next observations of all envs, `[B, *event]`; they are copied.
+    """
+
+    def __init__(self, has_ended: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> None:
+        self._has_ended = has_ended
+        if has_ended.is_cuda:
+            self._count: HostCopy | None = HostCopy(has_ended.sum())
+            self._values = {name: x.clone() for name, x in rows.items()}
+        else:
+            self._count = None
+            self._choose(has_ended.nonzero().squeeze(-1), rows)
+
+    @classmethod
+    def of_envs(cls, envs: torch.Tensor, values: dict[str, torch.Tensor]) -> Finals:
+        """Make the final observations `[n, *event]` of `[n]` int64 envs."""
+        made = cls.__new__(cls)
+        made._count = None
+        made._envs = envs
+        made._values = values
+        return made
+
+    def drop_others(self) -> None:
+        """Forget the rows of the other envs, if the number of ended ones has arrived."""
+        if self._count is not None and self._count.has_arrived:
+            self._choose(true_places(self._has_ended, int(self._count)), self._values)
+            self._count = None
+
+    def listed(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the envs and their final observations. Waits for the device if their number has not arrived."""
+        if self._count is not None:
+            self._choose(self._has_ended.nonzero().squeeze(-1), self._values)
+            self._count = None
+        return self._envs, self._values
+
+    def put(self, name: str, target: torch.Tensor) -> None:
+        """Write the final observations of a field over `[B, *event]`."""
+        values, target = signed(self._values[name]), signed(target)
+        if self._count is None:
+            target[self._envs] = values
+        else:
+            has_ended = self._has_ended.view(-1, *[1] * (target.dim() - 1))
+            target.copy_(torch.where(has_ended, values, target))
+
+    def mark(self, target: torch.Tensor) -> None:
+        """Set the ended envs of `[B, 1]` bool."""
+        if self._count is None:
+            target[self._envs] = True
+        else:
+            target |= self._has_ended.unsqueeze(1)
+
+    def _choose(self, envs: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> None:
+        self._envs = envs
+        self._values = {name: x[envs] for name, x in rows.items()}
+
+
 class SarsaRolloutStorage(RolloutStorage):
     """Steps with their successors' observations.
 
@@ -83,6 +146,9 @@ class SarsaRolloutStorage(RolloutStorage):
 
     `Transition.next_observations` (and `next_critic_observations`) are needed with the last step,
     and at dones, where the simulator's next observation is that of the next trajectory already.
+
+    On a GPU nothing waits for the number of ended trajectories: the next observations of all envs of a step are kept
+    until a later step finds that the number has arrived.
 
     `all_observations` and `next_observations` (and those of the critic) are attributes as the columns are; what is
     written there does not change true final observations, which are kept apart.
@@ -113,8 +179,8 @@ class SarsaRolloutStorage(RolloutStorage):
         self.strict_next = strict_next
         self.emit_next_valid = emit_next_valid
         self.validate = validate
-        # Step -> (envs whose trajectory ended there, their true final observations by field).
-        self._finals: dict[int, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
+        #: Step -> true final observations of the trajectories that ended there.
+        self._finals: dict[int, Finals] = {}
         #: Steps that came with their next observations.
         self._has_next: set[int] = set()
 
@@ -142,11 +208,13 @@ class SarsaRolloutStorage(RolloutStorage):
             super().add_transitions(transition)
             self._finals.pop(step, None)
             self._has_next.discard(step)
+            for kept in self._finals.values():
+                kept.drop_others()
             if has_next:
                 self._has_next.add(step)
-                ended = self._signals(step + 1).dones[step].flatten().nonzero().squeeze(-1)
-                self._finals[step] = ended, {name: x[step + 1, ended] for name, x in self._whole.items()}
-                self._order.record(is_write=False)
+                has_ended = self._signals(step + 1).dones[step].flatten() != 0
+                self._finals[step] = Finals(has_ended, {name: x[step + 1] for name, x in self._whole.items()})
+            self._order.record(is_write=True)  # the next reader waits for the finals too
 
     def _check_next(self, transition: Transition) -> bool:
         """Whether a transition brings its next observations; refuse it if they are needed, or only some are there."""
@@ -190,13 +258,13 @@ class SarsaRolloutStorage(RolloutStorage):
             batch, slash, path = name.partition("/")
             if batch in names and finals:
                 x = x.clone()
-                for step, (ended, values) in finals.items():
-                    signed(x)[step, ended] = signed(values[names[batch] + slash + path])
+                for step, kept in finals.items():
+                    kept.put(names[batch] + slash + path, x[step])
                 columns[place] = name, x, is_padded
         if self.emit_next_valid:
             valid = self._signals(rows).dones == 0
-            for step, (ended, _) in finals.items():
-                valid[step, ended] = True
+            for step, kept in finals.items():
+                kept.mark(valid[step])
             # The last step has no later one that could hide its own.
             valid[rows - 1] |= not self.strict_next and rows - 1 in self._has_next
             columns.append(("next_valid", valid, True))
@@ -211,7 +279,8 @@ class SarsaRolloutStorage(RolloutStorage):
             state = super()._get_state()
             has_next = [step in self._has_next for step in range(max(self._has_next, default=-1) + 1)]
             state.numbers.update(has_next=has_next, finals=sorted(self._finals))
-            for step, (ended, values) in self._finals.items():
+            for step, kept in self._finals.items():
+                ended, values = kept.listed()
                 state.tensors[f"{_FINALS}{step}/envs"] = ended
                 state.tensors.update((f"{_FINALS}{step}/of/{name}", x) for name, x in values.items())
             return state
@@ -224,7 +293,7 @@ class SarsaRolloutStorage(RolloutStorage):
             self._check_kept(numbers["has_next"], numbers["finals"], mine)
             self._has_next = {step for step, is_so in enumerate(numbers["has_next"]) if is_so}
             self._finals = {
-                step: (
+                step: Finals.of_envs(
                     mine[f"{_FINALS}{step}/envs"],
                     {name: mine[f"{_FINALS}{step}/of/{name}"] for name in self._whole},
                 )

@@ -212,3 +212,76 @@ def test_returns_take_no_more_launches_than_before(truncation: str, late_device:
     late_device.reset()
     storage.compute_returns(last_values, 0.9, 0.8, truncation=truncation)
     assert late_device.reset().num_launches <= MOST_LAUNCHES[truncation]
+
+
+# Mini-batches.
+
+
+@pytest.mark.parametrize("generator", [None, 3])
+def test_a_new_generator_is_on_the_device_of_the_storage(generator: int | None) -> None:
+    assert make_storage(generator=generator, device="cuda").rng.device.type == "cuda"
+    assert make_storage(generator=generator).rng.device.type == "cpu"
+    given = torch.Generator()
+    assert make_storage(generator=given, device="cuda").rng is given
+
+
+def drawn(storage: Any, recurrent: bool) -> list[Any]:
+    if recurrent:
+        return list(storage.recurrent_mini_batch_generator(2, 2))
+    return [*storage.mini_batch_generator(2, 2), *storage.mini_batch_generator(2, 1, reshuffle="once", drop_last=False)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_mini_batches_equal_those_of_the_cpu(kind: type, recurrent: bool) -> None:
+    results = []
+    for device in ("cpu", "cuda"):
+        storage = filled(device, kind)
+        storage.rng = torch.Generator().manual_seed(0)
+        storage.emit_next_valid = True
+        storage.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
+        results.append(drawn(storage, recurrent))
+    for on_cpu, on_device in zip(*results, strict=True):
+        for expected, found in zip(on_cpu, on_device, strict=True):
+            if isinstance(expected, torch.Tensor):
+                torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_epoch_drawn_on_the_device_has_each_row_once() -> None:
+    storage = filled("cuda")
+    storage.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
+    for options in ({}, {"reshuffle": "once"}):
+        batches = list(storage.mini_batch_generator(3, 2, drop_last=False, **options))
+        epochs = [torch.cat([batch.obs[:, 0] for batch in part]).cpu() for part in (batches[:3], batches[3:])]
+        for epoch in epochs:
+            assert torch.equal(epoch.sort().values, storage.observations[..., 0].flatten().cpu().sort().values)
+        assert torch.equal(*epochs) == bool(options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recurrent_mini_batches_wait_once_per_update(kind: type, late_device: PretendCuda | None) -> None:
+    if late_device is None:
+        pytest.skip("waits are counted on the pretended device")
+    storage = filled("cuda", kind)
+    storage.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
+    late_device.reset()
+    list(storage.recurrent_mini_batch_generator(2, 3))
+    counts = late_device.reset()
+    assert counts.num_waits == 1
+    assert counts.pageable_copies.total() == 0
+
+
+def test_finals_are_right_before_and_after_their_number_arrived(late_device: PretendCuda | None) -> None:
+    expected = filled("cpu", SarsaRolloutStorage)
+    for lateness in (0, 5, 10_000):
+        if late_device is not None:
+            late_device.lateness = lateness
+        storage = filled("cuda", SarsaRolloutStorage)
+        for made in (storage, expected):
+            made.rng = torch.Generator().manual_seed(0)
+            made.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
+        for mine, other in zip(drawn(storage, False), drawn(expected, False), strict=True):
+            assert torch.equal(mine.next_obs.cpu(), other.next_obs)
+        loaded = make_storage(NUM_ENVS, NUM_STEPS, SarsaRolloutStorage)
+        loaded.load_state_dict(storage.state_dict())
+        assert_same_columns(loaded, expected)

@@ -211,3 +211,27 @@ def test_a_rollout_storage_waits_for_each_batch_of_a_generator(streams):
         num_read = streams.b.num_done
         streams.on(streams.a, lambda: assign(made))
         assert streams.a.comes_after["b"] == num_read
+
+
+GENERATORS: dict[str, Callable[[Any], Any]] = {
+    "epoch": lambda x: x.mini_batch_generator(2, 2),
+    "once": lambda x: x.mini_batch_generator(2, 2, reshuffle="once"),
+    "recurrent": lambda x: x.recurrent_mini_batch_generator(2, 2),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_batches_drawn_on_another_stream_wait_for_what_they_share(streams, name):
+    made = streams.on(streams.a, lambda: rollout(RolloutStorage))
+    num_written = streams.a.num_done
+    batches = GENERATORS[name](made)
+    streams.on(streams.a, lambda: next(batches))
+    streams.on(streams.b, lambda: next(batches))
+    assert streams.b.comes_after["a"] > num_written
+
+
+def test_no_stream_waits_for_itself(streams, monkeypatch):
+    made = streams.on(streams.a, lambda: rollout(RolloutStorage))
+    monkeypatch.setattr(Stream, "wait_event", lambda stream, event: pytest.fail("a needless wait"))
+    streams.on(streams.a, lambda: take_batches(made))
+    streams.on(streams.a, lambda: add_steps(made))
