@@ -255,11 +255,15 @@ class Fit(NamedTuple):
     forms: list[Schema]
 
 
-def common_fields(schemas: Iterable[Schema]) -> Fit:
+def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fit:
     """Find the fields of a stream: all fields of all episodes that do not contradict those of most.
 
     A field that some lack becomes one of floats, for the NaN; pictures and other integers of several axes have to be in
     all.
+
+    Args:
+        schemas: Fields of each episode.
+        keeps_episodes: Leave out pictures that some episodes lack, instead of these episodes.
     """
     fields: dict[str, Field] = {}
     left_out: dict[Schema, str] = {}
@@ -269,9 +273,14 @@ def common_fields(schemas: Iterable[Schema]) -> Fit:
     dropped = dict.fromkeys(taken, "a name that batches do not use themselves")
     for schema, _ in counts.most_common():
         mine = {name: item for name, item in schema.items() if item.num_elements and name not in dropped}
-        if difference := _difference(fields, mine):
+        missing = [name for name, field in fields.items() if name not in mine and not _can_lack(field)]
+        difference = f"no {missing[0]!r}" if missing and not keeps_episodes else _difference(fields, mine)
+        if difference:
             left_out[schema] = difference
             continue
+        for name in missing:
+            del fields[name]
+            dropped[name] = "a field of all episodes"
         new = [name for name in mine if name not in fields]
         if fields:
             dropped |= {name: "a field of all episodes" for name in new if not _can_lack(mine[name])}
@@ -292,8 +301,6 @@ def _can_lack(field: Field) -> bool:
 def _difference(fields: Mapping[str, Field], mine: Mapping[str, Field]) -> str:
     """Say why fields do not go with those that were found before; "" if they do."""
     for name, field in fields.items():
-        if name not in mine and not _can_lack(field):
-            return f"no {name!r}"
         if name in mine and (field.dtype, field.shape) != (mine[name].dtype, mine[name].shape):
             other = mine[name]
             return f"{name!r} as {other.dtype}{list(other.shape)} instead of {field.dtype}{list(field.shape)}"

@@ -70,7 +70,8 @@ class OwnWriter(ForeignWriter):
         self._writer: RolloutWriter | None = None
         self._num_bytes, self._is_open = 0, False
         about = [(_renamed(episode.schema), _is_unknown(episode)) for episode in self.episodes]
-        self._fit: Fit = _without_inventions(common_fields([schema for schema, _ in about]))
+        fit = common_fields([schema for schema, _ in about], keeps_episodes=True)
+        self._fit: Fit = _without_inventions(fit)
         spoken = [one.texts for one in self.episodes if _renamed(one.schema) not in self._fit.left_out]
         self._texts = [name for name in (spoken[0] if spoken else ()) if all(name in texts for texts in spoken)]
         self._has_unknown_ends = any(is_unknown for _, is_unknown in about)

@@ -285,6 +285,22 @@ def test_our_format_makes_up_no_rewards_actions_and_pictures(tmp_path):
     assert "reward" not in rollout_data.WindowDataset(tmp_path / "own")[5]
 
 
+@pytest.mark.parametrize("lacking", [0, 1, 2])
+def test_our_format_leaves_out_a_picture_that_an_episode_lacks_and_keeps_the_episode(tmp_path, lacking):
+    source = gaps_with_rewards(tmp_path / "gaps.hdf5").path
+    with h5py.File(source, "r+") as file:
+        for number in {0, 1, 2} - {lacking}:
+            file[f"data/demo_{number}/obs/camera"] = np.ones((4, 8, 8, 3), np.uint8)
+            file[f"data/demo_{number}/obs/mask"] = np.ones((4, 8, 8), bool)
+    copy = convert(source, tmp_path / "own", "rollout-data")
+    having = [f"demo_{number}" for number in range(3) if number != lacking]
+    for name in ("camera", "mask"):
+        assert copy.changes[f"field 'observation/{name}' is left out: expected a field of all episodes"] == having
+    assert copy.num_episodes == 3
+    back = rollout_data.open(tmp_path / "own")
+    assert [one["observation/low"][0, 0] for one in back] == [0, 10, 20]
+
+
 def test_our_copy_of_a_file_with_filled_fields_lacks_them_too(tmp_path):
     source = gaps_with_rewards(tmp_path / "gaps.hdf5")
     convert(source, tmp_path / "filled.hdf5", "robomimic")
