@@ -39,7 +39,8 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
         rows_per_task: Frames that one task reads: whole trajectories, as many as fit, at least one. Ray cuts what is
             larger than its `target_max_block_size` (128 MiB).
         options: Of `WindowDataset`: `fields`, `split`, `validation_fraction`, `seed`; `next_observations=False` halves
-            what is read, without true final observations.
+            what is read, without true final observations. `on_error="skip"` leaves out whole trajectories, those with
+            damaged frames.
 
     Columns are named as fields, levels joined by "/", and have their dtypes (bfloat16 as float32, which is exact). More
     columns: `done`, `timeout`, `next_mask`; `trajectory`, `frame` and `length`, int64, which `write_rollouts` needs.
@@ -61,12 +62,21 @@ def _read(windows: WindowDataset, asked: dict[str, Any]) -> dict[str, Any]:
     """Read trajectories from a number on, which begin at these frames, less the last."""
     (first,), (starts,) = asked[_TRAJECTORY], asked[_FRAME]
     frames, lengths = np.arange(starts[0], starts[-1]), np.diff(starts)
+    numbers = np.arange(first, first + len(lengths))
     flat = flatten(dict(windows.__getitems__(frames)))
+    if len(flat["mask"]) < len(frames):  # damaged frames were skipped: their trajectories are left out as a whole
+        place = np.repeat(np.arange(len(lengths)), lengths)
+        is_whole = np.bincount(place[np.isin(frames, windows.readable(frames))], minlength=len(lengths)) == lengths
+        frames, numbers = frames[is_whole[place]], numbers[is_whole]
+        starts, lengths = starts[:-1][is_whole], lengths[is_whole]
+        flat = flatten(dict(windows.__getitems__(frames)))
+    else:
+        starts = starts[:-1]
     if clash := [name for name in _PLACE if name in flat]:
         raise UsageError("read rollouts", f"with the field {clash[0]!r}", "other names than " + ", ".join(_PLACE))
     columns = {name: on_host(leaf[:, 0]) for name, leaf in flat.items() if name != "mask"}
-    columns[_TRAJECTORY] = np.repeat(np.arange(first, first + len(lengths)), lengths)
-    columns[_FRAME] = frames - np.repeat(starts[:-1], lengths)
+    columns[_TRAJECTORY] = np.repeat(numbers, lengths)
+    columns[_FRAME] = frames - np.repeat(starts, lengths)
     columns[_LENGTH] = np.repeat(lengths, lengths)
     return columns
 

@@ -9,7 +9,7 @@ side by side, are views of the rows; all others lie in memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
@@ -55,6 +55,10 @@ class StoredColumn:
 class RowLayout:
     """Where each field of a schema stands.
 
+    Args:
+        schema: The fields as users see them.
+        apart: Fields that are kept apart from the packed row although they are small.
+
     Attributes:
         schema: The fields as users see them.
         stored: The same fields as they are stored (after their codecs).
@@ -62,7 +66,7 @@ class RowLayout:
         column_of: Field name -> its `StoredColumn`.
     """
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, apart: Collection[str] = ()) -> None:
         for field in schema.values():
             check_codec(field)
             if field.num_elements == 0:
@@ -70,7 +74,8 @@ class RowLayout:
         self.schema = schema
         self.stored = Schema(stored_field(field) for field in schema.values())
         coded = {field.name for field in schema.values() if codec_of(field).chunks is not None}
-        alone = {f.name for f in self.stored.values() if f.row_bytes >= LARGE_FIELD_BYTES or f.name in coded}
+        apart = {*coded, *apart}
+        alone = {f.name for f in self.stored.values() if f.row_bytes >= LARGE_FIELD_BYTES or f.name in apart}
         small = [f for f in self.stored.values() if f.name not in alone]
         columns = [_pack(small)] if small else []
         columns += [

@@ -22,6 +22,7 @@ from storage.errors import CorruptFileError, DataFileError, UsageError, nearest
 from ..foreign.reader import EpisodeInfo, ForeignReader
 from ..format.header import DATA, END_UNKNOWN, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
 from ..format.notes import text_id
+from ..format.schema import RowLayout
 from ..index.block import Block, Key
 from ..index.index import TrajectoryIndex
 from ..index.stand_ins import NONE_GONE, Lengths
@@ -106,7 +107,7 @@ class Readers(Kind):
         if kept:
             self._source.check_schema(fit.schema, self._source.paths[0])
         texts = self._common_texts([info for _, info in kept], fit.schema)
-        layouts = layouts_of(Schema([*fit.schema.values(), *texts.values()]))
+        layouts = _layouts(Schema([*fit.schema.values(), *texts.values()]))
         size = max(1, _PIECE_BYTES // max(1, layouts[DATA].frame_bytes))
         blocks: list[Block] = []
         places: dict[Key, _Found] = {}
@@ -208,6 +209,12 @@ class Readers(Kind):
             fragments = np.array([row], FRAGMENT_DTYPE)
             blocks.append(Block(reader.path, writer, len(blocks), fragments, name=f"{number}:{episode}:{start}"))
         return blocks
+
+
+def _layouts(schema: Schema) -> dict[str, RowLayout]:
+    """Return the layouts of `layouts_of`, each picture apart: a damaged one does not take other fields along."""
+    pictures = [name for name, field in schema.items() if len(field.shape) > 1]
+    return {table: RowLayout(layout.schema, pictures) for table, layout in layouts_of(schema).items()}
 
 
 def _opened(origin: Origin) -> ForeignReader:

@@ -227,7 +227,7 @@ class RemoteFiles:
             else:
                 data, more = self._load_both(path, (low, high), sums.path, (first + len(kept), last))
                 sums.check(data, low, kept + more)
-            return use(memoryview(data)[start - low : stop - low])
+            return use(data if (low, high) == (start, stop) else data[start - low : stop - low])
 
         where = f"{start}:{stop} of {str(path)!r}"
         return self.fetcher.submit(fetch, _FETCH, where)

@@ -69,8 +69,8 @@ def push(
     puts = []
     for name, block in sorted(folder.blocks.items()):
         path, spans = folder.data_dir / name, spans_of(block, folder.schema)
-        put = partial(_put_block, files, path, spans, name in listed)
-        puts.append(fetcher.submit(put, "push", f"{str(path)!r} to {url!r}"))
+        send = partial(_put_block, files, path, spans, name in listed)
+        puts.append(fetcher.submit(send, "push", f"{str(path)!r} to {url!r}"))
     try:
         num_new: int = sum(map(fetcher.wait, tqdm(puts, desc="push", unit=" blocks", disable=not progress)))
         target = str(files.path / METADATA_NAME)

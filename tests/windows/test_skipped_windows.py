@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import rollout_data
 from rollout_data import RolloutWriter, WindowDataset, WindowLoader, WindowMixture
+from rollout_data.ray import read_rollouts
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, UsageError
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -203,3 +206,46 @@ def test_another_word_for_on_error_is_refused(tmp_path):
         WindowDataset(recorded(tmp_path / "own"), 1, on_error="ignore")
     with pytest.raises(UsageError, match="on_error"):
         WindowLoader(WindowDataset(tmp_path / "own", 1), 4, on_error="ignore")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_fields_without_the_damaged_picture_lose_nothing(tmp_path, on_error):
+    data = damaged_set(tmp_path, [(0, 0), (1, 4), (3, 9)])
+    windows = WindowDataset(data, 1, fields=["action"], on_error=on_error)
+    sound = WindowDataset(tmp_path / "own", 1, fields=["action"])
+    everything = range(len(sound))
+    assert torch.equal(windows.__getitems__(everything)["action"], sound.__getitems__(everything)["action"])
+    assert windows.num_lost_windows == 0 and windows.problems == []
+
+
+class Rows:
+    """Stands in for `ray.data`, as far as `read_rollouts` needs it: runs each task at once."""
+
+    def __init__(self, tasks):
+        self.tasks = tasks
+
+    def map_batches(self, function, batch_size):
+        assert batch_size == 1
+        asked = [{name: np.array([value], object) for name, value in task.items()} for task in self.tasks]
+        return [function(one) for one in asked]
+
+
+@pytest.mark.parametrize("damaged", [[], [(1, 4)], [(0, 0), (0, 9), (3, 3)], [(e, 0) for e in range(3)]])
+@pytest.mark.parametrize("rows_per_task", [10, 20, 1000])
+def test_rollouts_for_ray_leave_out_whole_trajectories_in_every_column(tmp_path, monkeypatch, damaged, rows_per_task):
+    data = types.ModuleType("ray.data")
+    data.from_items = lambda tasks, override_num_blocks: Rows(tasks)
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    monkeypatch.setitem(sys.modules, "ray.data", data)
+    sys.modules["ray"].data = data
+    options = {"rows_per_task": rows_per_task, "next_observations": False, "on_error": "skip"}
+    tasks = quiet(lambda: read_rollouts(damaged_set(tmp_path, damaged), **options))
+    for columns in tasks:
+        assert len({len(values) for values in columns.values()}) == 1
+    joined = {name: np.concatenate([columns[name] for columns in tasks]) for name in tasks[0]}
+    kept = [episode for episode in range(4) if episode not in {lost for lost, _ in damaged}]
+    assert joined["trajectory"].tolist() == [episode for episode in kept for _ in range(10)]
+    assert joined["frame"].tolist() == list(range(10)) * len(kept)
+    expected = [[episode, frame] for episode in kept for frame in range(10)]
+    assert joined["action"].tolist() == joined["observation/state"].tolist() == expected
+    assert (joined["length"] == 10).all()

@@ -224,10 +224,10 @@ class Reader(ForeignReader):
         return found
 
     def _missing_videos(self, info: Info, index: Index) -> dict[int, list[str]]:
-        """Return episode -> cameras to leave out: those with a damaged video, and with too short ones if rebuilding.
+        """Return episode -> cameras to leave out: without a readable video, and with too short ones if rebuilding.
 
         Raises:
-            CorruptFileError: The index names a video that is missing or too short, and is not rebuilt.
+            CorruptFileError: The index names no video, or one that is too short, and is not rebuilt.
         """
         missing: dict[int, list[str]] = {}
         ends = lru_cache(maxsize=None)(self._end_of)
@@ -240,14 +240,11 @@ class Reader(ForeignReader):
                     raise index.bad(f"episode {episode}", expected, "none in the index")
                 file, start_s = entry.videos[camera]
                 try:
-                    path = file_inside(self.path, file)
-                except CorruptFileError as cause:
-                    raise index.bad(f"episode {episode}", expected, f"{cause.got} as {file!r}") from cause
-                try:
-                    end_s = ends(path)
-                except CorruptFileError as damage:  # of one file: the others and the rows are read
+                    end_s = ends(file)
+                except (CorruptFileError, OSError) as damage:  # of one file: the others and the rows are read
+                    got = f"{damage.got} of {damage.where}" if isinstance(damage, CorruptFileError) else str(damage)
                     where, advice = f"{camera!r} of episode {episode}", "The camera is left out of this episode"
-                    wrong = self.problem("read", where, expected, f"{damage.got} of {str(path)!r}", advice)
+                    wrong = self.problem("read", where, expected, got, advice)
                     wrong.of("undecodable", str(episode)).__cause__ = damage
                     missing.setdefault(episode, []).append(camera)
                     continue
@@ -261,8 +258,9 @@ class Reader(ForeignReader):
                 missing.setdefault(episode, []).append(camera)
         return missing
 
-    def _end_of(self, path: Path) -> float:
-        """Give when a video ends; without PyAV only an empty file is known to end."""
+    def _end_of(self, file: str) -> float:
+        """Return when a video ends in seconds; without PyAV only an empty file is known to end."""
+        path = file_inside(self.path, file)
         if not path.stat().st_size:
             raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
         return end_time(path) if find_spec("av") else float("inf")
