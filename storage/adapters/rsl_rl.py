@@ -135,8 +135,15 @@ class RslRlStorage(RolloutStorage):
         """
         if self.training_type != "distillation":
             raise UsageError("generate steps", "", "training_type 'distillation'", repr(self.training_type))
-        rows, names = self._num_rows_for("generate steps", False), ("observations", "privileged_actions", "dones")
-        return (self.Batch(**{name: getattr(self, name)[step].clone() for name in names}) for step in range(rows))
+        return self._steps(self._num_rows_for("generate steps", False))
+
+    def _steps(self, num_steps: int) -> Iterator[Any]:
+        names = ("observations", "privileged_actions", "dones")
+        for step in range(num_steps):
+            with self._lock:
+                batch = self.Batch(**{name: getattr(self, name)[step].clone() for name in names})
+                self._order.record(is_write=False)
+            yield batch
 
     def mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8, **options: Any) -> Iterator[Any]:
         """Yield shuffled mini-batches of rows; see `RolloutStorage`, whose options count unless `compat`."""

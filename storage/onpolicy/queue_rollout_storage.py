@@ -88,6 +88,7 @@ class QueueRolloutStorage(RolloutStorage):
             num_steps = min(missing, self.num_timesteps_each_rollout)
             if num_steps:
                 self._order.wait(is_write=True)
+                self._order.keep(self._table.tensors.values())
                 self._table.grow(num_steps)
                 self._order.record(is_write=True)
             return num_steps

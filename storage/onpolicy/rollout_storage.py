@@ -158,6 +158,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     def __getattr__(self, name: str) -> Any:
         table = self.__dict__.get("_table")
         if table is not None and name in table.columns:
+            self._order.wait(is_write=False)
             return table.view(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -219,6 +220,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     @property
     def saved_hidden_states(self) -> Any:
         """Recurrent states before each step, leaves `[T, layers, B, *H]`; None if none were ever added."""
+        self._order.wait(is_write=False)
         return self._states.build(self._states.leaves())
 
     def clear(self) -> None:
@@ -469,6 +471,12 @@ class RolloutStorage(Store, is_saved_whole=True):
             self.step, self._num_partial_rows = step, num_partial_rows
             before.num_changes += 1  # for generators that still read it
             self._order.record(is_write=True)
+
+    def _random_state(self, saved: torch.Tensor) -> torch.Tensor:
+        # A generator on the CPU serves storages on every device.
+        if self.rng.device.type != "cpu" and saved.numel() == torch.Generator().get_state().numel():
+            self.rng = torch.Generator()
+        return super()._random_state(saved)
 
     def _row_limits(self) -> tuple[int, int]:
         """How many steps fit at least, and at most."""

@@ -20,7 +20,7 @@ from ..core.durable import existing_folder
 from ..errors import RolloutDataWarning, SchemaError
 from .columns import SAVE_ID, Table, open_columns
 from .folder import FINALS, ROWS, check_version, device_for, write_folder
-from .store import Store
+from .store import Store, random_state_for
 
 FORMAT, VERSION = "rollout-data buffer", 1
 #: The column of the table of final observations that says to which rows they belong; its name has no levels.
@@ -138,7 +138,8 @@ class BufferStore(Store):
                 tables[table] = files.enter_context(open_columns(path, config.get(SAVE_ID), names))
             made._set_tables(config, tables)
         drawn = torch.tensor(list(bytes.fromhex(config.get("generator", ""))), dtype=torch.uint8, device="cpu")
-        if drawn.shape == made.rng.get_state().shape:  # a state of CUDA's generator is not one of the CPU's
+        drawn = random_state_for(made.rng, drawn)
+        if drawn.shape == made.rng.get_state().shape:  # earlier systems save none
             made.rng.set_state(drawn)
         return made
 

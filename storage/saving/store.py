@@ -6,8 +6,10 @@ whose folders are laid out as those of earlier systems.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +23,15 @@ from ..core.arguments import is_whole
 from ..core.durable import existing_folder
 from ..core.memory import StreamOrder, lasting
 from ..core.shown import Shown
-from ..errors import CorruptFileError, ForeignFileError, MissingFieldError, RolloutDataError, SchemaError, nearest
+from ..errors import (
+    CorruptFileError,
+    ForeignFileError,
+    MissingFieldError,
+    RolloutDataError,
+    RolloutDataWarning,
+    SchemaError,
+    nearest,
+)
 from .columns import SAVE_ID, name_of, open_columns
 from .folder import COLUMNS, CONFIG_NAME, NONSENSE, check_version, device_for, load_one_save, read_config, write_folder
 
@@ -224,9 +234,7 @@ class Store(Shown, ABC):
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, torch.Tensor):
                         raise SchemaError(_LOAD, f"with {name!r}", "a tensor", type(tensor).__name__)
-                rng = tensors["rng"].cpu()
-                if rng.numel() in _RNG_BYTES - {self.rng.get_state().numel()}:  # of a generator on another device
-                    rng = self.rng.get_state()
+                rng = self._random_state(tensors["rng"].cpu())
                 torch.Generator(self.rng.device).set_state(rng)
                 self._set_state(numbers, {name: self._own(x) for name, x in tensors.items() if name != "rng"})
                 self.rng.set_state(rng)
@@ -248,6 +256,10 @@ class Store(Shown, ABC):
             object.__setattr__(self, "__dict__", before)
             self.rng.set_state(drawn)
             raise
+
+    def _random_state(self, saved: torch.Tensor) -> torch.Tensor:
+        """Return what the generator is set to for a saved random state; may replace the generator before."""
+        return random_state_for(self.rng, saved)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of a state to where the rows are."""
@@ -278,6 +290,23 @@ def load_store(path: str | os.PathLike[str], device: torch.device | str | None =
 
 
 load_buffer = load_store
+
+
+def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.Tensor:
+    """Return a saved random state, or, if it is that of a generator on another kind of device, one seeded from it.
+
+    The new state depends on the saved one only: loads of one save draw alike. A warning says that they draw other
+    numbers than the saved store would have drawn.
+    """
+    if saved.numel() not in _RNG_BYTES - {generator.get_state().numel()}:
+        return saved
+    digest = hashlib.blake2b(saved.numpy().tobytes(), digest_size=8).digest()
+    text = (
+        f"the saved random state is that of a generator on another device than {generator.device}; the generator is "
+        "reseeded and draws other numbers"
+    )
+    warnings.warn(text, RolloutDataWarning, stacklevel=4)
+    return torch.Generator(generator.device).manual_seed(int.from_bytes(digest, "little") >> 1).get_state()
 
 
 def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:

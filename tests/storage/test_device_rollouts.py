@@ -5,6 +5,7 @@ On the pretended device events complete late, so that host memory that is read o
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -285,3 +286,14 @@ def test_finals_are_right_before_and_after_their_number_arrived(late_device: Pre
         loaded = make_storage(NUM_ENVS, NUM_STEPS, SarsaRolloutStorage)
         loaded.load_state_dict(storage.state_dict())
         assert_same_columns(loaded, expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_copies_draw_what_the_storage_draws_wherever_its_generator_is(device: str) -> None:
+    storage = make_storage(NUM_ENVS, NUM_STEPS, device="cuda", generator=torch.Generator(device).manual_seed(4))
+    for step in range(NUM_STEPS):
+        storage.add_transitions(transition(step))
+    storage.compute_returns(torch.ones(NUM_ENVS, 1), 0.9, 0.8)
+    copied = copy.deepcopy(storage)
+    for mine, other in zip(drawn(storage, False), drawn(copied, False), strict=True):
+        assert torch.equal(mine.obs, other.obs)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from storage import (
     ActionLabelRollout,
+    DictBuffer,
     HiddenStates,
     QueueRolloutStorage,
     ReplayBuffer,
@@ -22,7 +23,7 @@ from storage import (
     SchemaError,
     load_store,
 )
-from storage.errors import CorruptFileError, DataFileError, ForeignFileError
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataWarning
 from storage.saving.store import STORES, State, Store
 from tests.saved import config_of
 from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, make_storage, make_transition
@@ -315,3 +316,34 @@ def test_a_store_that_does_not_say_what_it_is_cannot_be_made() -> None:
             Nameless()
     finally:
         del STORES["Nameless"]
+
+
+#: Bytes of the state of a generator on CUDA.
+CUDA_STATE_BYTES = 16
+
+
+def with_random_state_of_cuda(state, number):
+    tensors = {**state["tensors"], "rng": torch.full((CUDA_STATE_BYTES,), number, dtype=torch.uint8)}
+    return {**state, "tensors": tensors}
+
+
+@pytest.mark.parametrize("make", [lambda: make_storage(4, 3), lambda: DictBuffer(8, generator=1)])
+def test_a_random_state_of_another_device_reseeds_the_generator_with_a_warning(make):
+    saved = make().state_dict()
+    states = []
+    for number in (1, 1, 2):
+        loaded = make()
+        with pytest.warns(RolloutDataWarning, match="reseeded"):
+            loaded.load_state_dict(with_random_state_of_cuda(saved, number))
+        states.append(loaded.rng.get_state())
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+    assert not torch.equal(states[0], make().rng.get_state())
+
+
+def test_a_random_state_that_belongs_to_no_generator_is_refused():
+    storage = make_storage(4, 3)
+    state = storage.state_dict()
+    state["tensors"]["rng"] = torch.zeros(17, dtype=torch.uint8)
+    with pytest.raises(SchemaError):
+        storage.load_state_dict(state)

@@ -235,3 +235,27 @@ def test_no_stream_waits_for_itself(streams, monkeypatch):
     monkeypatch.setattr(Stream, "wait_event", lambda stream, event: pytest.fail("a needless wait"))
     streams.on(streams.a, lambda: take_batches(made))
     streams.on(streams.a, lambda: add_steps(made))
+
+
+def test_reading_an_attribute_waits_for_writes_of_other_streams(streams):
+    made = streams.on(streams.a, lambda: rollout(RolloutStorage))
+    streams.on(streams.b, lambda: made.returns)
+    assert streams.b.comes_after["a"] == streams.a.num_done
+
+
+def test_readers_wait_for_the_final_observations_of_a_step(streams):
+    made = make_storage(4, 3, SarsaRolloutStorage)
+    streams.on(streams.a, lambda: made.add_transitions(transition_of(made, 0)))
+    streams.on(streams.b, lambda: made.state_dict())
+    assert streams.b.comes_after["a"] == streams.a.num_done
+
+
+def test_growing_waits_for_readers_on_other_streams(streams):
+    made = make_storage(4, 3, QueueRolloutStorage, buffer_dilation_ratio=3)
+    for step in range(3):
+        streams.on(streams.a, lambda step=step: made.add_transitions(transition_of(made, step)))
+    made.compute_returns(torch.zeros(4, 1), 0.9, 0.9)
+    streams.on(streams.b, lambda: take_batches(made))
+    num_read = streams.b.num_done
+    streams.on(streams.a, made.clear)
+    assert streams.a.comes_after["b"] == num_read
