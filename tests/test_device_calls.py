@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from storage import ActionLabelRollout, DictBuffer, QueueRolloutStorage, RolloutStorage, SarsaRolloutStorage
+from storage import (
+    ActionLabelRollout,
+    DictBuffer,
+    QueueRolloutStorage,
+    ReplayBuffer,
+    RolloutStorage,
+    SarsaRolloutStorage,
+    TrajectoryDictBufferMultiDim,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -156,6 +164,64 @@ def sampling() -> Callable[[], Any]:
     return lambda: buffer.sample(4)
 
 
+def steps_of_a_ring() -> dict[str, torch.Tensor]:
+    ends = torch.tensor([[False], [False], [True], [False], [False], [False]], device="cuda")
+    return {**records(), "terminated": ends, "time_outs": torch.zeros_like(ends)}
+
+
+def ring_of_steps(has_finals: bool) -> DictBuffer:
+    buffer = DictBuffer(60, "cuda", num_envs=2, end_key=["terminated", "time_outs"], generator=0)
+    steps = steps_of_a_ring()
+    for _ in range(25):
+        buffer.extend(steps, final={"observation": steps["observation"]} if has_finals else None)
+    return buffer
+
+
+def extending_trajectories(has_finals: bool) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = ring_of_steps(has_finals)
+        steps = steps_of_a_ring()
+        final = {"observation": steps["observation"]} if has_finals else None
+        return lambda: buffer.extend(steps, final=final)
+
+    return prepare
+
+
+def transitions_of_a_ring(has_finals: bool, **options: Any) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = ring_of_steps(has_finals)
+        return lambda: buffer.sample_transitions(16, **options)
+
+    return prepare
+
+
+def windows_of_a_ring(has_finals: bool, is_extended: bool = False, **options: Any) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = TrajectoryDictBufferMultiDim(30, "cuda", n_dim=2, seq_length=3, generator=0, **options)
+        steps = {name: leaf.view(3, 2, -1) for name, leaf in steps_of_a_ring().items()}
+        final = {"observation": steps["observation"]} if has_finals else None
+        for _ in range(25):
+            buffer.extend(steps, final=final)
+        return (lambda: buffer.extend(steps, final=final)) if is_extended else (lambda: buffer.sample(30))
+
+    return prepare
+
+
+def pairs_of_states(generator_device: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = ReplayBuffer(3, 20, "cuda", generator=torch.Generator(generator_device))
+        states = torch.ones(6, 3, device="cuda")
+        buffer.insert(states, states)
+
+        def call() -> Any:
+            buffer.insert(states, states)
+            return buffer.sample(4)
+
+        return call
+
+    return prepare
+
+
 #: Call -> function that prepares it and returns it.
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.add_transitions": adding("cuda"),
@@ -180,7 +246,28 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.get_statistics": lambda: full_storage("cuda").get_statistics,
     "DictBuffer.extend": extending,
     "DictBuffer.sample": sampling,
+    "ReplayBuffer.sample": pairs_of_states("cuda"),
+    "ReplayBuffer.sample(generator on the CPU)": pairs_of_states("cpu"),
+    "DictBuffer.extend(end_key)": extending_trajectories(False),
+    "DictBuffer.extend(final=)": extending_trajectories(True),
 }
+for has_finals in (False, True):
+    of_finals = ", final observations" * has_finals
+    for given in (
+        {},
+        {"at_end": "mark"},
+        {"num_steps": 3},
+        {"num_steps": 3, "at_end": "mark"},
+        {"num_frames": 4},
+        {"num_steps": 3, "num_frames": 4},
+        {"gamma": 0.9},
+    ):
+        CALLS[f"DictBuffer.sample_transitions({given}){of_finals}"] = transitions_of_a_ring(has_finals, **given)
+    for mode in ("uniform", "trajectory"):
+        name = f"TrajectoryDictBufferMultiDim({mode!r}){of_finals}"
+        CALLS[f"{name}.extend"] = windows_of_a_ring(has_finals, is_extended=True, start_mode=mode)
+        for end in ("exclude", "mark"):
+            CALLS[f"{name}.sample({end!r})"] = windows_of_a_ring(has_finals, start_mode=mode, at_end=end)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -251,6 +251,52 @@ class PackedCopy:
         return [block[start:stop].view(dtype).view(shape) for start, stop, shape, dtype in self._parts]
 
 
+class LateNumber:
+    """Read a number that a device computes, without waiting for it: its copy to the host is read once it has arrived.
+
+    One copy is under way at a time. Devices other than CUDA have no pinned memory; there it is read at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_asynchronous = device.type == "cuda"
+        self._copied: torch.cuda.Event | None = None
+        self._number: torch.Tensor | None = None
+        self._about: Any = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no copy is under way."""
+        return self._number is None
+
+    @lasting
+    def send(self, number: torch.Tensor, about: Any = None) -> None:
+        """Copy a tensor of one integer; do nothing while an earlier copy is under way.
+
+        Args:
+            number: One integer.
+            about: Returned with the number.
+        """
+        if self._number is not None:
+            return
+        self._about = about
+        if not self._is_asynchronous:
+            self._number = number.detach().reshape(1).cpu()
+            return
+        self._number = torch.empty(1, dtype=torch.int64, pin_memory=True)
+        self._number.copy_(number.reshape(1), non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(torch.cuda.current_stream(self._device))
+
+    def receive(self) -> tuple[int, Any] | None:
+        """Return the number and what it is about, once; None if no copy has arrived."""
+        if self._number is None or (self._copied is not None and not self._copied.query()):
+            return None
+        found = int(self._number), self._about
+        self._number = self._copied = self._about = None
+        return found
+
+
 class StreamOrder:
     """Order the writes and reads of one object's memory among streams.
 
@@ -346,6 +392,13 @@ def float32_of(values: Any) -> torch.Tensor:
 def tensor_of(values: Any) -> torch.Tensor:
     """Show what `own` gave, or what was computed from it, as a tensor; memory is shared."""
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+
+
+def add_multiple(values: Any, others: Any, factor: int) -> Any:
+    """Return `values + others * factor` of what `own` gives; of tensors in one operation."""
+    if isinstance(values, torch.Tensor):
+        return torch.add(values, others, alpha=factor)
+    return values + others * factor
 
 
 def take_rows(source: Any, index: Any, out: Any) -> None:

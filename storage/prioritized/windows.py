@@ -203,7 +203,11 @@ class PrioritizedWindows(Store):
             return State(arguments, {"schema": None, "num_dead_updates": self.num_dead_updates}, {})
         numbers, tensors = self._windows.state(self.capacity * ring.num_lanes)
         numbers |= {"schema": ring.schema.to_json(), "num_lanes": ring.num_lanes, "total": ring.total}
-        tensors |= {"ages": self._boundaries.ages, "next_ages": self._boundaries.next_ages}
+        ages = torch.zeros((self.capacity, ring.num_lanes), dtype=torch.int32, device=self.device)
+        ids = ring.ids()
+        lanes = torch.arange(ring.num_lanes, device=self.device)
+        ages[ring.slot(ids)] = self._boundaries.age(lanes, ids.unsqueeze(1))
+        tensors |= {"ages": ages, "next_ages": self._boundaries.next_ages}
         columns = [ring.slots_view(name)[: ring.num_live] for name in ring.schema]
         return State(arguments, numbers, tensors | {f"column/{place}": column for place, column in enumerate(columns)})
 
@@ -225,7 +229,8 @@ class PrioritizedWindows(Store):
         ring = self._create(schema, num_lanes)
         ring.put_slots(0, columns)
         ring.total = total
-        self._boundaries.ages.copy_(ages)
+        ids = ring.ids()
+        self._boundaries.ages[ids % len(self._boundaries.ages)] = ages.to(self.device)[ring.slot(ids)]
         self._boundaries.next_ages.copy_(next_ages)
         self._windows.restore(self.capacity * num_lanes, numbers, tensors)
         self._order.record(is_write=True)

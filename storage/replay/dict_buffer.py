@@ -152,13 +152,14 @@ class DictBuffer(RingBuffer):
                 raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
             if request is None:
                 request = TransitionRequest.of(options) if options else _PLAIN
-            sampler = self._last_sampler
+            sampler, is_new = self._last_sampler, False
             if sampler is None or not sampler.serves(request, self._boundaries):
                 names = [ring.names[place] for place, _ in self._end_places]
                 sampler = self._last_sampler = TransitionSampler(self._boundaries, names, request)
-            self._order.wait(is_write=False)
+                is_new = True
+            self._order.wait(is_write=is_new)  # other streams wait for the factors of a new sampler
             found = sampler.sample(batch_size, self.generator, self.contiguous)
-            self._order.record(is_write=False)
+            self._order.record(is_write=is_new)
             return on_device(found, self.output_device)
 
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:

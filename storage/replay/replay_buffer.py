@@ -14,7 +14,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Field, Schema
-from ..core.memory import StreamOrder
+from ..core.memory import StreamOrder, sent
 from ..core.records import fit
 from ..core.samplers import generator_on, uniform
 from ..errors import BufferEmptyError, SchemaError
@@ -51,7 +51,8 @@ class ReplayBuffer(Store):
         sizes = obs_dim if isinstance(obs_dim, Sequence) else (obs_dim,)
         self.obs_dim = tuple(arguments.whole(action, "obs_dim", size, 0) for size in sizes)
         self.device = arguments.device(action, "device", device)
-        self.rng = generator_on(generator, action=action)
+        is_given = isinstance(generator, torch.Generator)  # and may be on the CPU
+        self.rng = generator_on(generator, None if is_given else self.device, action)
         schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
         self._ring = RingStore(self.buffer_size, 1, schema, self.device, num_guards=0)
         self.states, self.next_states = (self._ring.slots_view(name)[:, 0] for name in _NAMES)
@@ -122,7 +123,7 @@ class ReplayBuffer(Store):
                     "call ReplayBuffer.sample", "", "states", "an empty buffer", "Call insert() first"
                 )
             self._order.wait(is_write=False)
-            found = self._ring.gather(uniform(self.num_samples, size, self.rng).to(self.device))
+            found = self._ring.gather(sent(uniform(self.num_samples, size, self.rng), self.device))
             self._order.record(is_write=False)
             return found["states"], found["next_states"]
 

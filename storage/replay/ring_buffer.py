@@ -19,7 +19,7 @@ from ..core.memory import StreamOrder, writes_in_order
 from ..core.records import Key, RecordReader, Rows, normal
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..ring.ends import EndedRows, Places, end_places, find_ends
+from ..ring.ends import Places, end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
 from ..saving.buffer_store import ROW_KEY, BufferStore, rows_written
@@ -242,8 +242,9 @@ class RingBuffer(BufferStore):
         if finals is not None:
             if ROW_KEY in finals.schema:
                 raise SchemaError("save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name")
-            tensors[f"{FINALS}/{ROW_KEY}"] = finals.keys().unsqueeze(1)
-            tensors |= {f"{FINALS}/{name}": rows for name, rows in finals.live()[2].items()}
+            keys, columns = finals.live()
+            tensors[f"{FINALS}/{ROW_KEY}"] = keys.unsqueeze(1)
+            tensors |= {f"{FINALS}/{name}": rows for name, rows in columns.items()}
         return State(self._arguments(), numbers, tensors)
 
     @writes_in_order
@@ -264,9 +265,10 @@ class RingBuffer(BufferStore):
         boundaries = self._boundaries
         if boundaries is not None:
             boundaries.share = _accepted_share(numbers)
-            boundaries.next_ages.copy_(_oldest_ages(numbers, num_lanes, min(ring.oldest, num_slots)))
+            oldest_ages = _oldest_ages(numbers, num_lanes, min(ring.oldest, num_slots))
             ends = find_ends([ring.slots_view(name)[:live] for name in ring.schema], self._end_places)
             ring.total = ring.oldest
+            boundaries.next_ages.copy_(oldest_ages)
             boundaries.note(ends.roll(-(ring.total % num_slots), 0) if live == num_slots else ends)
             ring.total = total
         if FINALS in tables:
@@ -274,13 +276,11 @@ class RingBuffer(BufferStore):
                 raise SchemaError("load final rows", "", "a buffer with end_key, and rows", "one without")
             columns = {name: tables[FINALS].read(name) for name in tables[FINALS].shapes}
             keys = columns.pop(ROW_KEY).flatten()
-            finals = boundaries.finals = EndedRows(ring, Schema(ring.schema[name] for name in columns))
-            finals.check(keys, columns)
-            lane, row_id = ring.named(keys.to(ring.device))
-            is_ended = (row_id >= ring.oldest) & (row_id < total) & boundaries.ended(lane, row_id)
-            if not bool(is_ended.all()):
+            lane, row_id = ring.named(keys.long().to(ring.device))
+            is_live = (row_id >= ring.oldest) & (row_id < total)
+            if not bool((is_live & boundaries.ended(lane, row_id)).all()):
                 raise SchemaError("load final rows", "", "keys of rows that ended a trajectory", "others")
-            finals.append(lane, row_id, columns)
+            boundaries.restore_finals(Schema(ring.schema[name] for name in columns), keys, columns)
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
         columns = {name: x if self._has_lanes_in_file else x.squeeze(1) for name, x in state.get("columns", {}).items()}
@@ -289,7 +289,10 @@ class RingBuffer(BufferStore):
 
 def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
     """Bring a nested dict of tensors to a device; None is wherever they are."""
-    return tree if device is None else map_leaves(lambda leaf: leaf.to(device, non_blocking=True), tree)
+    if device is None:
+        return tree
+    is_to_host = device.type == "cpu"  # whoever reads there does not wait for an asynchronous copy
+    return map_leaves(lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree)
 
 
 def _accepted_share(numbers: Mapping[str, Any]) -> float:

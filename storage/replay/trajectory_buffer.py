@@ -20,7 +20,7 @@ from ..core.records import Key, flat_name, names_below
 from ..errors import SchemaError, UsageError
 from ..ring.ends import Places
 from ..ring.ring import RingStore
-from ..ring.windows import Boundaries
+from ..ring.windows import Boundaries, Extent
 from .dict_buffer import DictBuffer
 from .ring_buffer import on_device
 
@@ -194,21 +194,15 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         assert boundaries is not None
         is_marked = self.at_end == "mark"
         later = self._later(ring) if is_marked or boundaries.finals is not None else []
+        ends = boundaries.ends_for(later, is_marked) if offset else "never"
         #: Whether windows may end where their trajectory does.
-        goes_to_ends = bool(offset) and (is_marked or boundaries.finals_of(later) is not None)
-
-        def goes_on(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-            return boundaries.may_follow(later, is_marked, lane, last)
-
-        def is_valid(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-            follows = torch.where(boundaries.ended(lane, last), goes_on(lane, last), last + 1 < ring.total)
-            return follows & (boundaries.age(lane, last) >= length - 1)
-
+        goes_to_ends = ends != "never"
         if self.start_mode == "trajectory":
-            rule = goes_on if goes_to_ends else None
-            drawn = boundaries.draw_by_trajectory(num_windows, length + offset, self.generator, rule)
+            drawn = boundaries.draw_by_trajectory(num_windows, length + offset, self.generator, ends)
         elif goes_to_ends:
-            drawn, offset = boundaries.draw(num_windows, length, self.generator, is_valid), 0
+            around = boundaries.draw(num_windows, Extent(length - 1, 1, 1, ends), self.generator)
+            drawn = None if around is None else (around.lane, around.row)
+            offset = 0
         else:
             places = boundaries.draw_places(num_windows, length + offset, self.generator)
             if places is not None:
@@ -238,9 +232,17 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         cut = ring.cut_of(*self._keys(), self.contiguous, nested=False, apart=True)
         found = ring.windows(ring.place(lane, last - (length - 1)), length, cut)
         if goes_to_ends:
-            last_rows = {name: found[f"next/{name}"].unflatten(0, (-1, length))[:, -1] for name in self._later(ring)}
-            follows = boundaries.put_finals(last_rows, lane, last, boundaries.ended(lane, last))
+            later = self._later(ring)
+            following = {name: found[f"next/{name}"].unflatten(0, (-1, length))[:, -1] for name in later}
+            places = ring.place(lane, last)
+
+            def last_rows(name: str, rows: torch.Tensor | None) -> torch.Tensor:
+                return ring.column(name).index_select(0, places if rows is None else places[rows])
+
+            drawn = boundaries.follow(lane, last)
+            follows = boundaries.put_finals(following, last_rows, drawn, self.at_end == "mark")
             if self.at_end == "mark":
+                assert follows is not None
                 flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
                 flags[:, -1] = follows
                 found["next_valid"] = flags.view(-1, 1)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.fields import Schema
-from ..core.memory import lasting
+from ..core.fields import Schema, signed
+from ..core.memory import LateNumber, lasting
 from ..core.records import listed, names_below
 from ..errors import SchemaError
 from .ring import RingStore
@@ -22,6 +22,8 @@ from .ring import RingStore
 #: Of each field that ends trajectories: its place among the fields, and how many values it has.
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
+#: On a device there is room at first for the ends of trajectories of this many rows.
+_ROWS_PER_END = 64
 _BOOL = np.dtype(np.bool_)
 #: Names of flags of ends by themselves, and of flags of time limits; of a nested key the last part.
 _TERMINATIONS = {"terminated", "terminateds", "termination", "terminations", "terminal", "terminals", "is_terminal"}
@@ -136,26 +138,41 @@ def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch
 
 
 class EndedRows:
-    """Fields that are kept of rows that ended a trajectory, beside a ring, because they are few.
+    """Fields of rows that ended a trajectory, kept beside a ring, because they are few.
 
-    They are named by lane and id, and die with the row. Keys grow with every append, so that finding one is a binary
-    search.
+    They lie in a ring of their own, in the order of their keys. On the CPU it grows before a live row would be
+    overwritten. On other devices the host does not know how many rows ended. It reads their number later and grows
+    when half of the places are in use, so that live rows are overwritten only if many more trajectories end at once.
 
     Args:
         ring: The ring that the rows belong to.
         schema: The fields.
+
+    Attributes:
+        num_places: Rows that fit.
     """
 
     @lasting
     def __init__(self, ring: RingStore, schema: Schema) -> None:
         self._ring = ring
         self.schema = schema
-        self._first, self._last = 0, 0
-        self._keys = torch.zeros(0, dtype=torch.int64, device=ring.device)
+        self._is_on_cpu = ring.device.type == "cpu"
+        self._num_rows = ring.num_slots * ring.num_lanes
+        self.num_places = _FIRST_ROOM
+        if not self._is_on_cpu:
+            expected = max(self._num_rows // _ROWS_PER_END, 2 * ring.num_lanes)
+            self.num_places = max(_FIRST_ROOM, min(self._num_rows, expected))
+        #: Rows that were ever kept; a tensor on other devices than the CPU.
+        self._count: Any = 0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=ring.device)
+        #: On the CPU: number of the oldest live row.
+        self._first = 0
+        #: Places count from 1. Place 0 takes the rows that did not end, and stands for "no place".
+        self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=ring.device)
         self._columns = {
-            name: torch.zeros((0, *field.shape), dtype=field.torch_dtype, device=ring.device)
+            name: torch.zeros((self.num_places + 1, *field.shape), dtype=field.torch_dtype, device=ring.device)
             for name, field in schema.items()
         }
+        self._late_number = LateNumber(ring.device)
 
     @property
     def num_bytes(self) -> int:
@@ -163,31 +180,101 @@ class EndedRows:
         return sum(x.nbytes for x in (self._keys, *self._columns.values()))
 
     @lasting
-    def append(self, lane: torch.Tensor, row_id: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Keep rows: `[num, *event]` per field, sorted by (id, lane) and newer than all that are kept."""
-        stop = self._last + len(lane)
-        if stop > len(self._keys):
-            live = self._live()
-            num_kept, num_more = live.stop - live.start, max(_FIRST_ROOM, live.stop - live.start + 2 * len(lane))
+    def make_room(self, ended: torch.Tensor) -> torch.Tensor | None:
+        """Grow before rows are kept, if needed. A device is asked only about more rows than there are places.
 
-            def moved(x: torch.Tensor) -> torch.Tensor:
-                return torch.cat([x[live], x.new_zeros((num_more, *x.shape[1:]))])
+        Args:
+            ended: `[n, lanes]` bool.
 
-            self._keys, self._columns = moved(self._keys), {name: moved(x) for name, x in self._columns.items()}
-            self._first, self._last, stop = 0, num_kept, num_kept + len(lane)
-        self._keys[self._last : stop] = self._ring.key(lane, row_id)
+        Returns:
+            The keys by their new places from 0 on, -1 for a place without a row; None if no place has changed.
+        """
+        if self._is_on_cpu or ended.numel() > self.num_places:
+            num_more = int(ended.sum())
+            if int(self.num_live(len(ended))) + num_more <= self.num_places:
+                return None
+        else:
+            num_more = 0
+            received = self._late_number.receive()
+            if received is None or 2 * received[0] <= self.num_places or self.num_places >= self._num_rows:
+                return None
+        num_more = max(num_more, self.num_places)
+        num_live = self.num_live()
+        order = torch.cat([self._keys.new_zeros(1), self._keys[1:].argsort() + 1])
+        keys = self._keys[order]
+        self._keys = torch.cat([keys, keys.new_full((num_more,), -1)])
+        for name, column in self._columns.items():
+            moved = signed(column).index_select(0, order)
+            room = moved.new_zeros((num_more, *column.shape[1:]))
+            self._columns[name] = torch.cat([moved, room]).view(column.dtype)
+        self._set_count(self.num_places, num_live)
+        self.num_places += num_more
+        return keys
+
+    def append(
+        self, ended: torch.Tensor, leaves: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keep the rows that ended of those that are about to be written.
+
+        Args:
+            ended: `[n, lanes]` bool.
+            leaves: `[n, lanes, *event]` per field.
+
+        Returns:
+            Numbers among the `n * lanes` rows, of those that ended on the CPU and of all elsewhere; their places;
+            and, not on the CPU, the keys of live rows that were overwritten, -1 for others.
+        """
+        flags = ended.flatten()
+        first_key = self._ring.total * self._ring.num_lanes
+        lost = None
+        if self._is_on_cpu:
+            rows = flags.nonzero().squeeze(1)
+            places = torch.arange(self._count, self._count + len(rows)) % self.num_places + 1
+            keys = rows + first_key
+            self._count += len(rows)
+        else:
+            rows = torch.arange(len(flags), device=flags.device)
+            rank = flags.cumsum(0)
+            places = torch.where(flags, (rank + (self._count - 1)) % self.num_places + 1, 0)
+            keys = torch.where(flags, rows + first_key, -1)
+            before = self._keys.index_select(0, places)
+            lost = torch.where(before >= self._oldest_key(len(ended)), before, -1)
+            self._count += rank[-1]
+        self._keys[places] = keys
         for name, leaf in leaves.items():
-            self._columns[name][self._last : stop] = leaf
-        self._last = stop
+            column = self._columns[name]
+            values = signed(leaf.to(column.dtype)).flatten(0, 1)
+            signed(column)[places] = values[rows] if self._is_on_cpu else values
+        if not self._is_on_cpu and self._late_number.is_free:
+            self._late_number.send(self.num_live(len(ended)))
+        return rows, places, lost
 
-    def find(self, lane: torch.Tensor, row_id: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look rows up: (whether a row is kept, where it lies), both shaped like `lane`."""
-        keys = self._keys[self._first : self._last]
-        if not len(keys):
-            return torch.zeros_like(lane, dtype=torch.bool), torch.zeros_like(lane)
-        wanted = self._ring.key(lane, row_id)
-        place = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-        return keys[place] == wanted, place + self._first
+    def num_live(self, num_more: int = 0) -> Any:
+        """Return how many rows are live after `num_more` more steps: an int on the CPU, elsewhere a tensor."""
+        oldest_key = self._oldest_key(num_more)
+        if not self._is_on_cpu:
+            return (self._keys >= oldest_key).sum()
+        first = self._first
+        keys = self._keys[1:].numpy()
+        while first < self._count:  # twice at most: places go on from the last to the first
+            start = first % self.num_places
+            piece = keys[start : min(start + self._count - first, self.num_places)]
+            num_dead = int(piece.searchsorted(oldest_key))
+            first += num_dead
+            if num_dead < len(piece):
+                break
+        if not num_more:
+            self._first = first
+        return self._count - first
+
+    def places(self, num_live: Any, number: torch.Tensor) -> torch.Tensor:
+        """Return the places of live rows by their number, 0 for the oldest of `num_live`."""
+        found: torch.Tensor = (number + (self._count - num_live)) % self.num_places + 1
+        return found
+
+    def named(self, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the lane and the id of the rows at places."""
+        return self._ring.named(self._keys[place])
 
     def take(self, name: str, place: torch.Tensor) -> torch.Tensor:
         """Copy a field of rows: `[len(place), *event]`."""
@@ -195,19 +282,22 @@ class EndedRows:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._first, self._last = 0, 0
+        self._keys.fill_(-1)
+        self._set_count(0, 0)
 
-    def keys(self) -> torch.Tensor:
-        """Show the keys of what is live, `id * num_lanes + lane`, sharing memory."""
-        return self._keys[self._live()]
+    def live(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Copy the keys of live rows, `id * num_lanes + lane`, ascending, and their fields."""
+        order = self._keys.argsort()
+        order = order[self._keys[order] >= self._oldest_key(0)]
+        return self._keys[order], {name: self.take(name, order) for name in self.schema}
 
-    def live(self) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Show what is live: lane, id and fields, which share memory."""
-        live = self._live()
-        return *self._ring.named(self._keys[live]), {name: x[live] for name, x in self._columns.items()}
+    @lasting
+    def restore(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Keep, as the only ones, rows as `live` gives them; return the keys by their places from 0 on.
 
-    def check(self, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Raise `SchemaError` if keys and fields are not as `keys` and `live` give them."""
+        Raises:
+            SchemaError: They are not as `live` gives them.
+        """
         action = "load final rows"
         if keys.dtype is not torch.int64 or keys.dim() != 1:
             raise SchemaError(action, "", "their keys as [num] int64", f"{keys.dtype} {list(keys.shape)}")
@@ -218,8 +308,25 @@ class EndedRows:
                 raise SchemaError(action, f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}")
         if not bool((keys[1:] > keys[:-1]).all()):
             raise SchemaError(action, "", "ascending keys", "others")
+        device = self._ring.device
+        self.num_places = max(self.num_places, len(keys))
+        self._keys = torch.full((self.num_places + 1,), -1, dtype=torch.int64, device=device)
+        self._keys[1 : len(keys) + 1] = keys.to(device)
+        for name, leaf in leaves.items():
+            column = self._columns[name]
+            self._columns[name] = column.new_zeros((self.num_places + 1, *column.shape[1:]))
+            self._columns[name][1 : len(keys) + 1] = leaf.to(device)
+        self._set_count(len(keys), len(keys))
+        return self._keys[: len(keys) + 1]
 
-    def _live(self) -> slice:
-        keys = self._keys[self._first : self._last]
-        self._first += int(torch.searchsorted(keys, self._ring.oldest * self._ring.num_lanes))
-        return slice(self._first, self._last)
+    def _oldest_key(self, num_more: int) -> int:
+        """Return the least key of a row that is live after `num_more` more steps."""
+        ring = self._ring
+        return max(0, ring.total + num_more - ring.num_slots) * ring.num_lanes
+
+    def _set_count(self, count: int, num_live: Any) -> None:
+        if self._is_on_cpu:
+            self._count = count
+            self._first = count - num_live
+        else:
+            self._count.fill_(count)

@@ -20,7 +20,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema
-from ..core.memory import BufferPool, filled, lasting, tensor_of
+from ..core.memory import BufferPool, add_multiple, filled, lasting, tensor_of
 from ..core.records import names_below
 from ..core.rows import Cut, Group, Target, lay_out
 from ..errors import UsageError
@@ -99,17 +99,8 @@ class RingStore:
         return sum(base.numel() * base.element_size() for base in self._bases)
 
     def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
-        """Say where the next rows go: (slots, which of the rows), twice where the ring closes; the last rows win."""
-        slot = self.total % self.num_slots
-        if slot + num_rows <= self.num_slots:  # nearly always
-            return [(slice(slot, slot + num_rows), slice(0, num_rows))]
-        found, first = [], max(0, num_rows - self.num_slots)
-        while first < num_rows:
-            slot = (self.total + first) % self.num_slots
-            count = min(num_rows - first, self.num_slots - slot)
-            found.append((slice(slot, slot + count), slice(first, first + count)))
-            first += count
-        return found
+        """Return where the next rows go: (slots, rows) pairs, two where the ring closes; the last rows win."""
+        return spans(self.total, num_rows, self.num_slots)
 
     def write(self, leaves: Sequence[Any]) -> None:
         """Write checked leaves, `[n, lanes, *event]` in the schema's order; any n, the last slots win.
@@ -143,7 +134,7 @@ class RingStore:
         Tensors or arrays; with one lane `lane` may be None.
         """
         place = row_id % self.num_slots
-        return place if self.num_lanes == 1 else place + lane * self.stride
+        return place if self.num_lanes == 1 else add_multiple(place, lane, self.stride)
 
     def key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
         """Number rows of all lanes in the order in which they are written, and those of a step by lane."""
@@ -280,6 +271,21 @@ class RingStore:
             items = pieces.take if units == group.width else pieces.__getitem__  # `take` copies what is not contiguous
         self._sources[place, units, skipped] = tensor, items
         return tensor, items
+
+
+def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]]:
+    """Return where rows from id `first` on go: (slots, rows) pairs, two where the ring closes; the last rows win."""
+    slot = first % num_slots
+    if slot + num_rows <= num_slots:  # nearly always
+        return [(slice(slot, slot + num_rows), slice(0, num_rows))]
+    found = []
+    start = max(0, num_rows - num_slots)
+    while start < num_rows:
+        slot = (first + start) % num_slots
+        count = min(num_rows - start, num_slots - slot)
+        found.append((slice(slot, slot + count), slice(start, start + count)))
+        start += count
+    return found
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.fields import unflatten
+from ..core.fields import signed, unflatten
+from ..core.memory import LateNumber, lasting, sent
 from ..core.records import Key, names_below
 from ..errors import FieldTypeError, SchemaError, UsageError, nearest
 from .ends import EndKinds
-from .windows import Boundaries
+from .windows import Boundaries, Drawn, Extent
 
 _ACTION = "sample transitions"
 _GAMMA = 0.99
@@ -98,13 +99,17 @@ class TransitionSampler:
                 expected, got = "a name that no transition adds", "that of something that is computed"
                 raise SchemaError(_ACTION, f"with the field {name!r}", expected, got, "Add it under another name")
         self._finals_given = boundaries.finals
-        gamma = _GAMMA if request.gamma is None else request.gamma
-        self._gamma = torch.tensor(gamma, dtype=torch.float32, device=self._ring.device)
-        self._zero = torch.zeros_like(self._gamma)
+        self._extent = Extent(
+            num_frames=request.num_frames,
+            num_after=request.num_steps,
+            ends=boundaries.ends_for(self._next_names, request.at_end == "mark"),
+        )
         self._unnamed_ends = self._end_kinds.unnamed(end_names)
+        self._num_wrong_ends = LateNumber(self._ring.device)
         is_short = request.num_steps == request.num_frames == 1 and not self._unnamed_ends
         #: Whether every transition is two rows of one trajectory.
-        self._is_plain = is_short and request.at_end == "exclude" and boundaries.finals_of(self._next_names) is None
+        self._is_plain = is_short and self._extent.ends == "never"
+        self._set_factors(_GAMMA if request.gamma is None else request.gamma)
         if request.num_steps > 1:
             (self._reward_name,) = names_below(schema, request.reward_key, _ACTION, "reward_key")[:1]
             if not schema[self._reward_name].torch_dtype.is_floating_point:
@@ -112,124 +117,136 @@ class TransitionSampler:
                 raise FieldTypeError("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
 
     def serves(self, request: TransitionRequest, boundaries: Boundaries) -> bool:
-        """Tell whether this was made of the same parts."""
+        """Return whether this was made of the same parts."""
         is_same = request is self._request or request == self._request
         return is_same and boundaries is self._boundaries and boundaries.finals is self._finals_given
 
     def sample(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, Any]:
         """Draw transitions uniformly: a nested dict."""
-        names, boundaries = self._ring.names, self._boundaries
+        names, boundaries, ring, request = self._ring.names, self._boundaries, self._ring, self._request
         if self._is_plain:
             places = boundaries.draw_places(num_draws, 2, generator)
             if places is None:
                 raise _no_transition()
-            found = self._ring.rows(places, self._ring.cut_of(names, self._next_names, contiguous))
+            found = ring.rows(places, ring.cut_of(names, self._next_names, contiguous))
             if self._has_discount:
-                found["discount"] = self._discount(lambda name: _leaf_at(found, name), 1)
+                found["discount"] = self._discount(lambda name: _leaf_at(found, name), self._factors[-1:])
             return found
-        drawn = boundaries.draw(num_draws, 1, generator, self._is_complete)
+        self._raise_unnamed_ends()
+        drawn = boundaries.draw(num_draws, self._extent, generator)
         if drawn is None:
             raise _no_transition()
-        lane, first = drawn
-        num_steps, ended = self._reach(lane, first)
         if self._unnamed_ends:
-            self._check_ends_are_named(lane, first, num_steps, ended)
-        places = self._ring.place(lane, first)
-        if self._request.num_steps == 1:
-            found = self._ring.rows(places, self._ring.cut_of(names, self._next_names, contiguous, nested=False))
+            self._check_ends_are_named(drawn)
+        factors = self._factors[-1:] if drawn.ended is None else self._factors.index_select(0, drawn.num_ahead)
+        if request.num_steps == 1:
+            places = ring.place(drawn.lane, drawn.row)
+            found = ring.rows(places, ring.cut_of(names, self._next_names, contiguous, nested=False))
             following = {name: found.pop(f"next/{name}") for name in self._next_names}
         else:
-            found = self._ring.gather(places, contiguous)
-            rows = self._ring.gather(self._ring.place(lane, first + num_steps - ended.long()), contiguous)
+            # A trajectory that ends sooner stays at its last row.
+            steps = self._steps if drawn.ended is None else self._steps.minimum(drawn.num_ahead)
+            places = ring.place(drawn.lane, drawn.row + steps)
+            found = ring.gather(places[0], contiguous)
+            rows = ring.gather(places[-1], contiguous)
             following = {name: rows[name] for name in self._next_names}
-            self._sum_rewards(found, lane, first, num_steps)
+            self._sum_rewards(found, places[:-1], factors)
         if self._has_discount:
-            found["discount"] = self._discount(found.__getitem__, num_steps)
-        follows = boundaries.put_finals(following, lane, first + num_steps - 1, ended)
-        if self._request.num_frames > 1:
-            self._stack(found, following, lane, first, num_steps)
+            found["discount"] = self._discount(found.__getitem__, factors)
+        own_rows = _rows_of(found) if request.num_steps == 1 else None
+        follows = boundaries.put_finals(following, own_rows, drawn, request.at_end == "mark")
+        if request.num_frames > 1:
+            self._stack(found, following, drawn)
         found.update((f"next/{name}", x) for name, x in following.items())
-        if self._request.at_end == "mark":
+        if follows is not None:
             found["next_valid"] = follows.unsqueeze(1)
         return unflatten(found)
 
-    def _is_complete(self, lane: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """Say which first rows make a complete transition."""
-        num_frames, (num_steps, ended) = self._request.num_frames, self._reach(lane, first)
-        is_marked, last = self._request.at_end == "mark", first + num_steps - 1
-        follows = self._boundaries.may_follow(self._next_names, is_marked, lane, last)
-        accepted = torch.where(ended, follows, first + num_steps < self._ring.total)
-        if num_frames > 1:
-            accepted &= first - self._boundaries.age(lane, first).clamp(max=num_frames - 1) >= self._ring.oldest
-        return accepted
+    @lasting
+    def _set_factors(self, gamma: float) -> None:
+        """Compute discounts and weights of rewards by the number of rows ahead, 0 to `num_steps`."""
+        num_steps = self._request.num_steps
+        factor = torch.tensor(gamma, dtype=torch.float32, device="cpu")
+        steps = torch.arange(num_steps, device="cpu")
+        num_taken = torch.cat([steps + 1, steps[-1:] + 1])
+        weights = torch.where(steps < num_taken.unsqueeze(1), factor**steps, 0)
+        discounts = (factor**num_taken).unsqueeze(1)
+        #: `[num_steps + 1, num_steps + 1]` float32: weights of the rewards, then the discount.
+        self._factors = sent(torch.cat([weights, discounts], 1), self._ring.device)
+        #: `[num_steps + 1, 1]`: 0, 1, ...
+        self._steps = torch.arange(num_steps + 1, device=self._ring.device).unsqueeze(1)
 
-    def _reach(self, lane: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor | int, torch.Tensor]:
-        """Say how many steps a transition takes, and whether its trajectory ends with them."""
-        if self._request.num_steps == 1:
-            return 1, self._boundaries.ended(lane, first)
-        ids = first.unsqueeze(1) + torch.arange(1, self._request.num_steps + 1, device=first.device)
-        is_start = (self._boundaries.age(lane.unsqueeze(1).expand_as(ids), ids) == 0) & (ids <= self._ring.total)
-        ended = is_start.any(1)
-        # argmax gives the first of the largest.
-        reached = torch.where(ended, is_start.to(torch.uint8).argmax(1) + 1, self._request.num_steps)
-        return reached, ended
+    def _sum_rewards(self, found: dict[str, torch.Tensor], places: torch.Tensor, factors: torch.Tensor) -> None:
+        """Replace the first row's reward by the discounted sum, and its end flags by those of the last step.
 
-    def _sum_rewards(
-        self, found: dict[str, torch.Tensor], lane: torch.Tensor, first: torch.Tensor, num_steps: torch.Tensor | int
-    ) -> None:
-        """Replace the first row's reward by the discounted sum, and its end flags by those of the last step."""
-        request, name = self._request, self._reward_name
-        steps = torch.arange(request.num_steps, device=first.device)
-        taken = torch.as_tensor(num_steps, device=first.device)
-        is_taken = steps < taken.unsqueeze(1)
-        # Steps that are not taken read the first row, which is always there, and weigh nothing.
-        ids = torch.where(is_taken, first.unsqueeze(1) + steps, first.unsqueeze(1))
-        rewards = self._rows_of(name, lane, ids)
-        weights = torch.where(is_taken, self._gamma**steps, 0).to(rewards.dtype)
-        found[name] = (rewards * weights.view(*ids.shape, *[1] * (rewards.dim() - 2))).sum(1)
-        last = self._ring.place(lane, first + num_steps - 1)
+        Args:
+            found: The fields of the first rows, changed.
+            places: `[num_steps, n]` of the rows of each step.
+            factors: `[n or 1, num_steps + 1]`, weights of the rewards first.
+        """
+        name = self._reward_name
+        rewards = self._ring.column(name).index_select(0, places.t().flatten())
+        rewards = rewards.view(-1, self._request.num_steps, *rewards.shape[1:])
+        weights = factors[:, :-1].to(rewards.dtype)
+        found[name] = (rewards * weights.view(*weights.shape, *[1] * (rewards.dim() - 2))).sum(1)
         for flag_name in self._flag_names:
-            found[flag_name] = self._ring.column(flag_name).index_select(0, last)
+            found[flag_name] = self._ring.column(flag_name).index_select(0, places[-1])
 
-    def _discount(self, rows: Callable[[str], torch.Tensor], num_steps: torch.Tensor | int) -> torch.Tensor:
+    def _discount(self, rows: Callable[[str], torch.Tensor], factors: torch.Tensor) -> torch.Tensor:
         """Return the factors of next values after transitions with these end flags: `[n, 1]` float32."""
-        discount = self._gamma**num_steps
-        return torch.where(self._end_kinds.terminated(rows), self._zero, discount).unsqueeze(1)
+        return torch.where(self._end_kinds.terminated(rows), 0.0, factors[:, -1]).unsqueeze(1)
 
-    def _check_ends_are_named(
-        self, lane: torch.Tensor, first: torch.Tensor, num_steps: torch.Tensor | int, ended: torch.Tensor
-    ) -> None:
-        """Raise `UsageError` if a flag of ends that `end_key` does not name is set within a trajectory."""
-        steps = torch.arange(self._request.num_steps, device=first.device)
-        is_within = steps < (num_steps - ended.long()).unsqueeze(1)
-        ids = torch.where(is_within, first.unsqueeze(1) + steps, first.unsqueeze(1))
+    def _check_ends_are_named(self, drawn: Drawn) -> None:
+        """Raise `UsageError` if a flag of ends that `end_key` does not name is set within a trajectory.
+
+        On a device the rows are counted, and a later call raises.
+        """
+        steps = self._steps[:-1]
+        # A trajectory that ends does so with the last of these rows.
+        is_within = steps < drawn.num_ahead
+        steps = steps if drawn.ended is None else steps.minimum(drawn.num_ahead)
+        places = self._ring.place(drawn.lane, drawn.row + steps).flatten()
+        is_wrong = torch.zeros_like(places, dtype=torch.bool)
         for name in self._unnamed_ends:
-            flags = self._rows_of(name, lane, ids).flatten(2)
-            if bool(((flags != 0).any(2) & is_within).any()):
-                expected, got = f"an end_key that names {name!r} too", "rows where it is set and no trajectory ends"
-                raise UsageError(_ACTION, "", expected, got, "What follows such a row is of another trajectory")
+            flags = self._ring.column(name).index_select(0, places).flatten(1)
+            is_wrong |= (flags != 0).any(1)
+        num_wrong = (is_wrong.view(is_within.shape[0], -1) & is_within).sum()
+        if self._num_wrong_ends.is_free:
+            self._num_wrong_ends.send(num_wrong)
+        if drawn.row.is_cpu:
+            self._raise_unnamed_ends()
 
-    def _stack(
-        self,
-        found: dict[str, torch.Tensor],
-        following: dict[str, torch.Tensor],
-        lane: torch.Tensor,
-        first: torch.Tensor,
-        num_steps: torch.Tensor | int,
-    ) -> None:
+    def _raise_unnamed_ends(self) -> None:
+        """Raise if the rows of a draw were found to be wrong."""
+        received = self._num_wrong_ends.receive()
+        if received is not None and received[0]:
+            named = " or ".join(map(repr, self._unnamed_ends))
+            expected, got = f"an end_key that names {named} too", "rows where it is set and no trajectory ends"
+            raise UsageError(_ACTION, "", expected, got, "What follows such a row is of another trajectory")
+
+    def _stack(self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn) -> None:
         """Stack the frames up to the first row, and those up to what follows the last step."""
+        lane, first, num_steps = drawn.lane, drawn.row, self._request.num_steps
+        num_taken = num_steps if drawn.ended is None else (drawn.num_ahead + drawn.ended).unsqueeze(1)
         start = (first - self._boundaries.age(lane, first)).unsqueeze(1)
         back = torch.arange(self._request.num_frames - 1, -1, -1, device=first.device)
         for name in self._next_names:
-            found[name] = self._rows_of(name, lane, (first.unsqueeze(1) - back).maximum(start))
-            before = ((first + num_steps).unsqueeze(1) - back[:-1]).maximum(start)
-            following[name] = torch.cat([self._rows_of(name, lane, before), following[name].unsqueeze(1)], 1)
+            found[name] = self._frames(name, lane, (first.unsqueeze(1) - back).maximum(start))
+            before = (first.unsqueeze(1) + num_taken - back[:-1]).maximum(start)
+            following[name] = torch.cat([self._frames(name, lane, before), following[name].unsqueeze(1)], 1)
 
-    def _rows_of(self, name: str, lane: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _frames(self, name: str, lane: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Copy a field of `[n, any]` rows of `[n]` lanes: `[n, any, *event]`."""
-        places = self._ring.place(lane.unsqueeze(1).expand_as(ids), ids).flatten()
+        places = self._ring.place(lane.unsqueeze(1), ids).flatten()
         rows = self._ring.column(name).index_select(0, places)
         return rows.view(*ids.shape, *rows.shape[1:])
+
+
+def _rows_of(fields: Mapping[str, torch.Tensor]) -> Callable[[str, torch.Tensor | None], torch.Tensor]:
+    def rows_of(name: str, rows: torch.Tensor | None) -> torch.Tensor:
+        return fields[name] if rows is None else signed(fields[name])[rows]
+
+    return rows_of
 
 
 def _leaf_at(tree: Mapping[str, Any], name: str) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import Field, RingStore, Schema, TrajectoryDictBufferMultiDim, UsageError
-from storage.ring.windows import Boundaries
+from storage.ring.windows import Boundaries, Extent
 
 from .streams import Naive, chi_square, chi_square_bound, drawn_windows, rows
 
@@ -146,12 +147,14 @@ def test_drawing_costs_the_same_in_a_hundred_times_larger_ring() -> None:
 
 def count_looked_at(capacity: int) -> int:
     boundaries, sizes = noted(capacity, 64, torch.rand(capacity, 64) < 0.02), []
+    proposed = boundaries._propose  # no public call says how many candidates it looked at
 
-    def counted(lane: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(lane))
-        return boundaries.age(lane, last) >= 8
+    def counted(size: int, *others: Any) -> Any:
+        sizes.append(size)
+        return proposed(size, *others)
 
-    boundaries.draw(128, 9, torch.Generator().manual_seed(0), counted)
+    boundaries._propose = counted  # type: ignore[method-assign]
+    boundaries.draw(128, Extent(num_before=8), torch.Generator().manual_seed(0))
     return sum(sizes)
 
 
