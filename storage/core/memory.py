@@ -290,7 +290,9 @@ class LateNumber:
 
     def receive(self) -> tuple[int, Any] | None:
         """Return the number and what it is about, once; None if no copy has arrived."""
-        if self._number is None or (self._copied is not None and not self._copied.query()):
+        if self._number is None:
+            return None
+        if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
             return None
         found = int(self._number), self._about
         self._number = self._copied = self._about = None

@@ -292,7 +292,8 @@ def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, An
     if device is None:
         return tree
     is_to_host = device.type == "cpu"  # whoever reads there does not wait for an asynchronous copy
-    return map_leaves(lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree)
+    found: dict[str, Any] = map_leaves(lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree)
+    return found
 
 
 def _accepted_share(numbers: Mapping[str, Any]) -> float:

@@ -43,8 +43,8 @@ _Propose = Callable[[int, torch.Generator], Any]
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
 #: Shares are counted in units of 2**-16, so that every processor proposes equally many; the least one is above 0.001.
 _WHOLE_SHARE, _LEAST_SHARE = 1 << 16, 66
-#: Draws that do not wait need a share of at least this.
-_LEAST_KNOWN_SHARE = 0.02
+#: Draws that do not wait propose so many standard deviations more candidates than are enough on average.
+_NUM_DEVIATIONS = 6
 #: Candidates that are listed at once, which bounds the memory of listing.
 _NUM_LISTED = 1 << 20
 #: For how many numbers of candidates memory is kept.
@@ -92,7 +92,7 @@ class Drawn(NamedTuple):
 
     lane: torch.Tensor
     row: torch.Tensor
-    num_ahead: torch.Tensor | int = 0
+    num_ahead: Any = 0
     ended: torch.Tensor | None = None
     final: torch.Tensor | None = None
 
@@ -102,11 +102,31 @@ class _Kind:
 
     def __init__(self, device: torch.device) -> None:
         self.share = 0.0
-        #: Whether the share is good enough to draw without waiting.
-        self.is_known = False
+        #: Candidates that the share was counted of; 0 if the next draw must wait.
+        self.num_judged = 0
         self.late_number = LateNumber(device)
         #: 0, 1, ... of as many draws as the first one, which waits; all streams may use it afterwards.
         self.numbers: torch.Tensor | None = None
+
+    def note(self, num_accepted: int, num_judged: int) -> None:
+        """Take over how many candidates a draw accepted."""
+        share = num_accepted / num_judged
+        self.share = min(share, 0.8 * self.share + 0.2 * share) if self.num_judged else share
+        self.num_judged = num_judged
+
+    def num_candidates(self, num_draws: int) -> int:
+        """Return of how many candidates too few are accepted once in 10**9 times; 0 if that is not known."""
+        share, num, z = self.share, self.num_judged, _NUM_DEVIATIONS
+        if not num:
+            return 0
+        # Wilson's lower bound of the share, and 5 % less for what is written in the meantime.
+        middle = share + z * z / (2 * num)
+        reach = z * (share * (1 - share) / num + (z / (2 * num)) ** 2) ** 0.5
+        least = 0.95 * (middle - reach) / (1 + z * z / num)
+        if least <= 1e-6:
+            return 0
+        num_more = z * (num_draws * (1 - least)) ** 0.5
+        return int((num_draws + num_more) / least / 64 + 1) * 64
 
 
 class Boundaries:
@@ -519,8 +539,9 @@ class Boundaries:
         kind = None if self._is_on_cpu else self._kind(name)
         if kind is not None:
             self._read_number(kind)
-            if kind.is_known:
-                return self._reject_without_waiting(kind, num_draws, candidates, judge, generator)
+            size = kind.num_candidates(num_draws)
+            if 0 < size <= max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
+                return self._reject_without_waiting(kind, num_draws, size, candidates, judge, generator)
             if kind.numbers is None:
                 kind.numbers = torch.arange(num_draws, device=self.ring.device)
         num_proposed, missing = 0, num_draws
@@ -538,14 +559,14 @@ class Boundaries:
             share = (4 * share + num_accepted * _WHOLE_SHARE // size) // 5
             self.share = max(share, _LEAST_SHARE) / _WHOLE_SHARE
             if kind is not None:
-                kind.share = num_accepted / size
-                kind.is_known = kind.share > _LEAST_KNOWN_SHARE
+                kind.note(num_accepted, size)
             found.append((accepted[:missing], None if codes is None else codes[flags][:missing]))
             if num_accepted >= missing:
                 return found[0] if len(found) == 1 else _joined(found)
             num_proposed += size
             missing -= num_accepted
         if not isinstance(candidates, tuple):
+            assert self._segments is not None
             candidates = (0, int(self._segments.num_live()) + self.ring.num_lanes)
         listed, codes = _list(candidates, judge, self.ring.device)
         if not len(listed):
@@ -561,8 +582,8 @@ class Boundaries:
         first, num_candidates = candidates
         if not self._is_on_cpu:  # not memory that is kept: another stream may still read it
             memory = torch.empty(size, dtype=torch.int64, device=self.ring.device)
-        elif (memory := self._memories.get(size)) is None:
-            memory = self._memory_for(size)
+        else:
+            memory = self._memories[size] if size in self._memories else self._memory_for(size)
         return own(fill_uniform(memory, num_candidates, generator, first))
 
     def _kind(self, name: Any) -> _Kind:
@@ -579,12 +600,11 @@ class Boundaries:
         if received is None:
             return
         num_accepted, (size, num_draws) = received
-        share = num_accepted / size
-        kind.share = min(share, 0.8 * kind.share + 0.2 * share)
-        kind.is_known = kind.share > _LEAST_KNOWN_SHARE and num_accepted >= num_draws
+        kind.note(num_accepted, size)
         self.share = max(kind.share, _LEAST_SHARE / _WHOLE_SHARE)
         if num_accepted < num_draws:
             self.num_short_draws += 1
+            kind.num_judged = 0
         if not num_accepted:
             expected, got = "a valid row or window", "none at an earlier call, whose batch must not be used"
             raise UsageError("sample from a ring", "", expected, got, "Add more rows")
@@ -593,17 +613,12 @@ class Boundaries:
         self,
         kind: _Kind,
         num_draws: int,
+        size: int,
         candidates: tuple[int, int] | _Propose,
         judge: _Judge,
         generator: torch.Generator,
     ) -> tuple[Any, Any]:
-        """Draw as `_reject` does from so many candidates that enough are accepted; if not, the first ones repeat.
-
-        Six standard deviations more are proposed than are enough on average.
-        """
-        share = 0.95 * kind.share
-        num_extra = 6 * (num_draws * (1 - share)) ** 0.5
-        size = int((num_draws + num_extra) / share / 64 + 1) * 64
+        """Draw from `size` candidates, of which enough are accepted; if not, the first accepted ones repeat."""
         # The last candidate is not judged. It stands in where none is accepted; the next call raises then.
         proposed = self._propose(size + 1, candidates, generator)
         flags, codes = judge(proposed)
@@ -649,7 +664,7 @@ def _with_codes(lane: torch.Tensor, row: torch.Tensor, codes: torch.Tensor, num_
 
 def _list(candidates: tuple[int, int], judge: _Judge, device: torch.device) -> tuple[Any, Any]:
     """List every accepted candidate in order, and their codes."""
-    found = []
+    found: list[tuple[Any, Any]] = []
     start, end = candidates[0], sum(candidates)
     while start < end or not found:
         stop = min(start + _NUM_LISTED, end)
