@@ -2,18 +2,26 @@
 
 One rule: the class builds the text, so that every message has the same five parts:
 *cannot <do what> <where>: expected <x>, got <y>. <what to do>.* Callers' mistakes
-(`UsageError`) and bad data (`DataFileError`) are different branches under one base.
+(`UsageError`) and bad data (`DataFileError`) are different branches under one base. A caller's
+mistake begins with the call, *<class>.<method>:*, unless its text names class and method anyway.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import Any, TypeVar
 
 _Self = TypeVar("_Self", bound="RolloutDataError")
 #: Names among which the nearest one is looked for, at most: so many take some tenths of a second.
 _MOST_COMPARED = 10_000
+#: Packages whose public calls errors name.
+_OURS = ("storage", "rollout_data")
+#: Packages whose frames lie between a call of the user and ours: decorators, context managers.
+_BETWEEN = {"contextlib", "functools", "torch"}
 
 
 class RolloutDataError(Exception):
@@ -33,6 +41,8 @@ class RolloutDataError(Exception):
     """
 
     kind = episode = ""
+    #: The public call that the user made, as in "DictBuffer.sample"; "" if it is unknown.
+    call = ""
 
     def __init__(
         self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
@@ -59,6 +69,8 @@ class RolloutDataError(Exception):
         if self._message:
             return self._message
         text = f"cannot {self.action}"
+        if not all(part in text for part in self.call.split(".")):
+            text = f"{self.call}: {text}"
         if self.where:
             text += f" {self.where}"
         found = [f"{word} {part}" for word, part in (("expected", self.expected), ("got", self.got)) if part]
@@ -72,6 +84,12 @@ class RolloutDataError(Exception):
 
 class UsageError(RolloutDataError, ValueError):
     """The caller asked for something that cannot be."""
+
+    def __init__(
+        self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
+    ) -> None:
+        super().__init__(action, where, expected, got, advice, message)
+        self.call = _call_of_user()
 
 
 class SchemaError(UsageError):
@@ -179,6 +197,36 @@ class TargetError(RolloutDataError, OSError):
         # `OSError` takes the first arguments for its own attributes.
         self.args = (action, where, expected, got, advice, *([message] if message else []))
         self.errno = self.strerror = self.filename = self.filename2 = None
+
+
+def _call_of_user() -> str:
+    """Return the public call of ours on the stack that is nearest to the user's code; "" if there is none."""
+    call = ""
+    frame = inspect.currentframe()
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in _OURS:
+            call = _public_name(frame, package) or call
+        elif package not in _BETWEEN:
+            break
+        frame = frame.f_back
+    return call
+
+
+def _public_name(frame: FrameType, package: str) -> str:
+    """Return "class.method", "class" or "function" for a frame of the public interface, else ""."""
+    if frame.f_globals is globals():
+        return ""
+    public, code = getattr(sys.modules[package], "__all__", ()), frame.f_code
+    is_nested = code.co_flags & inspect.CO_NESTED
+    name = "" if code.co_name.startswith("_") or is_nested else code.co_name
+    if code.co_varnames[:1] not in (("self",), ("cls",)):
+        return name if name in public else ""
+    owner = frame.f_locals.get(code.co_varnames[0])
+    kind = owner if isinstance(owner, type) else type(owner)
+    if not any(base.__name__ in public for base in kind.__mro__):
+        return ""
+    return f"{kind.__name__}.{name}" if name else kind.__name__
 
 
 def nearest(name: str, options: Iterable[str], most: int | None = None) -> str:

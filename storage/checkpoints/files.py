@@ -128,6 +128,7 @@ def load_checkpoint_parallel(
     if num_threads is None:
         num_threads = min(8, num_processors())
     whole("load a checkpoint", "num_threads", num_threads, 1)
+    arguments.flag(_LOAD, "weights_only", weights_only)
     if device is not None:
         if map_location not in ("cpu", device):
             raise UsageError(_LOAD, repr(str(path)), "device or map_location", f"{device!r} and {map_location!r}")

@@ -69,6 +69,9 @@ class AsyncCheckpointSaver(Owned):
         self.on_full = arguments.choice("save checkpoints", "on_full", on_full, ON_FULL)
         #: Checkpoints given up by "drop_oldest".
         self.num_dropped = 0
+        if monitor is not None:
+            expected = "as a PerformanceMonitor or None"
+            arguments.instance("save checkpoints", "monitor", monitor, expected, PerformanceMonitor)
         self._monitor = monitor or PerformanceMonitor()
         # Memory of earlier copies is used again: fresh memory would make copying several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
@@ -130,6 +133,8 @@ class AsyncCheckpointSaver(Owned):
         self._owner.check()
         target = arguments.path("save the checkpoint", "", path).absolute()  # the process may go elsewhere
         check_level(level)
+        compress = arguments.flag("save the checkpoint", "compress", compress)
+        weights_only = arguments.flag("save the checkpoint", "weights_only", weights_only)
         text = None if meta is None else _to_json(meta, target)
         if weights_only:
             _check_loadable(checkpoint, target)
@@ -153,6 +158,8 @@ class AsyncCheckpointSaver(Owned):
             WaitTimeoutError: It took longer; nothing is given up.
             CheckpointError: A save failed.
         """
+        if timeout is not None:
+            timeout = arguments.real("wait for checkpoints", "timeout", timeout, ">= 0 seconds", lambda x: x >= 0)
         self._worker.drain(timeout)
 
     def shutdown(self, wait: bool = True) -> None:

@@ -89,7 +89,7 @@ class CompressedTensorDict(Mapping[str, Any]):
             action = "create CompressedTensorDict"
             raise UsageError(action, "", "tensordict as a nested mapping", type(tensordict).__name__)
         leaves = flatten(tensordict)
-        chosen = _chosen(leaves, compress_keys, missing_ok)
+        chosen = _chosen(leaves, compress_keys, flag("compress tensors", "missing_ok", missing_ok))
         #: Flat name -> `_Packed`, or the leaf itself.
         self._leaves = {name: _pack(leaf, level) if name in chosen else leaf for name, leaf in leaves.items()}
 
@@ -208,6 +208,8 @@ class CompressedDataCollector:
         self.base_collector = base_collector
         self.compress = flag(action, "compress", compress)
         self.level = check_level(level)
+        if compress_keys is not None:
+            arguments.instance(action, "compress_keys", compress_keys, "as names of leaves", Iterable)
         is_one = compress_keys is None or isinstance(compress_keys, str)
         self.compress_keys: Any = compress_keys if is_one else tuple(compress_keys or ())
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..core.arguments import env_ids, whole
+from ..core.arguments import env_ids, instance, whole
 from ..core.durable import crc32
 from ..core.fields import DTYPES, dtype_name
 from ..core.threads import each_part
@@ -213,6 +213,7 @@ def decompress_many(
     Raises:
         As `decompress_image_seq`. UsageError: There are not B numbers, or not B lists.
     """
+    instance("decompress images", "blobs", blobs, "as a list of bytes", Sequence)
     given: Any = batch_size
     sizes = list(given) or [0] if np.ndim(given) else [given] * max(1, len(blobs))
     lists = list(indices) if _is_nested(indices) else [indices] * len(sizes)
@@ -310,8 +311,9 @@ class _Wanted:
         num_frames = whole("decompress images", "batch_size", batch_size, 0)
         if indices is not None:
             if np.ndim(indices) != 1:
-                raise UsageError("decompress images", "", "a list of frame numbers", f"{np.ndim(indices)} dimensions")
-            indices = env_ids("decompress images", "frame numbers", indices, num_frames)
+                got = f"{np.ndim(indices)} dimensions"
+                raise UsageError("decompress images", "", "indices as a list of frame numbers", got)
+            indices = env_ids("decompress images", "indices as frame numbers", indices, num_frames)
         return cls(dtype, name, shape, num_frames, indices)
 
     @property
@@ -328,7 +330,8 @@ class _Wanted:
         return np.empty((*lead, *self.shape), DTYPES[self.name][1])
 
     def fitting(self, out: Any, lead: tuple[int, ...]) -> Any:
-        """Give `out` if it can be written to."""
+        """Return `out` if it can be written to."""
+        instance("decompress images", "out", out, "as an array or a tensor", np.ndarray, torch.Tensor)
         shape, name = tuple(out.shape), dtype_name(out.dtype, "of the output")
         is_tensor = isinstance(out, torch.Tensor)
         is_plain = out.is_contiguous() and out.device.type == "cpu" if is_tensor else out.flags.carray
@@ -425,7 +428,7 @@ def _as_bytes(data: Any) -> Bytes:
     except (TypeError, ValueError, BufferError) as cause:
         if isinstance(data, (bytes, bytearray)):  # nothing in it
             return np.zeros(0, np.uint8)
-        raise UsageError("decompress images", "", "bytes", type(data).__name__) from cause
+        raise UsageError("decompress images", "", "compressed_data as bytes", type(data).__name__) from cause
 
 
 def _check(is_right: Any, expected: str, got: str) -> None:

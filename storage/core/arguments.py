@@ -103,6 +103,13 @@ def choice(action: str, name: str, value: Choice, options: Iterable[Choice]) -> 
     raise UsageError(action, "", f"{name} one of {nearest(str(value), map(str, listed))}", repr(value))
 
 
+def instance(action: str, name: str, value: Any, expected: str, *kinds: type[Any]) -> Any:
+    """Check an instance of one of some types, in words `expected`: "as a mapping"."""
+    if isinstance(value, kinds):
+        return value
+    raise UsageError(action, "", f"{name} {expected}", type(value).__name__)
+
+
 def is_url(value: Any) -> bool:
     """Tell whether a path is a URL, also one that was made a `Path`."""
     return isinstance(value, (str, os.PathLike)) and bool(_URL.match(os.fsdecode(value)))

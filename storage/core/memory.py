@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import arguments
 from .fields import DTYPES
 
 #: Below this size the C allocator recycles memory by itself, so that pooling gains nothing.
@@ -87,7 +88,7 @@ class BufferPool:
     """
 
     def __init__(self, max_buffers: int = 8) -> None:
-        self.max_buffers = int(max_buffers)
+        self.max_buffers = arguments.whole(arguments.creating(self), "max_buffers", max_buffers, 0)
         self.num_reused = 0
         self.num_allocated = 0
         self._buffers: list[npt.NDArray[Any]] = []

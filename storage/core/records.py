@@ -35,11 +35,11 @@ _MAX_FORM_BYTES = 4 * 1024 * 1024
 _ACTION = "add rows"
 
 
-def flat_name(key: Key) -> str:
-    """Give the flat name of a key: `("next", "done")` -> `"next/done"`."""
+def flat_name(key: Key, argument: str = "a key") -> str:
+    """Return the flat name of a key, `("next", "done")` -> `"next/done"`; `argument` is its name in errors."""
     parts = (key,) if isinstance(key, str) else key
     if not isinstance(parts, (tuple, list)) or not parts or not all(isinstance(part, str) and part for part in parts):
-        raise SchemaError("name a leaf", "", "a str or a tuple of them", repr(key))
+        raise SchemaError("name a leaf", "", f"{argument} as a str or a tuple of them", repr(key))
     return "/".join(parts)
 
 
@@ -50,11 +50,11 @@ def listed(keys: Key | list[Key] | list[str] | None) -> list[Key]:
     return list(keys) if isinstance(keys, list) else [keys]
 
 
-def normal(keys: Key | list[Key] | list[str] | None) -> str | list[str] | None:
+def normal(keys: Key | list[Key] | list[str] | None, argument: str) -> str | list[str] | None:
     """Give keys as flat names, which JSON can hold: None, one, or a list."""
     if keys is None:
         return None
-    return [flat_name(key) for key in keys] if isinstance(keys, list) else flat_name(keys)
+    return [flat_name(key, argument) for key in keys] if isinstance(keys, list) else flat_name(keys, argument)
 
 
 def names_below(schema: Mapping[str, Any], key: Key, action: str, argument: str) -> list[str]:
@@ -63,7 +63,7 @@ def names_below(schema: Mapping[str, Any], key: Key, action: str, argument: str)
     Raises:
         MissingFieldError: There is none; the text has the argument that holds the key, and all fields.
     """
-    wanted = flat_name(key)
+    wanted = flat_name(key, argument)
     found = [name for name in schema if name == wanted or name.startswith(wanted + "/")]
     if not found:
         raise MissingFieldError(action, "", f"{argument} one of {nearest(wanted, schema)}", repr(wanted))
@@ -95,6 +95,14 @@ def make_field(name: str, shape: Sequence[int], dtype: Any) -> Field:
 
 
 # One leaf.
+
+
+def numbers(action: str, name: str, value: Any) -> torch.Tensor:
+    """Return numbers of any form as a tensor without gradients; a tensor stays on its device."""
+    try:
+        return as_given(value).detach()
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise FieldTypeError(action, "", f"{name} as a tensor or an array of numbers", repr(value)[:60]) from cause
 
 
 def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
@@ -318,6 +326,8 @@ class RecordReader:
         Raises:
             MissingFieldError, SchemaError, FieldTypeError: Naming the first leaf that does not fit.
         """
+        if not hasattr(record, "items"):
+            raise SchemaError(_ACTION, "", "data as a nested mapping of tensors", type(record).__name__)
         flat = {name: self._tensor(name, value) for name, value in flatten(record).items()}
         if not flat:
             return None

@@ -11,7 +11,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..core import arguments
 from ..core.arguments import real, whole
 from ..errors import UsageError, nearest
 
@@ -311,6 +312,10 @@ def plot_snapshots(
         UsageError: There is nothing to draw, or no snapshot has the name.
         ImportError: matplotlib (the extra `plot`) is not installed.
     """
+    path = arguments.path("plot snapshots", "path", path)
+    expected = "as a list of mappings"
+    for snapshot in arguments.instance("plot snapshots", "snapshots", snapshots, expected, Iterable):
+        arguments.instance("plot snapshots", "snapshots", snapshot, expected, Mapping)
     known = list(dict.fromkeys(name for snapshot in snapshots for name in snapshot))
     names = [name for name in known if name != x] if names is None else list(names)
     for name in (*names, *([] if x is None else [x])):

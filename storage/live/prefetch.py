@@ -95,7 +95,11 @@ class PipelinedDataCollector(Unique, Generic[T]):
         self.base_collector = base_collector
         self.device = arguments.device(action, "device", device)
         self.prefetch_count = arguments.whole(action, "prefetch_count", prefetch_count, 1)
-        self.pin, self.transform, self.stamp = pin, transform, stamp
+        self.pin = arguments.flag(action, "pin", pin)
+        for name, function in (("transform", transform), ("stamp", stamp)):
+            if function is not None and not callable(function):
+                raise UsageError(action, "", f"{name} as a function or None", type(function).__name__)
+        self.transform, self.stamp = transform, stamp
         #: What `stamp` gave for the item delivered last.
         self.last_stamp: Any = None
         #: How many later items had been begun when that item was delivered.

@@ -14,7 +14,7 @@ import time
 from math import inf
 from typing import Any
 
-from ..core.arguments import real, whole
+from ..core.arguments import flag, real, whole
 from ..errors import RolloutDataError, UsageError
 
 _ARGUMENTS = ("samples_per_insert", "tolerance", "min_inserts", "blocking", "timeout_s")
@@ -51,7 +51,8 @@ class RateLimiter:
         action = "limit a rate"
         self.samples_per_insert = real(action, "samples_per_insert", samples_per_insert, "> 0", lambda x: 0 < x < inf)
         self.tolerance = real(action, "tolerance", tolerance, "> 0", lambda x: 0 < x < inf)
-        self.min_inserts, self.blocking = whole(action, "min_inserts", min_inserts, 0), bool(blocking)
+        self.min_inserts = whole(action, "min_inserts", min_inserts, 0)
+        self.blocking = flag(action, "blocking", blocking)
         if timeout_s is not None:
             timeout_s = real(action, "timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
         self.timeout_s = timeout_s

@@ -18,6 +18,7 @@ import torch
 from ..core import arguments
 from ..core.fields import flatten
 from ..core.memory import float32_of, own
+from ..core.records import numbers
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..prioritized.ring import UNKNOWN, Draw, PrioritizedRing
 from ..prioritized.rules import Limits, PriorityRule
@@ -78,7 +79,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self._limits = Limits(max_use, max_staleness)
         self._ring = self._make_ring()
-        self._used = UsedData() if enable_track_used_data else None
+        is_tracked = arguments.flag(action, "enable_track_used_data", enable_track_used_data)
+        self._used = UsedData() if is_tracked else None
 
     @property
     def max_priority(self) -> float:
@@ -166,7 +168,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
     def _checked_iterations(self, given: Any, num_rows: int) -> torch.Tensor | None:
         if given is None:
             return None
-        found = torch.as_tensor(given, device=self.device)
+        found = numbers("add a batch", "collect_iter", given).to(self.device)
         if found.is_floating_point() or found.dtype is torch.bool:
             raise UsageError("add a batch", expected="collect_iter of integers", got=str(found.dtype))
         if found.dim() > 1 or (found.dim() and len(found) != num_rows):

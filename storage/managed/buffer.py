@@ -45,7 +45,7 @@ class Request(NamedTuple):
             raise UsageError(action, expected="cur_learner_iter as an int", got=repr(iteration))
         if sample_range is not None and not isinstance(sample_range, slice):
             raise UsageError(action, expected="sample_range as a slice or None", got=repr(sample_range))
-        return cls(size, int(iteration), sample_range, bool(replace))
+        return cls(size, int(iteration), sample_range, arguments.flag(action, "replace", replace))
 
     def among(self, num_rows: int) -> range:
         """Give the ages in the range asked for, of `num_rows` items, 0 for the oldest."""
@@ -88,7 +88,12 @@ class ManagedBuffer(Store):
             self.output_device = arguments.device(action, "output_device", output_device)
         self.rng = generator_on(generator, self.device, action)
         self.monitor = monitor
+        if monitor is not None:
+            arguments.instance(action, "monitor", monitor, "as a BufferMonitor or None", BufferMonitor)
         self.rate_limiter = RateLimiter(**rate_limiter) if isinstance(rate_limiter, Mapping) else rate_limiter
+        if rate_limiter is not None:
+            expected = "as a RateLimiter, its arguments or None"
+            arguments.instance(action, "rate_limiter", self.rate_limiter, expected, RateLimiter)
         self._lock = threading.RLock()
         self._is_closed = False
         self._store = ItemStore(self.replay_buffer_size, self.device)

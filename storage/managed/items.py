@@ -55,7 +55,7 @@ class UnknownNameError(MissingFieldError):
 
 def raise_unknown(name: Any, known: Iterable[str]) -> NoReturn:
     """Raise the error that no buffer has this name."""
-    raise UnknownNameError("find a buffer", expected=nearest(str(name), known), got=repr(name))
+    raise UnknownNameError("find a buffer", expected=f"buffer_name one of {nearest(str(name), known)}", got=repr(name))
 
 
 def split_unique_id(unique_id: Any) -> tuple[str, int]:
@@ -74,7 +74,7 @@ def as_items(data: Any) -> list[Any]:
 def several(data: Any) -> list[Any]:
     """List several items; one item, a text or a number is an error."""
     if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
-        raise SchemaError("push", expected="a list of items", got=type(data).__name__)
+        raise SchemaError("push", expected="data as a list of items", got=type(data).__name__)
     return list(data)
 
 

@@ -105,6 +105,8 @@ class BufferManager(Store):
             As `push`: An item does not fit one of the buffers.
         """
         self._check_open("call BufferManager.push_data")
+        if buffer_name is not None:
+            arguments.instance("push items", "buffer_name", buffer_name, "as a name or a list of names", Iterable)
         start_s, items = time.monotonic(), self._routed(data, buffer_name)
         numbers = {buffer: len(part) for buffer, part in items.items()}
         together(numbers, True, lambda: [buffer.prepare_push(part, start_s) for buffer, part in items.items()])

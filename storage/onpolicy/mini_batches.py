@@ -299,7 +299,9 @@ def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == dtype else x.view(dtype)  # no gradient flows through a view as the same dtype either
 
 
-def _check_steps(action: str, x: torch.Tensor, num_steps: int, num_columns: int) -> None:
+def _check_steps(action: str, x: Any, num_steps: int, num_columns: int) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise SchemaError(action, "", f"x as a tensor of shape [{num_steps}, {num_columns}, ...]", type(x).__name__)
     if tuple(x.shape[:2]) != (num_steps, num_columns):
         raise SchemaError(action, "", f"a tensor of shape [{num_steps}, {num_columns}, ...]", str(list(x.shape)))
 

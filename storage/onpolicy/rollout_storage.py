@@ -27,6 +27,7 @@ from .columns import (
     Transition,
     batch_type,
     checked_dtypes,
+    declare_fields,
     is_absent,
     rollout_columns,
     shape_from_json,
@@ -96,6 +97,10 @@ class RolloutStorage(Store, is_saved_whole=True):
         action = arguments.creating(self)
         self.num_envs = arguments.whole(action, "num_envs", num_envs, 1)
         num_steps = arguments.whole(action, "num_transitions_per_env", num_transitions_per_env, 1)
+        for name, shape in (("obs_shape", obs_shape), ("actions_shape", actions_shape)):
+            declare_fields(name, shape)  # so that an error has the name of the argument
+        if not is_absent(critic_obs_shape):
+            declare_fields("critic_obs_shape", critic_obs_shape)
         self.obs_shape = obs_shape
         self.critic_obs_shape = None if is_absent(critic_obs_shape) else critic_obs_shape
         self.actions_shape = actions_shape
@@ -262,6 +267,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 them bootstrap nothing.
         """
         with self._lock:
+            allow_partial = arguments.flag("compute returns", "allow_partial", allow_partial)
             rows = self._num_rows_for("compute returns", allow_partial)
             self._order.wait(is_write=True)
             self._raise_deferred()
@@ -318,6 +324,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 written) since the last step. Later: steps were added or a state loaded, and rows are read at each.
         """
         arguments.choice(GENERATE, "reshuffle", reshuffle, ("epoch", "once"))
+        drop_last = arguments.flag(GENERATE, "drop_last", drop_last)
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, drop_last, "row")
         return self._mini_batches(rows, bounds, num_epochs, reshuffle == "once")
 

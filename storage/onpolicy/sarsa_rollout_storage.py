@@ -176,9 +176,10 @@ class SarsaRolloutStorage(RolloutStorage):
         arguments.options(self, options)
         shapes = obs_shape, critic_obs_shape, actions_shape
         super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
-        self.strict_next = strict_next
-        self.emit_next_valid = emit_next_valid
-        self.validate = validate
+        action = arguments.creating(self)
+        self.strict_next = arguments.flag(action, "strict_next", strict_next)
+        self.emit_next_valid = arguments.flag(action, "emit_next_valid", emit_next_valid)
+        self.validate = arguments.flag(action, "validate", validate)
         #: Step -> true final observations of the trajectories that ended there.
         self._finals: dict[int, Finals] = {}
         #: Steps that came with their next observations.

@@ -17,6 +17,7 @@ import torch
 
 from ..core import arguments
 from ..core.memory import StreamOrder, filled, lasting, library, own, own_float64, tensor_of, writes_in_order
+from ..core.records import numbers
 from ..errors import SchemaError, UsageError
 from ..ring.ring import cells, keys_in
 from ..saving.store import checked_count, checked_tensor
@@ -282,7 +283,7 @@ class PrioritizedRing:
         try:
             given = self._here(priorities, torch.float64)
         except (TypeError, ValueError, RuntimeError) as cause:
-            raise UsageError(action, "", "numbers", type(priorities).__name__) from cause
+            raise UsageError(action, "", "priorities as numbers", type(priorities).__name__) from cause
         if given.is_complex() or given.layout is not torch.strided:
             raise UsageError(action, "", "real numbers", f"{given.layout} {given.dtype}")
         found = own_float64(given)
@@ -309,7 +310,7 @@ class PrioritizedRing:
         Raises:
             UsageError: They are not that.
         """
-        found = self._here(ids)
+        found = self._here(ids if isinstance(ids, torch.Tensor) else numbers("update priorities", "ids", ids))
         if found.dim() != 1 or (len(found) and (found.is_floating_point() or found.dtype is torch.bool)):
             raise UsageError("update priorities", "", "ids [n] of integers", f"{found.dtype} {list(found.shape)}")
         found = found if found.dtype is torch.int64 else found.long()

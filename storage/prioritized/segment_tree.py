@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from ..core.memory import as_given
+from ..core.records import numbers
 from ..errors import OutOfRangeError, UsageError
 from .sum_tree import MaxTree, MinTree, SumTree, WideTree
 
@@ -68,7 +68,7 @@ class SegmentTree:
             ValueError: A value is not a number; for sums also if it is infinite.
         """
         wanted = self._indices(index, "write to")
-        values = as_given(value).detach().to(self.device, torch.float64)
+        values = numbers("write to a segment tree", "value", value).to(self.device, torch.float64)
         if values.dim() and values.shape != wanted.shape:
             expected = f"one value, or values of shape {list(wanted.shape)}"
             raise UsageError("write to a segment tree", "", expected, f"shape {list(values.shape)}")
@@ -109,7 +109,7 @@ class SegmentTree:
         tree = self._tree
         if not isinstance(tree, SumTree):
             raise UsageError(action, "in a segment tree", "operation 'sum'", type(self).__name__)
-        masses = as_given(mass).detach().to(self.device, torch.float64)
+        masses = numbers(action, "mass", mass).to(self.device, torch.float64)
         if self._may_be_negative and bool((tree.leaves_view() < 0).any()):
             least = float(tree.leaves_view().min())
             raise UsageError(action, "in a segment tree", "numbers >= 0", f"{least}")
@@ -133,7 +133,7 @@ class SegmentTree:
 
     def _indices(self, index: Any, action: str) -> torch.Tensor:
         """Check indices; negative ones count from the end."""
-        wanted = torch.as_tensor(index, device=self.device)
+        wanted = numbers(f"{action} a segment tree", "index", index).to(self.device)
         if wanted.numel() and (wanted.is_floating_point() or wanted.dtype is torch.bool):
             raise UsageError(f"{action} a segment tree", "", "integer indices", f"{wanted.dtype}")
         wanted = wanted.long()

@@ -66,7 +66,7 @@ class PrioritizedWindows(Store):
         self.stride = arguments.whole(action, "stride", stride, 1)
         if seq_length > capacity:
             raise UsageError(action, "", f"a capacity of at least {seq_length}, one window", str(capacity))
-        self.end_key = normal(end_key)
+        self.end_key = normal(end_key, "end_key")
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self.device = arguments.device(action, "device", device)
         self.rng = generator_on(generator, self.device, action)
@@ -248,9 +248,14 @@ def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tens
     Returns:
         `[S]` of the errors' dtype: eta * max |e| + (1 - eta) * mean |e|; a new tensor.
     """
-    if errors.dim() != 2 or not 0 <= eta <= 1 or (mask is not None and mask.shape != errors.shape):
-        got = f"{list(errors.shape)}, eta {eta}"
-        raise UsageError("turn errors into priorities", "", "errors [S, L], a mask like them, eta in [0, 1]", got)
+    action = "turn errors into priorities"
+    arguments.instance(action, "errors", errors, "as a tensor [S, L]", torch.Tensor)
+    arguments.real(action, "eta", eta, "in [0, 1]", lambda share: 0 <= share <= 1)
+    if mask is not None:
+        arguments.instance(action, "mask", mask, "as a tensor [S, L]", torch.Tensor)
+    if errors.dim() != 2 or (mask is not None and mask.shape != errors.shape):
+        got = str([list(x.shape) for x in (errors, mask) if x is not None])
+        raise UsageError(action, "", "errors [S, L], a mask like them", got)
     sizes = errors.detach().abs()
     counts = torch.ones_like(sizes) if mask is None else mask.to(sizes.dtype)
     sizes = sizes * counts

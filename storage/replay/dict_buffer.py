@@ -13,7 +13,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import DTYPES, Field, Schema, dtype_name, unflatten
-from ..core.records import Key, as_tensor
+from ..core.records import as_tensor
 from ..core.samplers import uniform
 from ..errors import SchemaError, UsageError
 from ..ring.transitions import TransitionRequest, TransitionSampler
@@ -49,33 +49,6 @@ class DictBuffer(RingBuffer):
     _last_sampler: TransitionSampler | None = None
     #: Places in memory of the first rows of the last sample, and the number of rows from each on.
     _last_drawn: tuple[torch.Tensor, int] | None = None
-
-    def __init__(
-        self,
-        capacity: int,
-        device: torch.device | str = "cpu",
-        nested_key_separator: str = "-",
-        *,
-        num_envs: int = 1,
-        end_key: Key | list[Key] | None = None,
-        auto_unsqueeze: bool = False,
-        narrow: bool = False,
-        contiguous: bool = False,
-        output_device: torch.device | str | None = None,
-        generator: torch.Generator | int | None = None,
-    ) -> None:
-        super().__init__(
-            capacity,
-            device,
-            nested_key_separator,
-            num_envs=num_envs,
-            end_key=end_key,
-            auto_unsqueeze=auto_unsqueeze,
-            narrow=narrow,
-            contiguous=contiguous,
-            output_device=output_device,
-            generator=generator,
-        )
 
     @property
     def storage(self) -> dict[str, Any] | None:
@@ -143,6 +116,8 @@ class DictBuffer(RingBuffer):
             UsageError: The buffer was created without `end_key`, or no transition is complete.
         """
         batch_size = arguments.whole(arguments.calling(self, "sample_transitions"), "batch_size", batch_size, 1)
+        if request is not None:
+            arguments.instance("sample transitions", "request", request, "as a TransitionRequest", TransitionRequest)
         if request is not None and options:
             raise UsageError("sample transitions", "", "a request or options", f"both, {', '.join(options)}")
         with self._lock:
@@ -171,6 +146,7 @@ class DictBuffer(RingBuffer):
                 that is possible: not in order of time when the ring has closed.
         """
         arguments.choice("get the full buffer", "order", order, ("ring", "time"))
+        arguments.flag("get the full buffer", "copy", copy)
         with self._lock:
             ring = self._ring
             if ring is None:

@@ -21,12 +21,12 @@ import torch
 from ..core import arguments
 from ..core.arguments import is_whole, whole
 from ..core.fields import Schema, flatten, unflatten
-from ..core.memory import StreamOrder, as_given, lasting
-from ..core.records import Key, RecordReader, flat_name
+from ..core.memory import StreamOrder, lasting
+from ..core.records import Key, RecordReader, flat_name, numbers
 from ..core.samplers import Weighted, below, generator_on
 from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
 from ..ring.ring import RingStore
-from ..saving.buffer_store import BufferStore
+from ..saving.buffer_store import BufferStore, checked_separator
 from ..saving.columns import Table
 from ..saving.folder import ROWS
 from ..saving.store import State
@@ -104,9 +104,15 @@ class TrajectoryDictBuffer(BufferStore):
         nested_key_separator: str = "-",
         generator: torch.Generator | int | None = None,
     ) -> None:
-        end_name, motion_name = flat_name(end_key), flat_name(motion_id_key)
-        schema, found = _read(list(episodes), end_name, motion_name, file_names, split_on_end)
+        end_name, motion_name = flat_name(end_key, "end_key"), flat_name(motion_id_key, "motion_id_key")
         action = arguments.creating(self)
+        arguments.instance(action, "episodes", episodes, "as a list of mappings", Iterable)
+        if file_names is not None:
+            arguments.instance(action, "file_names", file_names, "as a list of names", Iterable)
+        checked_separator(nested_key_separator)
+        arguments.flag(action, "split_on_end", split_on_end)
+        arguments.flag(action, "contiguous", contiguous)
+        schema, found = _read(list(episodes), end_name, motion_name, file_names, split_on_end)
         self.device = arguments.device(action, "device", device)
         self.output_device = None
         if output_device is not None:
@@ -173,17 +179,17 @@ class TrajectoryDictBuffer(BufferStore):
             priorities: `[num]`, finite and >= 0.
             idxs: `[num]` episodes; of one that stands twice the last value counts. None for all.
         """
-        values = as_given(priorities).detach().to("cpu", torch.float64).flatten()
-        everyone = torch.arange(self.num_episodes, device="cpu")
-        places = everyone if idxs is None else as_given(idxs).detach().cpu().flatten()
         action = "update priorities"
+        values = numbers(action, "priorities", priorities).to("cpu", torch.float64).flatten()
+        everyone = torch.arange(self.num_episodes, device="cpu")
+        places = everyone if idxs is None else numbers(action, "idxs", idxs).cpu().flatten()
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
-            raise UsageError(action, "", "integers as indices", str(places.dtype), "A mask has nonzero()")
+            raise UsageError(action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()")
         if len(values) != len(places):
             raise UsageError(action, "", f"{len(places)} priorities, one per index", str(len(values)))
         for wrong, expected, shown in (
             (~torch.isfinite(values) | (values < 0), "finite priorities >= 0", values),
-            ((places < 0) | (places >= self.num_episodes), f"episodes below {self.num_episodes}", places),
+            ((places < 0) | (places >= self.num_episodes), f"idxs of episodes below {self.num_episodes}", places),
         ):
             if bool(wrong.any()):
                 place = int(wrong.nonzero()[0])
@@ -251,7 +257,8 @@ class TrajectoryDictBuffer(BufferStore):
         for name in _OPTIONS:
             setattr(self, name, options[name])
         self.seq_length, self.contiguous = check_length(self.seq_length), bool(self.contiguous)
-        self.output_key_t, self.output_key_tp1 = as_list(self.output_key_t), as_list(self.output_key_tp1)
+        self.output_key_t = as_list(self.output_key_t, "output_key_t")
+        self.output_key_tp1 = as_list(self.output_key_tp1, "output_key_tp1")
         self.capacity = bounds.total
         self.lengths = torch.from_numpy(bounds.lengths).to(self.device)
         self.start_idx = torch.from_numpy(bounds.starts).to(self.device)
@@ -425,8 +432,8 @@ class PrefixSum:
 
     def pop_oldest(self, num_episodes: int = 1) -> int:
         """Drop the oldest episodes; give the number of frames that went. Too many raise `IndexError`."""
-        if not 0 <= num_episodes <= len(self):
-            raise OutOfRangeError("drop episodes", "", f"0 to {len(self)}", str(num_episodes))
+        if not is_whole(num_episodes) or not 0 <= num_episodes <= len(self):
+            raise OutOfRangeError("drop episodes", "", f"num_episodes in 0 to {len(self)}", repr(num_episodes))
         before = self.total
         self._first += int(num_episodes)
         return before - self.total
@@ -442,7 +449,7 @@ class PrefixSum:
         """
         wanted = np.asarray(index)
         if wanted.size and wanted.dtype.kind not in "iu":
-            raise OutOfRangeError("locate frames", "", "integers", str(wanted.dtype))
+            raise OutOfRangeError("locate frames", "", "an index of integers", str(wanted.dtype))
         wanted = wanted.astype(np.int64)
         outside = (wanted < 0) | (wanted >= self.total)
         if outside.any():

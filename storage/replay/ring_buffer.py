@@ -22,7 +22,7 @@ from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..ring.ends import Places, end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
-from ..saving.buffer_store import ROW_KEY, BufferStore, rows_written
+from ..saving.buffer_store import ROW_KEY, BufferStore, checked_separator, rows_written
 from ..saving.columns import Table
 from ..saving.folder import FINALS, ROWS
 from ..saving.store import State
@@ -72,10 +72,11 @@ class RingBuffer(BufferStore):
         self.output_device = None
         if output_device is not None:
             self.output_device = arguments.device(action, "output_device", output_device)
-        self.nested_key_separator = nested_key_separator
-        self.end_key = normal(end_key)
-        self.contiguous = bool(contiguous)
-        self.auto_unsqueeze, self.narrow = auto_unsqueeze, narrow
+        self.nested_key_separator = checked_separator(nested_key_separator)
+        self.end_key = normal(end_key, "end_key")
+        self.contiguous = arguments.flag(action, "contiguous", contiguous)
+        self.auto_unsqueeze = arguments.flag(action, "auto_unsqueeze", auto_unsqueeze)
+        self.narrow = arguments.flag(action, "narrow", narrow)
         self.generator = generator_on(generator, self.device, action)
         self._lock = threading.RLock()
         self._order = StreamOrder(self.device)

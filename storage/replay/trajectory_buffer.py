@@ -7,7 +7,7 @@ function of its scores, `motion_priorities`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema, unflatten
-from ..core.memory import as_given, tensor_of
-from ..core.records import Key, flat_name, names_below
+from ..core.memory import tensor_of
+from ..core.records import Key, flat_name, names_below, numbers
 from ..errors import SchemaError, UsageError
 from ..ring.ends import Places
 from ..ring.ring import RingStore
@@ -97,7 +97,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self.n_dim = n_dim
         self._has_lane_axis = n_dim == 2
         self.seq_length = int(seq_length)
-        self.output_key_t, self.output_key_tp1 = as_list(output_key_t), as_list(output_key_tp1)
+        self.output_key_t = as_list(output_key_t, "output_key_t")
+        self.output_key_tp1 = as_list(output_key_tp1, "output_key_tp1")
         self.start_mode, self.at_end = start_mode, at_end
         super().__init__(
             capacity,
@@ -150,6 +151,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         Raises:
             UsageError: Another order than "ring" and "time", or `copy=False`, which cannot be.
         """
+        copy = arguments.flag("get the full buffer", "copy", copy)
         if order not in ("ring", "time") or not copy:
             expected = "order 'ring' or 'time', and copy=True"
             raise UsageError("get the full buffer", "", expected, f"{order!r} and copy={copy}")
@@ -249,9 +251,11 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         return found
 
 
-def as_list(keys: Sequence[Key]) -> list[str]:
-    """Give keys as a list of flat names; one name alone is a list of one."""
-    return [flat_name(key) for key in ([keys] if isinstance(keys, str) else keys)]
+def as_list(keys: Sequence[Key], argument: str) -> list[str]:
+    """Return keys as a list of flat names; one name alone is a list of one."""
+    listed = [keys] if isinstance(keys, str) else keys
+    arguments.instance(_ACTION, argument, listed, "as a list of names", Iterable)
+    return [flat_name(key, argument) for key in listed]
 
 
 def check_length(length: Any, action: str = _ACTION) -> int:
@@ -296,17 +300,19 @@ def motion_priorities(
         `[E]` of the scores' floating dtype (float32 for integers and lists) and device; a new tensor, not
         normalized.
     """
-    arguments.choice("turn scores into priorities", "mode", mode, _MODES)
+    action = "turn scores into priorities"
+    arguments.choice(action, "mode", mode, _MODES)
+    for name, number in (("min_value", min_value), ("max_value", max_value), ("scale", scale)):
+        arguments.real(action, name, number, "as a number", lambda x: True)
     if not min_value <= max_value:
-        got = f"{min_value} and {max_value}"
-        raise UsageError("turn scores into priorities", "", "min_value <= max_value", got)
-    values = as_given(scores).detach()
+        raise UsageError(action, "", "min_value <= max_value", f"{min_value} and {max_value}")
+    values = numbers(action, "scores", scores)
     if values.dim() != 1:
-        raise UsageError("turn scores into priorities", "", "one score per trajectory, shape [E]", str(values.shape))
+        raise UsageError(action, "", "scores of shape [E], one per trajectory", str(list(values.shape)))
     if not values.is_floating_point() or not isinstance(scores, (torch.Tensor, np.ndarray)):
         values = values.to(torch.float32)
     wrong = (~torch.isfinite(values)).nonzero()
     if len(wrong):
         place = int(wrong[0])
-        raise UsageError("turn scores into priorities", f"at index {place}", "finite scores", str(float(values[place])))
+        raise UsageError(action, f"at index {place}", "finite scores", str(float(values[place])))
     return _MODES[mode](values.clamp(min_value, max_value) * scale)

@@ -46,13 +46,13 @@ class RingStore:
     def __init__(
         self, num_slots: int, num_lanes: int, schema: Schema, device: torch.device | str = "cpu", num_guards: int = 1
     ) -> None:
-        if num_slots < 1 or num_lanes < 1:
-            raise UsageError("create a ring", "", "at least one slot and one lane", f"{num_slots} and {num_lanes}")
-        self.num_slots, self.num_lanes = int(num_slots), int(num_lanes)
+        self.num_slots = arguments.whole("create a ring", "num_slots", num_slots, 1)
+        self.num_lanes = arguments.whole("create a ring", "num_lanes", num_lanes, 1)
+        arguments.instance("create a ring", "schema", schema, "as a Schema", Schema)
         self.schema, self.names = schema, tuple(schema)
         self.device = arguments.device("create a ring", "device", device)
         self._is_on_cpu = self.device.type == "cpu"
-        self.num_guards = min(int(num_guards), self.num_slots)
+        self.num_guards = min(arguments.whole("create a ring", "num_guards", num_guards, 0), self.num_slots)
         #: Rows per lane that were ever written.
         self.total = 0
         self.groups: list[Group] = lay_out(schema)

@@ -7,7 +7,7 @@ left out or marked, as the caller chooses, and never continued with the next tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -55,8 +55,13 @@ class TransitionRequest:
     at_end: str = "exclude"
 
     def __post_init__(self) -> None:
-        keys = (self.next_keys,) if isinstance(self.next_keys, str) else tuple(self.next_keys)
-        object.__setattr__(self, "next_keys", keys)
+        keys = (self.next_keys,) if isinstance(self.next_keys, str) else self.next_keys
+        arguments.instance(_ACTION, "next_keys", keys, "as a list of names", Iterable)
+        object.__setattr__(self, "next_keys", tuple(keys))
+        if self.gamma is not None:
+            gamma = self.gamma.item() if isinstance(self.gamma, torch.Tensor) else self.gamma
+            gamma = arguments.real(_ACTION, "gamma", gamma, "in [0, 1]", lambda x: 0 <= x <= 1)
+            object.__setattr__(self, "gamma", gamma)
         for name, value in (("num_steps", self.num_steps), ("num_frames", self.num_frames)):
             arguments.whole(_ACTION, name, value, 1)
         arguments.choice(_ACTION, "at_end", self.at_end, ("exclude", "mark"))

@@ -330,5 +330,5 @@ def test_an_array_that_holds_no_numbers_is_refused_with_the_reason(add: Any) -> 
 
 def test_indices_that_are_no_integers_are_refused_as_that() -> None:
     episodes = [{"observation": torch.zeros(3, 1)}] * 2
-    with pytest.raises(UsageError, match=r"expected integers as indices, got torch\.bool\. A mask has nonzero"):
+    with pytest.raises(UsageError, match=r"expected integers as indices, idxs, got torch\.bool\. A mask has nonzero"):
         TrajectoryDictBuffer(episodes).update_priorities([1.0, 2.0], [True, False])
