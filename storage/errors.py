@@ -3,7 +3,7 @@
 One rule: the class builds the text, so that every message has the same five parts:
 *cannot <do what> <where>: expected <x>, got <y>. <what to do>.* Callers' mistakes
 (`UsageError`) and bad data (`DataFileError`) are different branches under one base. A caller's
-mistake begins with the call, *<class>.<method>:*, unless its text names class and method anyway.
+mistake ends with the call, *Raised by <class>.<method>.*, unless its text names both anyway.
 """
 
 from __future__ import annotations
@@ -69,8 +69,6 @@ class RolloutDataError(Exception):
         if self._message:
             return self._message
         text = f"cannot {self.action}"
-        if not all(part in text for part in self.call.split(".")):
-            text = f"{self.call}: {text}"
         if self.where:
             text += f" {self.where}"
         found = [f"{word} {part}" for word, part in (("expected", self.expected), ("got", self.got)) if part]
@@ -79,6 +77,8 @@ class RolloutDataError(Exception):
         text += "."
         if self.advice:
             text += f" {self.advice.rstrip('.')}."
+        if not all(part in text for part in self.call.split(".")):
+            text += f" Raised by {self.call}."
         return text
 
 

@@ -179,11 +179,20 @@ class Simulator:
 
 
 def joined(infos: Any) -> Mapping[str, Any]:
-    """Give infos as one mapping: of a list of mappings, one for each env, lists with None where an env lacks a name."""
+    """Return infos as one mapping: of a list of mappings, one for each env, lists with None where an env lacks a name.
+
+    Envs may name their final observations differently: the list of the first of these names has those of all.
+    """
     if infos is None or isinstance(infos, Mapping):
         return infos or {}
     each = [info if isinstance(info, Mapping) else {} for info in infos]
-    return {name: [info.get(name) for info in each] for name in dict.fromkeys(key for info in each for key in info)}
+    found = {name: [info.get(name) for info in each] for name in dict.fromkeys(key for info in each for key in info)}
+    for names in (FINAL, FINAL_PRIVILEGED):
+        first, *others = [name for name in names if name in found] or [""]
+        for other in others:
+            pairs = zip(found[first], found.pop(other), strict=True)
+            found[first] = [later if earlier is None else earlier for earlier, later in pairs]
+    return found
 
 
 def told(infos: Mapping[str, Any], names: Sequence[str], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -201,15 +210,46 @@ def told(infos: Mapping[str, Any], names: Sequence[str], num_envs: int) -> tuple
 def told_time_outs(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where infos name a time-out, and where they say whether there was one: `[N]` bool both.
 
+    An environment whose flag is None does not say it.
+
     Raises:
-        SchemaError: There is not one flag for each environment.
+        SchemaError: There is not one flag for each environment, a flag is text or NaN, or two names contradict.
     """
     for name in TIME_OUTS:
-        if infos.get(name) is not None and (num_flags := on_host(infos[name]).size) != num_envs:
-            where, expected = f"with {name!r} of infos", f"{num_envs} flags, one of each environment"
-            raise SchemaError("read time-outs", where, expected, str(num_flags))
-    flags, are_told = zip(*(told(infos, (name,), num_envs) for name in TIME_OUTS), strict=True)
-    return np.logical_or.reduce(flags), np.logical_or.reduce(are_told)
+        if infos.get(name) is not None:
+            _check_time_outs(f"with {name!r} of infos", infos[name], infos.get("_" + name, True), num_envs)
+    (flags, are_told), (others, are_others_told) = (told(infos, (name,), num_envs) for name in TIME_OUTS)
+    differs = are_told & are_others_told & (flags != others)
+    if differs.any():
+        where = f"of environment {int(differs.argmax())} in infos"
+        got = "a time-out by one of them, none by the other"
+        raise SchemaError("read time-outs", where, f"{' and '.join(map(repr, TIME_OUTS))} that agree", got)
+    return flags | others, are_told | are_others_told
+
+
+def _check_time_outs(where: str, values: Any, mask: Any, num_envs: int) -> None:
+    """Raise `SchemaError` unless there is one flag or None for each environment; `mask` is where there is one."""
+    is_list = isinstance(values, (list, tuple))
+    # numpy makes one text of each flag in a list that has a text.
+    flags = np.array([*values, None], object)[:-1] if is_list else on_host(values).reshape(-1)
+    if len(flags) != num_envs:
+        expected = f"{num_envs} flags, one of each environment"
+        raise SchemaError("read time-outs", where, expected, str(len(flags)))
+    is_wrong = np.array([not _is_flag(flag) for flag in flags]) if flags.dtype == object else ~_are_flags(flags)
+    is_wrong = is_wrong & on_host(mask).astype(bool).reshape(-1)
+    if is_wrong.any():
+        env = int(is_wrong.argmax())
+        raise SchemaError("read time-outs", f"{where}, environment {env}", "a flag or None", repr(flags[env])[:60])
+
+
+def _are_flags(values: np.ndarray) -> np.ndarray:
+    """Return where numbers are flags; no text is one."""
+    return ~np.isnan(values) if values.dtype.kind in "biuf" else np.zeros(values.shape, bool)
+
+
+def _is_flag(value: Any) -> bool:
+    found = on_host(value)
+    return value is None or (found.size == 1 and bool(_are_flags(found).all()))
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:

@@ -46,8 +46,10 @@ class NotLoadedError(pickle.UnpicklingError):
 
 
 @contextmanager
-def allowed_globals(content: IO[bytes]) -> Iterator[None]:
+def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
     """Let torch load what is allowed of the names in a checkpoint while the block runs.
+
+    Yields whether there are such names: then `check_values` has to look through what was loaded.
 
     Raises:
         NotLoadedError: It needs something else.
@@ -65,7 +67,7 @@ def allowed_globals(content: IO[bytes]) -> Iterator[None]:
             held.enter_context(safe_globals([one for one in added if one not in known]))
         else:
             held.close()  # weights alone are loaded in parallel
-        yield
+        yield bool(found)
 
 
 def _meanings(names: list[str]) -> dict[str, Any]:
@@ -207,6 +209,20 @@ def refused_part(checkpoint: Any) -> tuple[str, str] | None:
     return None
 
 
+def check_values(loaded: Any) -> None:
+    """Raise `UnpicklingError` if a file has a class or a function itself, for which a stand-in was loaded."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("checkpoint", loaded)]
+    while waiting:
+        path, part = waiting.pop()
+        if type(part) in _PLAIN or id(part) in seen:
+            continue
+        seen.add(id(part))
+        waiting += _parts(path, part) or []
+        if callable(part) and part is not argparse.Namespace:
+            raise pickle.UnpicklingError(f"a class or a function as {path}")
+
+
 def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
     """Return the parts of a container that is loaded, with their paths; None of anything else."""
     kind = type(part)
@@ -237,7 +253,7 @@ def _is_loaded_leaf(part: Any) -> bool:
 def reason(cause: BaseException) -> str:
     """Return what torch's loader says of a name or value, without its advice."""
     text = str(cause).rpartition("WeightsUnpickler error: ")[2] or type(cause).__name__
-    return text.splitlines()[0].strip()
+    return text.strip().splitlines()[0]
 
 
 def _why_refused(part: Any) -> str:
@@ -248,7 +264,7 @@ def _why_refused(part: Any) -> str:
         torch.save(part, content)
         content.seek(0)
         with allowed_globals(content):
-            torch.load(content, map_location="cpu", weights_only=True)
+            check_values(torch.load(content, map_location="cpu", weights_only=True))
     except Exception as cause:  # noqa: BLE001 - code of the part runs as it is pickled
         names = getattr(cause, "names", [])
         if names and names != [kind]:

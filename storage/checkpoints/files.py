@@ -29,7 +29,7 @@ from ..core.arguments import whole
 from ..core.durable import crc32, replace_file
 from ..core.threads import num_processors
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
-from .allowed import NotLoadedError, allowed_globals, reason
+from .allowed import NotLoadedError, allowed_globals, check_values, reason
 
 #: Added to the path of a compressed checkpoint.
 SUFFIX = ".lz4"
@@ -145,8 +145,11 @@ def load_checkpoint_parallel(
         content.seek(0)
         try:
             # Runs code only where the caller asked for it: `weights_only` is True unless given.
-            with allowed_globals(content) if weights_only else nullcontext():
-                return torch.load(content, map_location=map_location, weights_only=weights_only)
+            with allowed_globals(content) if weights_only else nullcontext(False) as has_names:
+                loaded = torch.load(content, map_location=map_location, weights_only=weights_only)
+            if has_names:
+                check_values(loaded)
+            return loaded
         except pickle.UnpicklingError as cause:
             if not weights_only:
                 raise CorruptFileError(_LOAD, where, "a pickle", str(cause)) from cause

@@ -202,6 +202,26 @@ def test_a_part_that_would_not_be_loaded_is_refused_when_it_is_saved(tmp_path: P
         assert saver.num_pending == 0 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "part", [Color, Agent.Mode, np.ndarray, np.dtype], ids=["enum", "inner enum", "array", "dtype"]
+)
+def test_a_class_itself_is_refused_by_save_and_load(tmp_path: Path, part: type) -> None:
+    checkpoint = {"agent": [1, {"kind": part, "member": Color.RED}]}
+    with AsyncCheckpointSaver() as saver:
+        with pytest.raises(UsageError, match=r"checkpoint\['agent'\]\[1\]\['kind'\]"):
+            saver.save_async(checkpoint, tmp_path / "saved.pt")
+        saver.save_async(checkpoint, tmp_path / "saved.pt", weights_only=False)
+    with pytest.raises(UnsafeFileError, match=r"a class or a function as checkpoint\['agent'\]\[1\]\['kind'\]"):
+        load_checkpoint(tmp_path / "saved.pt")
+    assert load_checkpoint(tmp_path / "saved.pt", weights_only=False)["agent"][1]["kind"] is part
+
+
+def test_the_dtype_of_an_array_that_is_not_loaded_is_named(tmp_path: Path) -> None:
+    array = np.zeros(3, [("a", "i4"), ("b", "U3")])
+    with AsyncCheckpointSaver() as saver, pytest.raises(UsageError, match="the numpy dtype 'V16'"):
+        saver.save_async({"table": array}, tmp_path / "saved.pt")
+
+
 def test_a_key_that_would_not_be_loaded_is_named(tmp_path: Path) -> None:
     with AsyncCheckpointSaver() as saver, pytest.raises(UsageError, match=r"as key \(1, .*Path\('a'\)\) of checkpoint"):
         saver.save_async({(1, Path("a")): 1}, tmp_path / "a.pt")

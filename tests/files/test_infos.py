@@ -146,6 +146,77 @@ def test_a_single_environment_gives_its_own_infos(tmp_path, as_list):
     assert batch.timeout.item() and batch.next_observation.flatten().tolist() == [9, 9]
 
 
+def mixed_infos() -> list[dict]:
+    """Infos of environments of different libraries."""
+    return [
+        {"terminal_observation": last_seen(0), "TimeLimit.truncated": False},
+        {"final_obs": last_seen(1), "time_outs": True},
+        {"final_obs": None, "TimeLimit.truncated": None},
+    ]
+
+
+@pytest.mark.parametrize("given_as", ["keywords", "rollout"])
+def test_each_environment_may_use_names_of_its_own(tmp_path, given_as):
+    values = record(mixed_infos())
+    with warnings.catch_warnings(), RolloutWriter(tmp_path, N, durable=False) as writer:
+        warnings.simplefilter("error")
+        if given_as == "rollout":
+            infos = values.pop("infos")
+            writer.add_rollout({name: value[None] for name, value in values.items()}, infos=[infos])
+        else:
+            writer.add(**values)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["TimeLimit.truncated", "time_outs"])
+@pytest.mark.parametrize(
+    "flag", [float("nan"), np.float32("nan"), torch.tensor(float("nan")), "no", "", b"1", 1j, [1, 0], {}]
+)
+@pytest.mark.parametrize("form", ["a list", "one mapping"])
+def test_a_time_out_that_is_no_flag_is_refused(tmp_path, name, flag, form):
+    infos = [{name: True}, {name: flag}, {name: None}]
+    given = infos if form == "a list" else {name: [info[name] for info in infos]}
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        with pytest.raises(
+            SchemaError, match=rf"read time-outs with '{name}' of infos, environment 1: expected a flag"
+        ):
+            writer.add(**record(given))
+        writer.add(**record(sb3_infos()))
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("flags", [np.array([np.nan, 0, 0]), np.array(["a", "", ""]), torch.tensor([torch.nan, 0, 0])])
+def test_an_array_of_time_outs_that_are_no_flags_is_refused(tmp_path, flags):
+    text = "with 'time_outs' of infos, environment 0: expected a flag or None, got"
+    with RolloutWriter(tmp_path, N, durable=False) as writer, pytest.raises(SchemaError, match=text):
+        writer.add(**record({"time_outs": flags}))
+
+
+def test_flags_of_environments_that_have_none_are_not_read(tmp_path):
+    infos = gymnasium_infos()
+    infos["TimeLimit.truncated"] = np.array([0, 1, np.nan])
+    infos["_TimeLimit.truncated"] = np.array([True, True, False])
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        writer.add(**record(infos))
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["a list", "one mapping"])
+def test_two_names_of_a_time_out_must_agree(tmp_path, form):
+    infos = [
+        {"TimeLimit.truncated": bool(cut), "time_outs": not cut if env == 1 else bool(cut)}
+        for env, cut in enumerate(CUT)
+    ]
+    given = infos if form == "a list" else {name: [info[name] for info in infos] for name in infos[0]}
+    with (
+        RolloutWriter(tmp_path, N, durable=False) as writer,
+        pytest.raises(
+            SchemaError, match=r"of environment 1 in infos: expected 'time_outs' and 'TimeLimit\.truncated' that"
+        ),
+    ):
+        writer.add(**record(given))
+
+
 def test_values_by_keyword_come_before_those_of_infos(tmp_path):
     final = observed(0) % 100 + 1000
     infos = [{"TimeLimit.truncated": True, "terminal_observation": np.zeros(2, np.float32)} for _ in range(N)]

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import pickle
+
+import numpy as np
 import pytest
 import torch
 
+import storage
 from storage import (
+    ActionLabelRollout,
     AdvancedReplayBuffer,
+    AsyncCheckpointSaver,
     BufferManager,
+    BufferPool,
+    CompressedDataCollector,
+    CompressedTensorDict,
     DictBuffer,
     EpisodeReplayBuffer,
+    MinTree,
     NaiveReplayBuffer,
+    PipelinedDataCollector,
+    PrefixSum,
     PrioritizedWindows,
+    QueueRolloutStorage,
+    RateLimiter,
     ReplayBuffer,
+    RingStore,
     RolloutStorage,
+    SarsaRolloutStorage,
+    SumSegmentTree,
+    TrajectoryDictBuffer,
+    TrajectoryDictBufferMultiDim,
     ZBuffer,
 )
 from storage.errors import UsageError
+from tests.storage.rollouts import fill, make_storage
 
 
 def manager():
@@ -58,3 +78,127 @@ def test_an_error_names_the_class_the_call_and_the_argument(text):
     with pytest.raises(UsageError) as caught:
         CALLS[text]()
     assert str(caught.value).startswith(f"cannot {text}")
+
+
+STORAGES = [RolloutStorage, QueueRolloutStorage, ActionLabelRollout, SarsaRolloutStorage]
+BUFFERS = [DictBuffer, TrajectoryDictBufferMultiDim]
+EPISODES = [{"observation": torch.zeros(5, 3)}]
+COLUMN = torch.zeros(3, 2, 1)
+IMAGES = np.zeros((2, 4, 4, 3), np.uint8)
+
+
+def of(kind, method="", **arguments):
+    """Make a wrong call: a constructor, or a method of a small object; the last argument is the wrong one."""
+    makers = {
+        DictBuffer: lambda: rows(DictBuffer(8, end_key="done")),
+        TrajectoryDictBufferMultiDim: lambda: rows(TrajectoryDictBufferMultiDim(8, end_key="done")),
+        TrajectoryDictBuffer: lambda: TrajectoryDictBuffer(EPISODES),
+        RolloutStorage: lambda: fill(make_storage()),
+        NaiveReplayBuffer: lambda: NaiveReplayBuffer(4),
+        AdvancedReplayBuffer: lambda: AdvancedReplayBuffer(4),
+        BufferManager: manager,
+        SumSegmentTree: lambda: SumSegmentTree(4),
+    }
+    *_, wrong = arguments
+    make = makers.get(kind, kind)
+    call = (lambda: getattr(make(), method)(**arguments)) if method else (lambda: kind(**arguments))
+    return pytest.param(f"{kind.__name__}.{method}" if method else kind.__name__, wrong, call)
+
+
+def by(function, **arguments):
+    """Make a wrong call of a function; the last argument is the wrong one."""
+    *_, wrong = arguments
+    return pytest.param(function.__name__, wrong, lambda: function(**arguments))
+
+
+def rows(buffer):
+    buffer.extend({"observation": torch.zeros(6, 3), "done": torch.zeros(6, 1)})
+    return buffer
+
+
+SHAPES = {"num_envs": 2, "num_transitions_per_env": 3, "obs_shape": [3], "critic_obs_shape": None, "actions_shape": [2]}
+RETURNS = {"last_values": torch.zeros(4, 1), "gamma": 0.9, "lam": 0.9}
+WRONG = [
+    *(of(kind, **SHAPES | {"obs_shape": [3]}, device="bad") for kind in STORAGES),
+    *(of(kind, **{x: SHAPES[x] for x in SHAPES if x != "obs_shape"}, obs_shape="x") for kind in STORAGES),
+    *(of(kind, **{x: SHAPES[x] for x in SHAPES if x != "actions_shape"}, actions_shape=-1) for kind in STORAGES),
+    *(of(SarsaRolloutStorage, **SHAPES, **{name: 3}) for name in ("validate", "strict_next", "emit_next_valid")),
+    of(RolloutStorage, "compute_returns", gamma=0.9, lam=0.9, last_values=torch.zeros(7)),
+    of(RolloutStorage, "compute_returns", **RETURNS | {"gamma": 0.9}, normalize="x"),
+    of(RolloutStorage, "compute_returns", last_values=torch.zeros(4, 1), lam=0.9, gamma="x"),
+    of(RolloutStorage, "compute_returns", last_values=torch.zeros(4, 1), gamma=0.9, lam=3),
+    of(RolloutStorage, "compute_returns", **RETURNS, allow_partial="x"),
+    of(RolloutStorage, "mini_batch_generator", num_mini_batches=1, drop_last="x"),
+    of(RolloutStorage, "mini_batch_generator", num_mini_batches=0),
+    of(RolloutStorage, "recurrent_mini_batch_generator", num_mini_batches=1, num_epochs=0),
+    *(of(kind, capacity=4, end_key=3) for kind in BUFFERS),
+    *(of(kind, capacity=4, nested_key_separator=3) for kind in BUFFERS),
+    *(of(kind, capacity=4, **{name: "x"}) for kind in BUFFERS for name in ("narrow", "contiguous", "auto_unsqueeze")),
+    *(of(kind, "extend", data=3) for kind in BUFFERS),
+    *(of(kind, "get_full_buffer", copy="x") for kind in BUFFERS),
+    *(of(kind, "sample_transitions", batch_size=2, request=3) for kind in BUFFERS),
+    *(of(kind, "sample_transitions", batch_size=2, gamma="x") for kind in BUFFERS),
+    *(of(kind, "sample_transitions", batch_size=2, gamma=1.5) for kind in BUFFERS),
+    *(of(kind, "sample_transitions", batch_size=2, next_keys=3) for kind in BUFFERS),
+    *(of(TrajectoryDictBufferMultiDim, capacity=4, **{name: 3}) for name in ("output_key_t", "output_key_tp1")),
+    *(of(TrajectoryDictBuffer, episodes=EPISODES, **{name: 3}) for name in ("output_key_t", "end_key", "file_names")),
+    of(TrajectoryDictBuffer, episodes=3),
+    of(TrajectoryDictBuffer, episodes=EPISODES, split_on_end="x"),
+    of(TrajectoryDictBuffer, "update_priorities", priorities="x"),
+    of(TrajectoryDictBuffer, "update_priorities", priorities=[1.0], idxs=[5]),
+    of(PrioritizedWindows, capacity=4, seq_length=2, alpha=-1),
+    of(AdvancedReplayBuffer, replay_buffer_size=4, max_use=-1),
+    of(AdvancedReplayBuffer, replay_buffer_size=4, enable_track_used_data="x"),
+    of(AdvancedReplayBuffer, replay_buffer_size=4, rate_limiter=3),
+    of(AdvancedReplayBuffer, "update_priorities", priorities=[1.0], ids="x"),
+    of(AdvancedReplayBuffer, "extend_tensors", batch={"a": torch.zeros(2)}, collect_iter="x"),
+    of(NaiveReplayBuffer, "sample", size=1, replace="x"),
+    of(NaiveReplayBuffer, "push", data=3),
+    of(BufferManager, "push", data=[{"a": 1.0}], buffer_name=3),
+    of(BufferManager, "count", buffer_name="agnet"),
+    of(MinTree, capacity=0),
+    of(SumSegmentTree, "find_prefixsum_idx", mass="x"),
+    of(PrefixSum, "pop_oldest", num_episodes=1),
+    of(RateLimiter, samples_per_insert=1.0, tolerance=2.0, blocking="x"),
+    of(RingStore, num_slots=2, num_lanes=1, schema=3),
+    of(BufferPool, max_buffers=-1),
+    of(PipelinedDataCollector, base_collector=[], transform=3),
+    of(PipelinedDataCollector, base_collector=[], pin="x"),
+    of(CompressedTensorDict, tensordict=EPISODES[0], missing_ok="x"),
+    of(CompressedDataCollector, base_collector=[], compress_keys=3),
+    of(AsyncCheckpointSaver, monitor=3),
+    of(AsyncCheckpointSaver, "save_async", checkpoint={}, path="x", compress="zzz"),
+    of(AsyncCheckpointSaver, "wait", timeout="x"),
+    by(storage.load_checkpoint, path="x", weights_only="x"),
+    by(storage.compress_image_seq, images=IMAGES, level=99),
+    by(storage.decompress_image, compressed_data=3),
+    by(storage.decompress_many, image_shape=(4,), batch_size=1, dtype="uint8", blobs=3),
+    by(storage.motion_priorities, scores="x"),
+    by(storage.motion_priorities, scores=[1.0], scale="x"),
+    by(storage.sequence_priorities, errors=3),
+    by(storage.sequence_priorities, errors=torch.zeros(2, 3), eta=3),
+    by(storage.split_and_pad_trajectories, dones=COLUMN, x=3),
+    by(storage.discounted_sums, rewards=COLUMN, dones=COLUMN, gamma="x"),
+    by(storage.plot_snapshots, path="x", snapshots=3),
+    by(storage.plot_snapshots, snapshots=[{"a": 1}], path=3),
+]
+
+
+@pytest.mark.parametrize(("call", "argument", "make"), WRONG)
+def test_every_error_of_a_wrong_call_has_the_class_the_call_and_the_argument(call, argument, make):
+    with pytest.raises(UsageError) as caught:
+        make()
+    text = str(caught.value)
+    assert all(part in text for part in call.split(".")) and argument in text
+    assert str(pickle.loads(pickle.dumps(caught.value))) == text
+
+
+def test_the_call_is_that_of_the_user_and_of_the_users_class():
+    class Mine(DictBuffer):
+        pass
+
+    with pytest.raises(UsageError, match=r"Raised by Mine\.sample_transitions\.$"):
+        rows(Mine(8, end_key="done")).sample_transitions(2, nope=1)
+    with pytest.raises(UsageError) as caught:
+        raise UsageError("do this", "", "that", "nothing")
+    assert str(caught.value) == "cannot do this: expected that, got nothing."

@@ -81,12 +81,18 @@ def test_gradients_flow_through_both():
 def test_wrong_shapes_give_exact_errors():
     with pytest.raises(SchemaError) as caught:
         split_and_pad_trajectories(torch.zeros(3, 2), torch.zeros(3, 4))
-    assert str(caught.value) == "cannot split trajectories: expected a tensor of shape [3, 4, ...], got [3, 2]."
+    assert str(caught.value) == (
+        "cannot split trajectories: expected a tensor of shape [3, 4, ...], got [3, 2]. "
+        "Raised by split_and_pad_trajectories."
+    )
     masks = torch.tensor([[True, True], [False, True], [False, False]])
     masks[0, 0] = False
     with pytest.raises(SchemaError) as caught:
         unpad_trajectories(torch.zeros(3, 2), masks)
-    assert str(caught.value) == "cannot join trajectories: expected masks with a multiple of 3 True values, got 2."
+    assert str(caught.value) == (
+        "cannot join trajectories: expected masks with a multiple of 3 True values, got 2. "
+        "Raised by unpad_trajectories."
+    )
     with pytest.raises(SchemaError, match=r"expected dones of shape \[T, B\] or \[T, B, 1\]"):
         split_and_pad_trajectories(torch.zeros(0, 2), torch.zeros(0, 2))
     for wrong, got in ((torch.ones(3, 2, 1, dtype=torch.bool), r"\[3, 2, 1\]"), ([True], "list")):

@@ -102,7 +102,8 @@ def test_i11_no_env_is_left_out_and_more_batches_than_envs_are_refused():
     with pytest.raises(UsageError) as caught:
         storage.recurrent_mini_batch_generator(8, 1)
     assert str(caught.value) == (
-        "cannot generate mini-batches: expected num_mini_batches <= 7, one env each, got 8. Ask for fewer mini-batches."
+        "cannot generate mini-batches: expected num_mini_batches <= 7, one env each, got 8. Ask for fewer "
+        "mini-batches. Raised by RolloutStorage.recurrent_mini_batch_generator."
     )
     assert_same(before, everything(storage))
 

@@ -50,7 +50,7 @@ def assert_refused(storage):
     for call in (storage.mini_batch_generator, storage.recurrent_mini_batch_generator):
         with pytest.raises(UsageError) as caught:
             call(1, 1)
-        assert str(caught.value) == MISSING
+        assert str(caught.value) == f"{MISSING} Raised by {type(storage).__name__}.{call.__name__}."
 
 
 def drawn(storage):

@@ -168,7 +168,8 @@ def test_wrong_numbers_are_refused_at_the_call(arguments, text):
     before = everything(storage)
     with pytest.raises(UsageError) as caught:
         storage.mini_batch_generator(*arguments)
-    assert str(caught.value) == f"cannot generate mini-batches: {text}"
+    call = "RolloutStorage.mini_batch_generator"
+    assert str(caught.value) == f"cannot generate mini-batches: {text} Raised by {call}."
     with pytest.raises(UsageError, match="reshuffle one of"):
         storage.mini_batch_generator(1, 1, reshuffle="never")
     assert_same(before, everything(storage))
@@ -246,7 +247,7 @@ def test_no_mini_batch_is_of_two_rollouts(name):
         next(batches)
     assert str(caught.value) == (
         "cannot generate mini-batches: expected the rollout as it was when the first mini-batch was drawn, got one "
-        "that was changed. Draw all of them before you add steps."
+        f"that was changed. Draw all of them before you add steps. Raised by {cls.__name__}."
     )
     kept, batches = half_way(cls, WIDE, num_steps, **options)
     assert len(list(batches)) == 3

@@ -169,7 +169,7 @@ def test_errors_of_shape_and_dtype_say_what_was_expected():
     ]:
         with pytest.raises(SchemaError) as caught:
             storage.add_transitions(broken(make_transition(0, 4), name, value))
-        assert str(caught.value) == f"cannot add a transition {text}"
+        assert str(caught.value) == f"cannot add a transition {text} Raised by RolloutStorage.add_transitions."
 
 
 BAD_VALUES = [
@@ -219,7 +219,7 @@ def test_numbers_of_other_dtypes_are_converted_where_nothing_but_precision_is_lo
 def test_impossible_sizes_are_refused(arguments):
     with pytest.raises(UsageError, match="cannot create a RolloutStorage: expected num_"):
         RolloutStorage(*arguments, (3,), None, (2,))
-    with pytest.raises(SchemaError, match="cannot declare the shape of 'actions'"):
+    with pytest.raises(SchemaError, match="cannot declare the shape of 'actions_shape'"):
         RolloutStorage(2, 2, (3,), None, "two")
 
 
@@ -286,7 +286,8 @@ def test_assigning_to_a_column_writes_into_it():
     assert torch.equal(storage.returns, storage.values + 1) and storage.returns.data_ptr() == place
     with pytest.raises(SchemaError) as caught:
         storage.returns = torch.zeros(6, 4)
-    assert str(caught.value) == "cannot assign to 'returns': expected shape [6, 4, 1], got [6, 4]."
+    text = "cannot assign to 'returns': expected shape [6, 4, 1], got [6, 4]. Raised by RolloutStorage."
+    assert str(caught.value) == text
 
 
 def test_a_copied_or_pickled_transition_is_no_special_thing():
@@ -321,7 +322,7 @@ def test_time_outs_written_by_hand_do_not_stay_for_the_next_rollout(how):
 
 
 def test_observations_without_a_shape_and_seeds_that_are_none_are_refused():
-    with pytest.raises(SchemaError, match="cannot declare the shape of 'observations'"):
+    with pytest.raises(SchemaError, match="cannot declare the shape of 'obs_shape'"):
         RolloutStorage(2, 3, None, None, (2,))
     with pytest.raises(UsageError, match="a seed as a whole number of 64 bits, got 'x'"):
         make_storage(generator="x")
@@ -367,11 +368,13 @@ def test_names_that_are_none_are_refused_when_a_storage_is_made(name, shape, got
     if name == "critic_observations" and not shape:
         assert RolloutStorage(2, 2, *shapes.values()).critic_observations is None
         return
-    where = f"'{name}/a'" if isinstance(shape.get("a"), dict) else f"'{name}'"
+    argument = {"observations": "obs_shape", "actions": "actions_shape"}.get(name, "critic_obs_shape")
+    where = f"'{argument}/a'" if isinstance(shape.get("a"), dict) else f"'{argument}'"
     with pytest.raises(SchemaError) as caught:
         RolloutStorage(2, 2, *shapes.values())
     assert str(caught.value) == (
-        f"cannot declare the shape of {where}: expected names that are non-empty str without '/', got {got}."
+        f"cannot declare the shape of {where}: expected names that are non-empty str without '/', got {got}. "
+        "Raised by RolloutStorage."
     )
 
 

@@ -89,7 +89,8 @@ def test_the_last_step_needs_its_next_observations():
     with pytest.raises(MissingFieldError) as caught:
         storage.add_transitions(make_transition(0, 2))
     assert str(caught.value) == (
-        "cannot add a transition without 'next_observations'. Add it: the last step of a rollout needs it."
+        "cannot add a transition without 'next_observations'. Add it: the last step of a rollout needs it. "
+        "Raised by SarsaRolloutStorage.add_transitions."
     )
     assert_same(before, everything(storage))
 
@@ -167,7 +168,8 @@ def test_validate_finds_observations_that_do_not_follow():
     with pytest.raises(SchemaError) as caught:
         storage.add_transitions(step(3))
     assert str(caught.value) == (
-        "cannot add a transition at step 3, env 0: expected next_observations of step 2, got other observations."
+        "cannot add a transition at step 3, env 0: expected next_observations of step 2, got other observations. "
+        "Raised by SarsaRolloutStorage.add_transitions."
     )
     assert_same(before, everything(storage))
 
