@@ -13,7 +13,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import DTYPES, Field, Schema, dtype_name, unflatten
-from ..core.records import as_tensor
+from ..core.records import Key, as_tensor, normal
 from ..core.samplers import uniform
 from ..errors import SchemaError, UsageError
 from ..ring.transitions import TransitionRequest, TransitionSampler
@@ -49,6 +49,34 @@ class DictBuffer(RingBuffer):
     _last_sampler: TransitionSampler | None = None
     #: Places in memory of the first rows of the last sample, and the number of rows from each on.
     _last_drawn: tuple[torch.Tensor, int] | None = None
+
+    def __init__(
+        self,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        nested_key_separator: str = "-",
+        *,
+        num_envs: int = 1,
+        end_key: Key | list[Key] | None = None,
+        auto_unsqueeze: bool = False,
+        narrow: bool = False,
+        contiguous: bool = False,
+        output_device: torch.device | str | None = None,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        action = arguments.creating(self)
+        self.num_envs = arguments.whole(action, "num_envs", num_envs, 1)
+        self.end_key = normal(end_key, "end_key")
+        self.auto_unsqueeze = arguments.flag(action, "auto_unsqueeze", auto_unsqueeze)
+        self.narrow = arguments.flag(action, "narrow", narrow)
+        self.contiguous = arguments.flag(action, "contiguous", contiguous)
+        self.output_device = arguments.optional_device(action, "output_device", output_device)
+        self.nested_key_separator = arguments.instance(
+            action, "nested_key_separator", nested_key_separator, "as a str", str
+        )
+        super().__init__(capacity, device, generator)
+        if self.capacity % self.num_envs:
+            raise UsageError(action, "", f"a capacity that num_envs={num_envs} divides", str(capacity))
 
     @property
     def storage(self) -> dict[str, Any] | None:
@@ -206,7 +234,7 @@ class ZBuffer(RingBuffer):
     ) -> None:
         self.dim = arguments.whole("create a ZBuffer", "dim", dim, 1)
         self.dtype = dtype
-        super().__init__(capacity=capacity, device=device, generator=generator)
+        super().__init__(capacity, device, generator)
         self._vectors = self._create(Schema([Field(_NAME, (dim,), dtype_name(dtype))]), 1)
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from ..core.records import Key, RecordReader, flat_name, numbers
 from ..core.samplers import Weighted, below, generator_on
 from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
 from ..ring.ring import RingStore
-from ..saving.buffer_store import BufferStore, checked_separator
+from ..saving.buffer_store import BufferStore
 from ..saving.columns import Table
 from ..saving.folder import ROWS
 from ..saving.store import State
@@ -109,7 +109,7 @@ class TrajectoryDictBuffer(BufferStore):
         arguments.instance(action, "episodes", episodes, "as a list of mappings", Iterable)
         if file_names is not None:
             arguments.instance(action, "file_names", file_names, "as a list of names", Iterable)
-        checked_separator(nested_key_separator)
+        arguments.instance(action, "nested_key_separator", nested_key_separator, "as a str", str)
         arguments.flag(action, "split_on_end", split_on_end)
         arguments.flag(action, "contiguous", contiguous)
         schema, found = _read(list(episodes), end_name, motion_name, file_names, split_on_end)

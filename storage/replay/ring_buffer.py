@@ -16,13 +16,13 @@ import torch
 from ..core import arguments
 from ..core.fields import Schema, flatten, map_leaves
 from ..core.memory import StreamOrder, writes_in_order
-from ..core.records import Key, RecordReader, Rows, normal
+from ..core.records import RecordReader, Rows
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..ring.ends import Places, end_places, find_ends
 from ..ring.ring import RingStore
 from ..ring.windows import Boundaries
-from ..saving.buffer_store import ROW_KEY, BufferStore, checked_separator, rows_written
+from ..saving.buffer_store import ROW_KEY, BufferStore, rows_written
 from ..saving.columns import Table
 from ..saving.folder import FINALS, ROWS
 from ..saving.store import State
@@ -32,7 +32,7 @@ class RingBuffer(BufferStore):
     """Rows on a ring under one lock: everything but how they are given back.
 
     Args:
-        As for `DictBuffer`.
+        capacity, device, generator: As for `DictBuffer`.
     """
 
     #: Arguments that make an equal buffer, by the names of its attributes.
@@ -48,35 +48,20 @@ class RingBuffer(BufferStore):
     _WRITER: ClassVar[str] = "extend"
     #: Whether leaves come as `[n, lanes, *event]`.
     _has_lane_axis: bool = False
+    # Options of buffers that have them, set before `__init__`.
+    num_envs: int = 1
+    end_key: str | list[str] | None = None
+    auto_unsqueeze: bool = False
+    narrow: bool = False
+    contiguous: bool = False
+    output_device: torch.device | None = None
 
     def __init__(
-        self,
-        capacity: int,
-        device: torch.device | str = "cpu",
-        nested_key_separator: str = "-",
-        *,
-        num_envs: int = 1,
-        end_key: Key | list[Key] | None = None,
-        auto_unsqueeze: bool = False,
-        narrow: bool = False,
-        contiguous: bool = False,
-        output_device: torch.device | str | None = None,
-        generator: torch.Generator | int | None = None,
+        self, capacity: int, device: torch.device | str, generator: torch.Generator | int | None = None
     ) -> None:
         action = arguments.creating(self)
         self.capacity = arguments.whole(action, "capacity", capacity, 1)
-        self.num_envs = arguments.whole(action, "num_envs", num_envs, 1)
-        if capacity % num_envs:
-            raise UsageError(action, "", f"a capacity that num_envs={num_envs} divides", str(capacity))
         self.device = arguments.device(action, "device", device)
-        self.output_device = None
-        if output_device is not None:
-            self.output_device = arguments.device(action, "output_device", output_device)
-        self.nested_key_separator = checked_separator(nested_key_separator)
-        self.end_key = normal(end_key, "end_key")
-        self.contiguous = arguments.flag(action, "contiguous", contiguous)
-        self.auto_unsqueeze = arguments.flag(action, "auto_unsqueeze", auto_unsqueeze)
-        self.narrow = arguments.flag(action, "narrow", narrow)
         self.generator = generator_on(generator, self.device, action)
         self._lock = threading.RLock()
         self._order = StreamOrder(self.device)

@@ -28,14 +28,6 @@ ROW_KEY = "row_key"
 _Self = TypeVar("_Self", bound="BufferStore")
 
 
-def checked_separator(separator: Any) -> str:
-    """Check what joins the levels of keys in saved files."""
-    if not isinstance(separator, str) or not separator or "/" in separator:
-        expected = "nested_key_separator as a str that is not empty and has no '/'"
-        raise SchemaError("save columns", "", expected, repr(separator))
-    return separator
-
-
 class BufferStore(Store):
     """A store of rows whose state has tensors `buffer/...`, and perhaps `finals/...`.
 
@@ -81,7 +73,9 @@ class BufferStore(Store):
             WriteError: The folder cannot be written, as on a full disk; the earlier save stays. Also an `OSError`.
         """
         separator = self.nested_key_separator if nested_key_separator is None else nested_key_separator
-        checked_separator(separator)
+        if not isinstance(separator, str) or not separator or "/" in separator:
+            expected = "nested_key_separator as a str that is not empty and has no '/'"
+            raise SchemaError("save columns", "", expected, repr(separator))
         with self._lock:
             state = self._get_state()
             tables = {
