@@ -206,7 +206,8 @@ def test_a_second_writer_with_another_schema_is_told_the_difference(tmp_path):
             writer.add(**step(**other))
         assert str(caught.value) == (
             f"cannot record into {str(tmp_path)!r}: expected the fields that it already holds, "
-            "got field 'action' is float32[5] instead of float32[2]. Record other data into another folder."
+            "got field 'action' is float32[5] instead of float32[2]. Record other data into another folder. "
+            "Raised by RolloutWriter.add."
         )
         writer.add(**step())  # it may still do right
     after = sorted(path.name for path in tmp_path.iterdir())
