@@ -37,7 +37,8 @@ class TransitionRequest:
             taken. `discount` `[B, 1]` is the factor of the value of the next observation: 0 where the
             trajectory terminated, `gamma ** k` after k steps where it was cut or goes on. An end flag
             that is neither a termination nor a time-out by its name, such as `done`, is a termination
-            unless a time-out of the same step is set; beside a flag of terminations `done` says nothing more. Multiplying by `1 - terminated` changes nothing.
+            unless a time-out of the same step is set; beside a flag of terminations `done` says nothing more.
+            Multiplying by `1 - terminated` changes nothing.
         gamma: Discount per step. None is 0.99, and leaves `discount` out of transitions of one step.
         reward_key: What is summed if `num_steps > 1`.
         num_frames: Frames that the fields of `next_keys` are stacked of, oldest first: `[B, frames,
