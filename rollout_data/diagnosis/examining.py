@@ -6,6 +6,7 @@ One rule: no rule ends the run; one that fails is itself the finding FIL00. A st
 from __future__ import annotations
 
 import errno
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -103,7 +104,9 @@ def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataErr
         except UnansweredError:
             raise
         except (DataFileError, OSError) as error:
-            is_refused = isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
+            is_of_folder = isinstance(error, DataFileError) and not os.path.isfile(str(path))
+            reason = error.__cause__ if is_of_folder else error
+            is_refused = isinstance(reason, OSError) and reason.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
             if is_refused or isinstance(error, UsageError):
                 raise  # there is nothing to examine
             with suppress(RolloutDataError, OSError):  # no format but those with an index has this option

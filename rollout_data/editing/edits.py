@@ -35,7 +35,7 @@ from ..index.folder import BlockFolder
 from ..index.index import TrajectoryIndex
 from ..index.metadata import ENDS
 from ..index.notes import parsed
-from ..recordings.opening import recordings_in
+from ..recordings.several import recordings_in, several_error
 from ..remote.access import RemotePath, origins_of
 from ..writing.notes import episode_json
 
@@ -280,26 +280,18 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
     if others or isinstance(origin.path, RemotePath):
         expected, advice = "path as one folder of this machine", "Edit it, then push it"
         raise UsageError(_call(action), "", expected, "a URL or several", advice)
+    if inside := recordings_in(origin.path):
+        raise several_error(_call(action), origin.path, inside)
     if kind_of(origin) is not Blocks:
-        raise _not_blocks(action, origin.path)
+        expected, advice = "path as a folder of block files", "Convert it first: rollout_data.convert(path, new_path)"
+        got = f"{str(path)!r}, which is of another format"
+        raise UsageError(_call(action), "", expected, got, advice)
     folder = BlockFolder.at(origin.path)
     for name, problem in folder.problems.items():
         if named_edit(name):
             advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"
             raise DataFileError(action, repr(str(path)), "intact edits", repr(name), advice) from problem
     return folder
-
-
-def _not_blocks(function: str, path: Path) -> UsageError:
-    """Build the error for a path that is no folder of block files."""
-    expected, advice = "path as a folder of block files", "Convert it first: rollout_data.convert(path, new_path)"
-    got = f"{str(path)!r}, which is of another format"
-    if inside := recordings_in(path):
-        names = ", ".join(repr(one.name) for one in inside[:_NUM_SHOWN])
-        got, advice = f"{str(path)!r}, which holds {len(inside)} recordings ({names})", "Name one of them"
-    elif not path.is_dir() and not path.is_file():
-        got, advice = f"{str(path)!r}, which is no folder", ""
-    return UsageError(_call(function), "", expected, got, advice)
 
 
 def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
@@ -320,6 +312,8 @@ def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> li
         key = writer, int(number) if number.isdecimal() else -1
         if key not in known and key not in edits.dropped:
             expected = f"ids with names such as {nearest(str(one), map(_name, known), _NUM_SHOWN)}"
+            if not known:
+                expected = "path with trajectories, of which there are none"
             raise UsageError(action, "", expected, repr(one), "'rollout-data ls' lists them")
         found[key] = None
     return list(found)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from storage.core.arguments import is_url
-from storage.errors import RolloutDataError, UsageError
+from storage.errors import UsageError
 
-from ..foreign.formats import detect
-from ..foreign.guards import natural
-from ..frames.chunks import Chunks
-from ..index.folder import block_entries
 from ..remote.access import DataDir, Origin, RemoteOptions, checked_remote, origins_of
 from .recording import Recording, open_origin
 
@@ -54,21 +46,3 @@ def _origin_of(action: str, name: str, source: Any) -> Origin:
         advice = "Give the list to a dataset, or to merge"
         raise UsageError(action, "", f"{name} as one path", f"{1 + len(others)} paths", advice)
     return found
-
-
-def recordings_in(path: str | os.PathLike[str]) -> list[Path]:
-    """List the recordings directly in a folder that is none itself, in natural order; [] for anything else."""
-    folder = Path(path)
-    if is_url(path) or not folder.is_dir() or _is_recording(folder):
-        return []
-    entries = sorted(folder.iterdir(), key=lambda entry: natural(entry.name))
-    return [entry for entry in entries if not entry.name.startswith(".") and _is_recording(entry)]
-
-
-def _is_recording(path: Path) -> bool:
-    with suppress(OSError, RolloutDataError):
-        if path.is_file():
-            return detect(path) is not None
-        is_written_here = any(entry.name.startswith("rollout_") for entry in block_entries(path))
-        return path.is_dir() and (is_written_here or detect(path) is not None or Chunks.is_there(path))
-    return False

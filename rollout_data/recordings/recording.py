@@ -20,6 +20,7 @@ from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, Una
 
 from ..foreign.reader import EpisodeInfo, ForeignReader
 from ..format.header import DATA
+from ..frames.blocks import Blocks
 from ..frames.format_registry import open_foreign
 from ..frames.normalization import FieldStatistics, compute_statistics
 from ..frames.readers import Readers, chosen_episodes
@@ -29,6 +30,7 @@ from ..remote.access import Origin, RemoteOptions
 from ..remote.mirror import local_origin
 from .episode import Episode
 from .own import FolderReader
+from .several import recordings_in, several_error
 from .table import COLUMNS, as_table, column_of, kept_rows
 
 _NUM_SHOWN = 5
@@ -334,6 +336,8 @@ def open_origin(origin: Origin) -> ForeignReader:
     """
     origin = local_origin(origin, origin.remote or RemoteOptions())
     kind = kind_of(origin)
+    if kind in (None, Blocks) and origin.format is None and (inside := recordings_in(origin.path)):
+        raise several_error("call rollout_data.open", origin.path, inside)
     if kind is None or kind is Readers:
         return open_foreign(origin.path, origin.format, **origin.options)
     if origin.options:

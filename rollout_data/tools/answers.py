@@ -14,8 +14,8 @@ from storage.errors import UsageError
 
 from ..recordings.converting import convert as convert_recording
 from ..recordings.opening import open as open_recording
-from ..recordings.opening import recordings_in
 from ..recordings.recording import Recording
+from ..recordings.several import recordings_in
 from ..remote.publish import push as push_folder
 from ..reporting.page import report as write_report
 from ..writing.retention import LIMITS

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from storage.errors import UsageError
+from storage.errors import RolloutDataError, UsageError
 
 from ..diagnosis import examining
 from ..diagnosis.finding import SEVERITIES, Diagnosis, Finding, Rule
-from ..recordings.opening import recordings_in
+from ..recordings.several import recordings_in
 from .answers import Answer
 from .several import as_lines, rows_about
 
@@ -38,8 +38,12 @@ def _of_several(paths: Sequence[Path], chosen: Mapping[str, Any], options: argpa
     """Examine several recordings and answer with a row for each."""
     codes: list[int] = []
 
-    def counts(path: Path) -> dict[str, int]:
-        found = examining.doctor(path, **chosen, progress=options.progress)
+    def counts(path: Path) -> dict[str, int | None]:
+        try:
+            found = examining.doctor(path, **chosen, progress=options.progress)
+        except (RolloutDataError, OSError):  # the row has the error of opening it
+            codes.append(1)
+            return {f"{name}s": None for name in reversed(SEVERITIES)}
         codes.append(1 if found.at_least(options.fail_on) else 0)
         return {f"{name}s": found.summary[name] for name in reversed(SEVERITIES)}
 

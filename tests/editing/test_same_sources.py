@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import rollout_data
-from storage.errors import ForeignFileError, MissingFolderError, RolloutDataError, UsageError
+from storage.errors import DataFileError, ForeignFileError, MissingFolderError, RolloutDataError, UsageError
 from tests.editing.folders import folder_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
@@ -48,8 +49,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("x.hdf5", "y.hdf5"):
         shutil.copy(path / "own.hdf5", path / "several" / name)
     (path / "empty").mkdir()
-    for name in ("pipe", "pipe.h5"):
+    folder_of(path / "mixed" / "walk", ("a",), NUM)
+    shutil.copy(path / "own.hdf5", path / "mixed" / "demos.hdf5")
+    folder_of(path / "parts" / "x", ("a",), NUM), folder_of(path / "parts" / "y", ("b",), NUM)
+    for name in ("pipe", "pipe.h5", "mixed/pipe.h5"):
         os.mkfifo(path / name)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path / "socket.h5"))
+    (path / "dangling").symlink_to(path / "nothing")
+    (path / "loop").symlink_to(path / "loop")
     return path
 
 
@@ -71,6 +79,12 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataErro
     "foreign selection": (lambda path: rollout_data.open(path / "own.hdf5").select(["demo_1"]), [7]),
     "url": (in_memory, [3, 4, 5, 6, 7, 9]),
     "several": (lambda path: path / "several", ForeignFileError),
+    "several of ours": (lambda path: path / "parts", UsageError),
+    "several, some of ours": (lambda path: path / "mixed", UsageError),
+    "socket": (lambda path: path / "socket.h5", UsageError),
+    "device": (lambda path: Path("/dev/null"), UsageError),
+    "dangling link": (lambda path: path / "dangling", MissingFolderError),
+    "link to itself": (lambda path: path / "loop", DataFileError),
     "empty folder": (lambda path: path / "empty", ForeignFileError),
     "missing": (lambda path: path / "nothing", MissingFolderError),
     "pipe": (lambda path: path / "pipe", UsageError),
@@ -91,6 +105,24 @@ def test_each_call_takes_the_same_sources(place: Path, tmp_path: Path, name: str
         with pytest.raises(expected):
             call(source(place), tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+
+FORMATS = ["lerobot", "robomimic", "isaaclab", "minari", "d4rl", "rlinf", "trajectory-folders"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_each_call_takes_the_same_episodes_of_every_format(place: Path, tmp_path: Path, format: str) -> None:
+    options = {"fps": 20} if format == "lerobot" else {}
+    target = tmp_path / ("demos.hdf5" if format in ("robomimic", "isaaclab", "d4rl") else "demos")
+    rollout_data.convert(place / "own", target, format, progress=False, **options)
+    lengths = sorted(rollout_data.open(target).column("length").tolist())
+    assert len(lengths) == NUM
+    for source in (target, str(target), rollout_data.open(target)):
+        for number, call in enumerate((merged, divided, repaired, converted)):
+            out = tmp_path / "made" / str(number)
+            copy = rollout_data.open(call(source, out))
+            assert sorted(copy.column("length").tolist()) == lengths
+            shutil.rmtree(out)
 
 
 def test_repair_of_a_selection_keeps_its_edits_and_drops_the_rest(tmp_path: Path) -> None:

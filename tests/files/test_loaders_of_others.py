@@ -48,7 +48,7 @@ def test_windows_in_a_loader_that_collates_name_their_own_collate_function(walk:
 
 def test_a_star_import_leaves_the_function_open_alone(walk: Path) -> None:
     names: dict[str, Any] = {}
-    exec("from rollout_data import *", names)
+    exec("from rollout_data import *\nfrom storage import *", names)
     assert not names.keys() - {"__builtins__"} & set(dir(builtins)) and "open" not in names
     assert names["RolloutDataset"] is RolloutDataset and len(rollout_data.open(walk)) == 3
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rollout_data
-from rollout_data import convert, drop, edits_of, tag
+from rollout_data import convert, drop, edits_of, keep, tag, undrop, untag
 from rollout_data.tools.command import COMMANDS, main
+from storage.errors import UsageError
 from tests.editing.folders import files, folder_of
 
 
@@ -108,3 +111,39 @@ def test_pipes_and_sockets_among_data_are_waited_for_by_no_command(walks: Path, 
                 assert main([name, folder, *more]) in (0, 1, 2)
                 capsys.readouterr()
         assert any("camera.h5" in finding.message for finding in rollout_data.doctor("walk_2", only=["FIL"]).findings)
+
+
+@pytest.mark.parametrize("change", [drop, keep, undrop, untag, lambda path, ids: tag(path, ids, task="push")])
+def test_editing_a_folder_of_several_recordings_names_them(walks: Path, change: Any) -> None:
+    os.mkfifo(walks / "pipe.h5")
+    before = files(walks)
+    with pytest.raises(UsageError, match=r"3 recordings \('demos\.hdf5', 'walk_2', 'walk_10'\)\. Name one of them"):
+        change(walks, [0])
+    assert files(walks) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("a pipe", os.mkfifo),
+        ("a device", lambda path: os.symlink("/dev/null", path)),
+        ("Too many levels of symbolic links", lambda path: os.symlink(path, path)),
+        ("nothing there", lambda path: os.symlink(path.parent / "nowhere", path)),
+    ],
+)
+@pytest.mark.parametrize("command", ["info", "ls", "doctor", "drop", "verify"])
+def test_what_is_no_data_is_named_by_its_kind(tmp_path: Path, command: str, kind: str, make: Any, capsys) -> None:
+    make(tmp_path / "x.h5")
+    assert main([command, str(tmp_path / "x.h5"), *(["a:0"] if command == "drop" else [])]) in (1, 2)
+    out, error = capsys.readouterr()
+    assert not out and kind in error
+
+
+def test_a_recording_that_asks_for_an_option_is_a_row_of_the_doctor(tmp_path: Path, capsys) -> None:
+    session = Path(__file__).parent.parent / "data" / "formats" / "mcap" / "session" / "run_0.mcap"
+    shutil.copy(session, tmp_path / "run_0.mcap")
+    os.mkfifo(tmp_path / "pipe.mcap")
+    for command in ("ls", "doctor"):
+        assert main([command, str(tmp_path)]) == 1
+        row = capsys.readouterr().out.splitlines()[1]
+        assert row.startswith("run_0.mcap") and "a topic as action=" in row
