@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "recordings": "foreign format frames index remote writing",
         "remote": "format index saving",
         "frames": "foreign format index remote trajectory_folders",
-        "writing": "codecs format index onpolicy transition",
+        "writing": "codecs foreign format index onpolicy transition",
         "streaming": "codecs format frames index live remote transition",
         "windows": "format frames index live remote",
         "trajectories": "checkpoints format frames index live",

@@ -152,6 +152,14 @@ class ForeignReader(ABC):
         """Return where the video of a field of episode `number` is; None if the field is not stored as video."""
         return None
 
+    def rounded(self, number: int) -> dict[str, tuple[int, int]]:
+        """Return the integers of episode `number` that reading rounded to floats so far.
+
+        Returns:
+            Field -> (number of changed values, largest difference).
+        """
+        return {}
+
     def checked_some(self, episodes: list[EpisodeInfo], what: str) -> list[EpisodeInfo]:
         """Give the episodes.
 

@@ -28,14 +28,18 @@ from .conversion_note import (
     NOTE_NAME,
     ConversionNote,
     SummedEpisode,
+    append_line,
     described,
+    files_line,
     left_out_line,
-    line_of,
+    open_line,
+    placed_line,
     shortened,
 )
 from .pictures import axes_of
 from .plain import plain as plain
 from .reader import ABSENT
+from .target_files import changed_file, check_file, file_sum
 from .video_range import VideoRange
 
 Array = np.ndarray[Any, Any]
@@ -107,7 +111,7 @@ class ForeignWriter(ABC):
 
     format: ClassVar[str]
     #: Counts changes of what this class writes: another version does not resume a conversion.
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     #: Names of the arguments that `convert(..., **options)` takes for this format, with their defaults.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
     #: Names in the metadata of a recording that the format holds; None is all.
@@ -118,6 +122,10 @@ class ForeignWriter(ABC):
     can_grow: ClassVar[bool] = False
     #: Patterns of the files and folders in the target that are removed to begin again.
     MADE: ClassVar[tuple[str, ...]] = ()
+    #: Files that exist as soon as an episode exists.
+    BEGUN: ClassVar[tuple[str, ...]] = ()
+    #: The file that makes a target complete.
+    LAST: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -128,7 +136,7 @@ class ForeignWriter(ABC):
         conversion: ConversionNote | None = None,
     ) -> None:
         self.path, self.episodes, self.metadata = path, episodes, metadata
-        self.options = {**self.OPTIONS, **options}
+        self.options = self.all_options(options)
         self._noted: dict[str, list[str]] = {}
         self._casts: dict[tuple[str, str, str], _Cast] = {}
         self.conversion = self._own_note() if conversion is None else conversion
@@ -152,8 +160,34 @@ class ForeignWriter(ABC):
         if noted is not None and self.is_finished(self.path):
             raise occupied(self.path, "the complete target of a conversion")
         note = self.planned(self.episodes, self.metadata, self.options)
-        note.rows = {} if noted is None else noted.rows
+        if noted is not None:
+            note.resume(noted)
         return note
+
+    @classmethod
+    def all_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options with defaults, as JSON has them but for NaN; numbers are floats, so that 20 is 20.0."""
+        given = {**cls.OPTIONS, **options}
+        found = {name: value if isinstance(value, float) else plain(value) for name, value in given.items()}
+        return {name: float(value) if type(value) is int else value for name, value in found.items()}
+
+    @classmethod
+    def effective(
+        cls,
+        options: Mapping[str, Any],
+        path: Path,
+        episodes: Sequence[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return what options amount to for a recording: options with equal results are the same options.
+
+        Args:
+            options: As `all_options` returns them.
+            path: The target.
+            episodes: All episodes of the recording.
+            metadata: Metadata of the recording.
+        """
+        return dict(options)
 
     @classmethod
     def planned(
@@ -163,7 +197,7 @@ class ForeignWriter(ABC):
         return ConversionNote(
             format=cls.format,
             version=cls.VERSION,
-            options=plain({**cls.OPTIONS, **options}),
+            options=plain(cls.all_options(options)),
             metadata=shortened(metadata, without=_OF_ALL),
             episodes=[described(episode) for episode in episodes],
         )
@@ -182,10 +216,40 @@ class ForeignWriter(ABC):
         """Return whether a target with a note is complete."""
         return False
 
+    @classmethod
+    def note_folder_of(cls, path: Path) -> Path:
+        """Return the folder with the note of a target."""
+        return path
+
     @property
     def note_folder(self) -> Path:
         """The folder with the note."""
-        return self.path
+        return self.note_folder_of(self.path)
+
+    @classmethod
+    def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
+        """Compare the files of a target with their sizes and checksums in the note.
+
+        An episode is noted before its files take their places, so the episode that was noted last may lack them.
+
+        Raises:
+            UsageError: A file was removed or changed after it was written.
+        """
+        folder = cls.note_folder_of(path)
+        is_finished |= note.finish is not None
+        for name in cls.BEGUN if note.rows else ():
+            if not (folder / name).exists():
+                raise changed_file(path, folder / name, "a removed file")
+        for episode in note.rows:
+            files = note.files.get(episode, {})
+            first = next(iter(files), None)
+            if first is None or (episode == note.unplaced and not (folder / first).exists()):
+                continue
+            for name, noted in files.items():
+                check_file(path, folder / name, note.files_of_all.get(name, noted))
+        for name, noted in note.files_of_all.items():
+            if is_finished or name != cls.LAST:
+                check_file(path, folder / name, noted)
 
     def begin_note(self) -> bool:
         """Write the note with the lines of the episodes that are there; without them remove what else is there.
@@ -197,7 +261,7 @@ class ForeignWriter(ABC):
         place = self.note_folder / NOTE_NAME
         text = self.conversion.text()
         is_new = not place.exists()
-        if not is_new and self.conversion.rows and place.read_text("utf-8") == text:
+        if not is_new and self.conversion.rows and _text_of(place) == text:
             return is_new
         new = self.note_folder / f"{NOTE_NAME}.new"
         new.write_text(text, "utf-8")
@@ -213,19 +277,58 @@ class ForeignWriter(ABC):
     def begin_again(self) -> None:
         """Forget and remove all episodes that are there."""
         self._num_removed = len(self.conversion.rows)
-        self.conversion.rows.clear()
+        self.conversion.forget()
         self.begin_note()
 
-    def note(self, episode: EpisodeToWrite) -> None:
+    def note(self, episode: EpisodeToWrite, files: Mapping[str, Path] | None = None) -> None:
         """Note the checksums of an episode; called when all of it is written, before it takes its place.
+
+        Args:
+            episode: The episode.
+            files: Names of its files in the target -> where each file is now. The first one takes its place last.
 
         Raises:
             DataFileError: A part of the episode that the writer did not read cannot be read.
         """
         summed = episode if isinstance(episode, SummedEpisode) else SummedEpisode(episode)
-        sums = summed.sums()
-        self.save_line(episode.id, line_of(episode.id, sums))
-        self.conversion.rows[episode.id] = sums
+        conversion, sums = self.conversion, summed.sums()
+        conversion.rows.pop(episode.id, None)  # the episode that is noted last is the last one
+        conversion.rows[episode.id] = sums
+        conversion.files[episode.id] = {name: file_sum(path) for name, path in (files or {}).items()}
+        conversion.stored[episode.id] = self.stored_sums(episode)
+        conversion.unplaced = episode.id if files else ""
+        self.save_line(episode.id, conversion.line_of(episode.id))
+
+    def stored_sums(self, episode: EpisodeToWrite) -> dict[str, str]:
+        """Return the checksum of each dataset of an episode in an HDF5 target."""
+        return {}
+
+    def note_files(self, files: Mapping[str, Path], published: Collection[str] = ()) -> None:
+        """Note files of all episodes, before the file that makes the target complete takes its place.
+
+        Args:
+            files: Names in the target -> where each file is now.
+            published: Ids of episodes that are in these files.
+        """
+        sums = {name: file_sum(path) for name, path in files.items()}
+        self.conversion.files_of_all.update(sums)
+        self.conversion.published.update(published)
+        append_line(self.note_folder / NOTE_NAME, files_line(sums, published), is_durable=True)
+
+    def note_placed(self) -> None:
+        """Note that the files of the last episode have taken their places."""
+        if self.conversion.unplaced:
+            append_line(self.note_folder / NOTE_NAME, placed_line())
+            self.conversion.unplaced = ""
+
+    def note_open(self) -> None:
+        """Note that files of all episodes are written again, until `note_files`."""
+        append_line(self.note_folder / NOTE_NAME, open_line())
+        self.conversion.files_of_all.clear()
+
+    def note_finish(self) -> None:
+        """Note that the target is complete, after the file that makes it complete took its place."""
+        append_line(self.note_folder / NOTE_NAME, files_line({}, finish={}), is_durable=True)
 
     def leave_out(self, episode: EpisodeToWrite) -> None:
         """Note that an episode cannot be read."""
@@ -236,13 +339,7 @@ class ForeignWriter(ABC):
 
     def save_line(self, episode: str, line: str) -> None:
         """Append the line of an episode to the note."""
-        descriptor = os.open(self.note_folder / NOTE_NAME, os.O_WRONLY | os.O_APPEND)
-        data = line.encode()
-        try:
-            while data:
-                data = data[os.write(descriptor, data) :]
-        finally:
-            os.close(descriptor)
+        append_line(self.note_folder / NOTE_NAME, line)
 
     @abstractmethod
     def begin(self) -> set[str]:
@@ -290,6 +387,10 @@ class ForeignWriter(ABC):
             key = name, str(values.dtype), str(converted.dtype)
             self._casts.setdefault(key, _Cast()).add(num_changed, difference, episode.id)
         return converted
+
+    def rounded(self, name: str, num_values: int, difference: int, episode: EpisodeToWrite) -> None:
+        """Count integers of a field that the reader of the source rounded to floats."""
+        self._casts.setdefault((name, "integers", "float64"), _Cast()).add(num_values, difference, episode.id)
 
     def join(self, columns: Mapping[str, Any], dtype: Any, episode: EpisodeToWrite) -> Array:
         """Join fields side by side: name -> `[T, *shape]` to `[T, sum of elements]` of one dtype."""
@@ -367,6 +468,12 @@ def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
     elif target.exists():
         raise occupied(target, "a file")
     return None
+
+
+def _text_of(place: Path) -> str:
+    """Return the text of a note as it is written at once; "" if it is damaged."""
+    note = ConversionNote.parse(read_text(place, max_bytes=_MAX_NOTE_BYTES))
+    return "" if note is None or note.has_damaged_lines else note.text()
 
 
 def occupied(path: Path, got: str) -> UsageError:

@@ -33,7 +33,14 @@ from .episode import Episode
 from .opening import open_source
 from .own_writer import OWN, OwnWriter
 from .recording import Recording
-from .same_source import check_nothing_gained, check_same_source, shared_forms, source_state, unreadable_episodes
+from .same_source import (
+    check_nothing_gained,
+    check_same_note,
+    check_same_rows,
+    shared_forms,
+    source_state,
+    unreadable_episodes,
+)
 
 _ACTION = "call rollout_data.convert"
 
@@ -92,6 +99,8 @@ def convert(
         raise UsageError(_ACTION, "", f"target as a place outside of {str(recording.path)!r}", repr(str(path)))
     with ExitStack() as held:
         with errors_of_target(path):
+            if path.is_symlink() and not path.exists():
+                raise occupied(path, "a link to nothing")
             held.enter_context(only_writer_of(path, "convert into"))
         return _convert(recording, path, kind, options, progress)
 
@@ -125,11 +134,15 @@ def _convert(
         there = kind.noted(path)
         is_complete = there is not None and kind.is_finished(path)
     problems = [*recording.problems, *removed.values()]
-    if there is not None and is_complete and there.has_damaged_lines:
+    if there is not None and is_complete and not there.is_whole():
         raise occupied(path, "a complete target whose note is damaged")
     num_present = 0
     if there is not None and (is_complete or there.rows):
-        check_same_source(there, plan, recording, path, progress)
+        check_same_note(there, plan, lambda options: kind.effective(options, path, recording, recording.metadata), path)
+        plan.options = there.options  # of the same effect
+        with errors_of_target(path):
+            kind.check_files(path, there, is_complete)
+        check_same_rows(there, plan, recording, path, progress)
         unread = unreadable_episodes(there.left_out, recording, damaged)
         readable = sorted(there.left_out - unread.keys())
         if is_complete:
@@ -137,12 +150,12 @@ def _convert(
             problems += unread.values()
             return Conversion(len(there.rows), len(there.rows), {}, problems, list(recording.advice))
         if kind.can_grow:
-            plan.rows = there.rows
+            plan.resume(there)
         elif readable or shared_forms(there) != shared_forms(plan):
             # Another episode would come after later ones, or episodes would have other fields than those before.
             num_present = len(there.rows)
         else:
-            plan.rows = there.rows
+            plan.resume(there)
             plan.left_out = set(unread)
             problems += unread.values()
     while True:
@@ -165,7 +178,7 @@ def _convert(
                 writer.close()
         if not kind.is_laid_out_first or len(chosen) + len(plan.left_out) == len(recording):
             break
-        plan.rows = {}
+        plan.forget()
     unwritten = set(writer.left_out)
     for change, ids in writer.report.items():
         if change.startswith("the episode is left out"):
@@ -179,6 +192,9 @@ def _added(writer: ForeignWriter, episode: Episode) -> DataFileError | None:
     try:
         with errors_of_target(writer.path):
             writer.add(SummedEpisode(episode))
+            writer.note_placed()
+        for name, (num_values, difference) in episode.rounded().items():
+            writer.rounded(name, num_values, difference, episode)
     except UnreadableEpisode as error:
         return error.problem
     return None

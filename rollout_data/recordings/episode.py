@@ -128,6 +128,14 @@ class Episode:
             expected = f"name among {nearest(str(name), [*self.schema, *self.texts])}"
             raise UsageError(action, f"of episode {self.id!r}", expected, repr(name))
 
+    def rounded(self) -> dict[str, tuple[int, int]]:
+        """Return the fields in which reading rounded integers to floats so far.
+
+        Returns:
+            Field -> (number of changed values, largest difference).
+        """
+        return self._reader.rounded(self._number)
+
     @property
     def observation(self) -> Any:
         """`[T, ...]`, or `Fields` of such arrays where the observation has names; None if there is none."""

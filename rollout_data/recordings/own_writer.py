@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,17 +24,15 @@ from ..foreign.conversion_note import NOTE_NAME, ConversionNote
 from ..foreign.plain import plain
 from ..foreign.reader import ABSENT
 from ..foreign.writer import EpisodeToWrite, ForeignWriter, can_be_filled, occupied
-from ..format.header import DATA, layouts_of
-from ..format.notes import MAX_NOTE_BYTES
+from ..format.header import DATA, METADATA_NAME, layouts_of, read_header
+from ..format.notes import EPISODES, MAX_NOTE_BYTES
 from ..format.schema import RowLayout
 from ..frames.readers import RESERVED, Fit, common_fields
-from ..frames.source import Source
-from ..frames.store import FrameStore
-from ..index.folder import block_entries
+from ..index.edits import named_edit
+from ..index.folder import BlockFolder, block_entries
 from ..index.index import TrajectoryIndex
 from ..index.metadata import ENDS, UNKNOWN
-from ..index.notes import Notes
-from ..remote.access import Origin
+from ..index.notes import parsed
 from ..writing.given import is_taken
 from ..writing.writer import RolloutWriter
 from .own import SOURCE_ID
@@ -43,6 +41,8 @@ OWN = "rollout-data"
 #: Rows that are read at once; blocks are published when this much was added.
 _PORTION_BYTES, _PUBLISHED_BYTES = 16 << 20, 64 << 20
 _COUNTS = "normalized_image"
+#: (writer, number) of a trajectory.
+Key = tuple[str, int]
 _GROUPS = ("observation", "privileged_observation", "action", "reward")
 
 
@@ -66,6 +66,17 @@ class OwnWriter(ForeignWriter):
             return None
         return super().noted(path)
 
+    @classmethod
+    def effective(
+        cls,
+        options: Mapping[str, Any],
+        path: Path,
+        episodes: Sequence[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        mapping = {**_kept_codecs(map(_renamed_of, episodes)), **(options["obs_disassemble_mapping"] or {})}
+        return {"obs_disassemble_mapping": {name: codec for name, codec in mapping.items() if codec != "raw"}}
+
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
         self._num_bytes, self._is_open = 0, False
@@ -76,35 +87,41 @@ class OwnWriter(ForeignWriter):
         self._texts = [name for name in (spoken[0] if spoken else ()) if all(name in texts for texts in spoken)]
         self._has_unknown_ends = any(is_unknown for _, is_unknown in about)
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
-        # What is counts of 1/255 already stays so, without loss.
-        coded = [
-            name for name in self._fit.schema if all(name in one and _COUNTS in one[name].codec for one, _ in about)
-        ]
-        kept = {name.partition("/")[2]: _COUNTS for name in coded if name.startswith("observation/")}
-        self._mapping = {**kept, **self.options["obs_disassemble_mapping"]}
-        return self._there() if self.path.is_dir() and block_entries(self.path) else set()
+        kept = _kept_codecs([schema for schema, _ in about])
+        kept = {name: codec for name, codec in kept.items() if f"observation/{name}" in self._fit.schema}
+        self._mapping = {**kept, **(self.options["obs_disassemble_mapping"] or {})}
+        self._added: list[str] = []
+        if self.path.is_dir() and (found := self._there() - self.conversion.published):
+            self._note_blocks(found)
+        return {*self.conversion.published}
 
     def _there(self) -> set[str]:
-        """Return the ids of the episodes in the folder; remove the blocks of one that is not whole.
+        """Return the ids of the episodes in the folder, dropped ones too; remove the blocks of one that is not whole.
 
         Raises:
             UsageError: Other trajectories are there.
         """
-        store = self._snapshot()
-        is_whole = store.index.is_complete()
-        if not is_whole.all():
-            self._remove_parts(store.index)
-            store = self._snapshot()
-            is_whole = store.index.is_complete()
-        found = {str(one) for one in Notes().column(store, SOURCE_ID)}
-        if not is_whole.all() or found - self.conversion.rows.keys():
+        folder = BlockFolder.at(self.path)
+        if not folder.index.is_complete().all():
+            self._remove_parts(folder.index)
+            folder = BlockFolder.at(self.path)
+        ids: dict[Key, str] = {}
+        others = set[Key]()
+        for block in folder.blocks.values():
+            if not block.is_edit:
+                header = read_header(block.path)
+                others.update((block.writer, number) for number in block.fragments["trajectory"].tolist())
+                for number, text in header.read_notes(EPISODES):
+                    ids[block.writer, number] = str(parsed(header, text).get(SOURCE_ID))
+        if others - ids.keys() or not {*ids.values()} <= self.conversion.rows.keys():
             raise occupied(self.path, "other trajectories")
-        return found
+        return {*ids.values()}
 
-    def _snapshot(self) -> FrameStore:
-        source = Source(Origin(self.path, OWN))
-        source.refresh()
-        return source.snapshot()
+    def _note_blocks(self, episodes: Collection[str]) -> None:
+        """Note the blocks that are not noted yet, with the episodes in them."""
+        names = [one.name for one in block_entries(self.path) if named_edit(one.name) is None]
+        files = {name: self.path / name for name in (*names, METADATA_NAME)}
+        self.note_files({name: files[name] for name in files.keys() - self.conversion.files_of_all}, episodes)
 
     def _remove_parts(self, index: TrajectoryIndex) -> None:
         """Remove the blocks in which a killed conversion left a part of an episode, and nothing else."""
@@ -159,6 +176,7 @@ class OwnWriter(ForeignWriter):
                 steps = self._steps(episode, start, stop)
                 if stop == episode.length:
                     self.note(episode)
+                    self._added.append(episode.id)
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", ".*as an extra field", RolloutDataWarning)
                     writer.add_rollout(**steps)
@@ -175,6 +193,12 @@ class OwnWriter(ForeignWriter):
     def _publish(self, writer: RolloutWriter) -> None:
         writer.flush()
         self._num_bytes = 0
+        self._note_published()
+
+    def _note_published(self) -> None:
+        if self._added:
+            self._note_blocks(self._added)
+            self._added = []
 
     def _steps(self, episode: EpisodeToWrite, start: int, stop: int) -> dict[str, Any]:
         """Read steps as `add_rollout` takes them, `[T, 1, ...]`; with the last one, what is said of the episode."""
@@ -241,6 +265,7 @@ class OwnWriter(ForeignWriter):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            self._note_published()
 
 
 def _without_inventions(fit: Fit) -> Fit:
@@ -259,6 +284,18 @@ def _without_inventions(fit: Fit) -> Fit:
         lacking={schema: names for schema, names in still.items() if names},
         dropped={**fit.dropped, **dict.fromkeys(unfilled, "a field of all episodes")},
     )
+
+
+def _renamed_of(episode: EpisodeToWrite) -> Schema:
+    return _renamed(episode.schema)
+
+
+def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
+    """Return the codecs of components that are counts of 1/255 in all episodes already, and stay so without loss."""
+    forms = list(dict.fromkeys(schemas))
+    names = [name for name in (forms[0] if forms else ()) if name.startswith("observation/")]
+    coded = [name for name in names if all(name in one and _COUNTS in one[name].codec for one in forms)]
+    return {name.partition("/")[2]: _COUNTS for name in coded}
 
 
 def _is_unknown(episode: EpisodeToWrite) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from storage.errors import DataFileError, UsageError
 
 from ..foreign.conversion_note import AFTER_LAST, ConversionNote, SummedEpisode, UnreadableEpisode
+from ..foreign.plain import plain
 from ..remote.access import RemotePath
 from .recording import Recording
 
@@ -51,18 +52,42 @@ def _files_of(root: Path) -> list[str]:
     return sorted(path for path in found if os.path.exists(path))
 
 
-def check_same_source(
-    there: ConversionNote, now: ConversionNote, recording: Recording, path: Path, progress: bool = False
+def check_same_note(
+    there: ConversionNote,
+    now: ConversionNote,
+    effective: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    path: Path,
 ) -> None:
-    """Compare a recording with the note of a target; read all rows of the episodes that are there.
+    """Compare a recording and options with the note of a target, without reading a row.
 
-    Rows are not read if no file of the source has changed since they were noted. The recording may have more episodes
-    at its end.
+    The recording may have more episodes at its end.
 
     Args:
         there: Note of the target.
         now: Note of a conversion that would begin now.
-        recording: The source.
+        effective: Function that returns what options amount to for the recording.
+        path: The target.
+
+    Raises:
+        UsageError: The first difference.
+    """
+    difference = _difference(there, now) or _other_option(there.options, now.options, effective)
+    difference = difference or _other_episode(there, now)
+    if difference:
+        raise other_source(path, difference)
+
+
+def check_same_rows(
+    there: ConversionNote, now: ConversionNote, recording: Recording, path: Path, progress: bool = False
+) -> None:
+    """Compare all rows of the episodes that are in a target with the checksums in its note.
+
+    Rows are not read if no file of the source has changed since they were noted.
+
+    Args:
+        there: Note of the target.
+        now: Note of a conversion that would begin now.
+        recording: The source, which `check_same_note` has compared.
         path: The target.
         progress: Show a progress bar.
 
@@ -70,9 +95,6 @@ def check_same_source(
         UsageError: The first difference.
         DataFileError: An episode that was written cannot be read any more.
     """
-    difference = _difference(there, now)
-    if difference:
-        raise other_source(path, difference)
     if there.source and there.source == now.source:
         return
     places = {name: place for place, name in enumerate(recording.ids)}
@@ -94,18 +116,35 @@ def other_source(path: Path, difference: str) -> UsageError:
 
 
 def _difference(there: ConversionNote, now: ConversionNote) -> str:
-    """Describe the first difference that is known without reading a row; "" if there is none."""
+    """Describe another format or version of the writer; "" if both are the same."""
     if there.format != now.format:
-        return f"format {now.format!r} instead of {there.format!r}"
-    if there.version != now.version:
-        return f"version {now.version} of the writer instead of {there.version}"
-    if name := _first_other(there.options, now.options):
-        return f"option {name}={_shown(now.options, name)} instead of {_shown(there.options, name)}"
+        return f"format {_text(now.format)} instead of {_text(there.format)}"
+    if not _are_same(there.version, now.version):
+        return f"version {now.version} of the writer instead of {_text(there.version)}"
+    return ""
+
+
+def _other_option(
+    there: Mapping[str, Any], now: Mapping[str, Any], effective: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> str:
+    """Describe the first option of another effect; "" if there is none."""
+    name = _first_other(there, now)
+    if name and there.keys() == now.keys():
+        try:
+            one, other = effective(there), effective(now)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # options are compared unchecked
+            one, other = there, now
+        name = _first_other(plain(one), plain(other))
+    return f"option {name}={_shown(now, name)} instead of {_shown(there, name)}" if name else ""
+
+
+def _other_episode(there: ConversionNote, now: ConversionNote) -> str:
+    """Describe the first difference of episodes or metadata that is known without a row; "" if there is none."""
     if len(now.episodes) < len(there.episodes):
         return f"{len(now.episodes)} episodes instead of {len(there.episodes)}"
     for place, (noted, found) in enumerate(zip(there.episodes, now.episodes, strict=False)):
         if noted["id"] != found["id"]:
-            return f"episode {found['id']!r} instead of {noted['id']!r} at place {place}"
+            return f"episode {found['id']!r} instead of {_text(noted['id'])} at place {place}"
         if part := _first_other(noted, found):
             where = f"of episode {noted['id']!r}"
             if isinstance(noted[part], dict):
@@ -131,9 +170,11 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def _shown(values: Mapping[str, Any], name: str) -> str:
-    if name not in values:
-        return "none"
-    text = json.dumps(values[name])
+    return _text(values[name], json.dumps) if name in values else "none"
+
+
+def _text(value: Any, as_text: Callable[[Any], str] = repr) -> str:
+    text = as_text(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 

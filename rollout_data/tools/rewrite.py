@@ -26,6 +26,7 @@ from ..diagnosis.scan import Scan
 from ..editing.edits import Edits, write_part
 from ..editing.folders import new_folder
 from ..editing.parts import PackSummary, intact_part, write_packed
+from ..foreign.conversion_note import note_replaced
 from ..format.header import METADATA_NAME, BlockHeader
 from ..format.write import write_block
 from ..index.edits import named_edit
@@ -173,9 +174,11 @@ def pack_dataset(
     target.mkdir()
     try:
         summary = write_packed(folder, target, writer, block_bytes, progress=progress)
-        for path in sorted(target.glob("rollout_*.h5")):  # a death in between leaves trajectories twice, never none,
-            path.rename(source / path.name)
+        new = [source / path.name for path in sorted(target.glob("rollout_*.h5"))]
+        for path in new:  # a death in between leaves trajectories twice, never none,
+            (target / path.name).rename(path)
         old = sorted(folder.blocks.values(), key=lambda block: block.is_edit)  # and none that was dropped
+        note_replaced(source, [block.path for block in old], new)
         for block in (*old, *folder.replaced.values()):
             block.path.unlink(missing_ok=True)
         save_index_cache(source)

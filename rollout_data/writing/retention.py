@@ -18,6 +18,7 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.errors import UsageError
 
+from ..foreign.conversion_note import note_replaced
 from ..index.folder import BlockFolder, save_index_cache
 from ..index.index import TrajectoryIndex
 from .journal import journal_path
@@ -74,6 +75,8 @@ def prune(
             if (found > known.max(initial=-1)).any() or not kept.isdisjoint(found.tolist()):
                 break
             old.append(block.path)
+    if old and not dry_run:
+        note_replaced(folder.data_dir, old)
     for path in tqdm([] if dry_run else old, desc="prune", unit=" blocks", disable=not progress):
         path.unlink(missing_ok=True)
         path.with_name(path.name + ".sums").unlink(missing_ok=True)  # of a folder that was copied from a bucket

@@ -210,6 +210,34 @@ def test_values_keep_their_kinds(tmp_path: Path) -> None:
     assert "odd, ragged" in str(recording.problems[0])
 
 
+def test_integers_that_become_other_floats_are_counted_in_the_changes(tmp_path: Path) -> None:
+    big = 2**53
+    values = [
+        {"target": [0.5, big + 2 * row + 1], "grid": [[row, 3 * big + 1], [1.5, 2]], "n": row} for row in range(3)
+    ]
+    path = write(tmp_path / "a.mcap", [(ARM, 20 * row, value) for row, value in enumerate(values)])
+    line = "field 'action/target' (integers) is written as float64: 3 values change, by at most 1"
+    other = "field 'action/grid' (integers) is written as float64: 3 values change, by at most 1"
+    for to, options in (("rollout-data", {}), ("robomimic", {"next_obs": False}), ("rlinf", {})):
+        source = rollout_data.open(path, action=ARM)
+        done = rollout_data.convert(source, tmp_path / to, to, progress=False, **options)
+        assert {change: ids for change, ids in done.changes.items() if "float64" in change} == {
+            line: ["a"],
+            other: ["a"],
+        }
+    small = [(ARM, 20 * row, {"target": [0.5, 7], "n": big - row}) for row in range(3)]
+    source = rollout_data.open(write(tmp_path / "b.mcap", small), action=ARM)
+    assert rollout_data.convert(source, tmp_path / "exact", progress=False).changes == {}
+
+
+def test_an_integer_that_its_schema_cannot_hold_is_named(tmp_path: Path) -> None:
+    schema = {ARM: {"properties": {"n": {"type": "integer"}}}}
+    messages = [(ARM, 20 * row, {"n": 2**63 if row == 2 else row}) for row in range(3)]
+    episode = rollout_data.open(write(tmp_path / "a.mcap", messages, schema=schema), action=ARM)[0]
+    with pytest.raises(CorruptFileError, match="n beyond 64-bit integers"):
+        _ = episode.action
+
+
 @pytest.mark.parametrize(
     "value", [{"target": [1.0]}, {"target": "ab"}, {"target": None}, {}, [1], b"{", {"target": [True] * 2}]
 )

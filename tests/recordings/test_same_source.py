@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import h5py
@@ -17,12 +19,16 @@ import pytest
 
 import rollout_data
 from rollout_data import Episode
+from rollout_data.foreign.formats import writer_class
+from rollout_data.recordings.own_writer import OwnWriter
 from storage.core.locks import only_writer_of
 from storage.errors import UsageError
 from tests.formats.lerobot_sets import LeRobotSet, feature
 from tests.recordings.conversions import (
+    DATASET,
     IN_HDF5,
     LENGTHS,
+    NOTE,
     TARGETS,
     Stop,
     content,
@@ -168,6 +174,68 @@ def test_another_version_of_lerobot_is_another_option(tmp_path):
     convert(source, tmp_path, "lerobot 3.0")
     with pytest.raises(UsageError, match=r'got option version="v2\.1" instead of "v3\.0"'):
         convert(source, tmp_path, "lerobot 2.1")
+
+
+#: Target -> options, each of the effect of the first ones.
+SAME_OPTIONS = {
+    "robomimic": [
+        {},
+        {"next_obs": 1, "env_name": None, "env_kwargs": {}},
+        {"env_name": "", "next_obs": np.bool_(True), "obs_key": "state"},
+    ],
+    "isaaclab": [{}, {"env_name": None}, {"env_name": ""}],
+    "minari": [
+        {"missing_reward": 1},
+        {"missing_reward": 1.0, "dataset_id": "lab/set-v0"},
+        {"missing_reward": np.float32(1), "dataset_id": Path("lab/set-v0")},
+        {"missing_reward": np.int64(1), "dataset_id": ""},
+    ],
+    "d4rl": [{"missing_reward": 0}, {"missing_reward": 0.0}, {"missing_reward": np.float64(0)}],
+    "lerobot 3.0": [{"fps": 20}, {"fps": 20.0}, {"fps": np.float32(20), "video": ""}, {"groot": np.bool_(False)}],
+    "lerobot 2.1": [{"fps": 20}, {"fps": np.int64(20)}],
+    "trajectory folders": [{"missing_reward": 0}, {"missing_reward": 0.0, "env": None, "policy": None}],
+    "rollout-data": [{}, {"obs_disassemble_mapping": None}, {"obs_disassemble_mapping": {"low": "raw"}}],
+}
+
+
+@pytest.mark.parametrize("name", SAME_OPTIONS)
+def test_options_of_the_same_effect_are_the_same_options(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    first, *others = SAME_OPTIONS[name]
+    convert(source, tmp_path / "whole", name, **first)
+    for number, options in enumerate(others):
+        assert convert(source, tmp_path / "whole", name, **options).num_present == 6
+        stop_after_three(source, tmp_path / str(number), name, **options)
+        assert convert(source, tmp_path / str(number), name, **first).num_present == 3
+        assert values(place(tmp_path / str(number), name)) == values(place(tmp_path / "whole", name))
+
+
+def test_nested_options_in_tuples_and_lists_are_the_same(tmp_path):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path, "robomimic", env_kwargs={"size": (1, 2)})
+    assert convert(source, tmp_path, "robomimic", env_kwargs={"size": [1, 2]}).num_present == 6
+
+
+@pytest.mark.parametrize("stated", [{"frame_rate_hz": 20}, {"fps": 20.0}])
+def test_a_stated_frame_rate_and_an_equal_argument_are_the_same(tmp_path, stated):
+    with rollout_data.RolloutWriter(tmp_path / "source", 1, metadata={**stated, "env": "lab"}) as writer:
+        for number in range(3):
+            rows = np.full((1, 2), number, np.float32)
+            writer.add(observation=rows, action=rows, reward=[1.0], terminated=[True])
+    for first, second in (({}, {"fps": 20}), ({"fps": 20}, {}), ({"fps": 20.0}, {"fps": 20, "video": ""})):
+        target = tmp_path / str((first, second))
+        rollout_data.convert(tmp_path / "source", target, "lerobot", progress=False, **first)
+        done = rollout_data.convert(tmp_path / "source", target, "lerobot", progress=False, **second)
+        assert done.num_present == 3
+        with pytest.raises(UsageError, match=r"got option fps=50\.0 instead of"):
+            rollout_data.convert(tmp_path / "source", target, "lerobot", progress=False, fps=50)
+    for to, options in (("trajectory-folders", {"env": "lab"}), ("robomimic", {"env_name": "lab"})):
+        rollout_data.convert(tmp_path / "source", tmp_path / to, to, progress=False)
+        done = rollout_data.convert(tmp_path / "source", tmp_path / to, to, progress=False, **options)
+        assert done.num_present == 3
+        with pytest.raises(UsageError, match=r'got option env.*="other"'):
+            other = dict.fromkeys(options, "other")
+            rollout_data.convert(tmp_path / "source", tmp_path / to, to, progress=False, **other)
 
 
 @every_target
@@ -379,6 +447,130 @@ def test_a_damaged_note_of_a_complete_target_is_refused_and_never_counts_fewer_e
         file.write_bytes(whole.replace(old, new, 1))
         with pytest.raises(UsageError, match=r"cannot be read|without the dataset"):
             convert(source, tmp_path / "made", name)
+
+
+@every_target
+def test_a_target_that_is_a_link_to_nothing_is_refused_and_nothing_is_made(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    target = place(tmp_path / "made", name)
+    target.parent.mkdir(parents=True)
+    for where in (tmp_path / "nothing" / "here", target):  # the second one is a link to itself
+        target.symlink_to(where)
+        with pytest.raises(UsageError, match="got a link to nothing") as error:
+            convert(source, tmp_path / "made", name)
+        assert repr(str(target)) in str(error.value)
+        assert [*target.parent.iterdir()] == [target] and not (tmp_path / "nothing").exists()
+        target.unlink()
+
+
+@every_target
+def test_a_link_to_a_target_is_that_target(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "made", name)
+    link = place(tmp_path / "link", name)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(place(tmp_path / "made", name))
+    assert convert(source, tmp_path / "link", name).num_present == 6
+
+
+@every_target
+def test_a_stopped_conversion_is_resumed_when_its_source_was_moved(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "whole", name)
+    stop_after_three(source, tmp_path / "stopped", name)
+    moved = tmp_path / "elsewhere" / "other name.hdf5"
+    moved.parent.mkdir()
+    source.rename(moved)
+    done = convert(moved, tmp_path / "stopped", name)
+    assert (done.num_episodes, done.num_present) == (6, 3)
+    assert values(place(tmp_path / "stopped", name)) == values(place(tmp_path / "whole", name))
+
+
+@every_target
+def test_a_note_of_another_version_of_the_writer_is_refused(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    kind = OwnWriter if name == "rollout-data" else writer_class(TARGETS[name][0])
+    for number, make in enumerate((convert, stop_after_three)):
+        with mock.patch.object(kind, "VERSION", kind.VERSION - 1):
+            make(source, tmp_path / str(number), name)
+        before = content(place(tmp_path / str(number), name))
+        with pytest.raises(UsageError, match=f"version {kind.VERSION} of the writer instead of {kind.VERSION - 1}"):
+            convert(source, tmp_path / str(number), name)
+        assert content(place(tmp_path / str(number), name)) == before
+
+
+def hostile_notes(text: str) -> dict[str, str]:
+    """Return damaged notes, and notes that were made to do harm."""
+    first, *lines = text.splitlines()
+    about = json.loads(first)
+    deep = "[" * 100_000 + "]" * 100_000
+    changed: dict[str, Any] = {
+        "episodes are texts": {"episodes": ["a", "b"]},
+        "episodes are an object": {"episodes": {"a": 1}},
+        "episodes are a number": {"episodes": 5},
+        "no fields": {"fields": []},
+        "fields are numbers": {"fields": [1] * len(about["fields"])},
+        "forms are lists": {"fields": [{"numbers": {"action": [1]}, "texts": [], "final": []}]},
+        "options are a list": {"options": [1]},
+        "options of other types": {"options": {**{key: [None] for key in about["options"]}, "more": 1}},
+        "metadata are a text": {"metadata": "x"},
+        "the version is a list": {"version": [[]]},
+        "the format is long": {"format": "x" * 1_000_000},
+        "left out are lists": {"left_out": [[1]]},
+        "left out is a number": {"left_out": 7},
+        "the source is a number": {"source": 3},
+        "lengths are huge": {"episodes": [{**one, "length": 10**30} for one in about["episodes"]]},
+        "lengths are negative": {"episodes": [{**one, "length": -1} for one in about["episodes"]]},
+        "lengths are NaN": {"episodes": [{**one, "length": float("nan")} for one in about["episodes"]]},
+        "ids are equal": {"episodes": [{**one, "id": "demo_0"} for one in about["episodes"]]},
+        "options are nested": {"options": {**about["options"], "x": json.loads("[" * 400 + "]" * 400)}},
+    }
+    found = {name: "\n".join([json.dumps({**about, **part}), *lines]) + "\n" for name, part in changed.items()}
+    found["a repeated name"] = "\n".join([f'{{"format": "other", {first[1:]}', *lines]) + "\n"
+    found["deep"] = f'{{"rollout_conversion": 1, "options": {deep}}}\n'
+    found["a long number"] = '{"rollout_conversion": ' + "1" * 10_000 + "}\n"
+    found["no text"] = "\0" * 100
+    sums = json.dumps({"episode": "demo_0", "rows": {"action": "0"}, "files": {"../../etc/passwd": [1, "0", 1]}})
+    found["a file outside"] = "\n".join([first, *lines, sums]) + "\n"
+    found["a size that is a text"] = "\n".join([first, *lines, '{"files": {"a": ["1", "0", 1]}}']) + "\n"
+    found["a huge size"] = "\n".join([first, *lines, f'{{"files": {{"a": [{10**40}, "0", {10**40}]}}}}']) + "\n"
+    found["deep lines"] = "\n".join([first, *lines, f'{{"files": {deep}}}']) + "\n"
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name not in IN_HDF5])
+def test_a_hostile_note_is_one_short_error_and_nothing_is_written(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "made", name)
+    note = place(tmp_path / "made", name) / NOTE
+    for damage, text in hostile_notes(note.read_text()).items():
+        note.write_text(text)
+        if name == "rollout-data" and damage in ("a file outside", "a size that is a text", "deep lines"):
+            assert convert(source, tmp_path / "made", name).num_present == 6, damage  # the line counts as none
+            continue
+        before = content(place(tmp_path / "made", name))
+        with pytest.raises(UsageError) as error:
+            convert(source, tmp_path / "made", name)
+        assert len(str(error.value)) < 2_000, damage
+        assert content(place(tmp_path / "made", name)) == before, damage
+
+
+@pytest.mark.parametrize("name", IN_HDF5)
+def test_a_hostile_note_in_an_hdf5_file_is_one_short_error(tmp_path, name):
+    source = demos(tmp_path / "source.hdf5")
+    convert(source, tmp_path / "made", name)
+    file = place(tmp_path / "made", name)
+    file = file / "data" / "main_data.hdf5" if name == "minari" else file
+    dataset = f"metadata/{DATASET}" if name == "d4rl" else DATASET
+    with h5py.File(file) as opened:
+        whole = opened[dataset][()].tobytes().decode()
+    for damage, text in hostile_notes(whole).items():
+        with h5py.File(file, "r+") as opened:
+            del opened[dataset]
+            opened[dataset] = np.frombuffer(text.encode(), np.uint8)
+        with pytest.raises(UsageError) as error:
+            convert(source, tmp_path / "made", name)
+        assert len(str(error.value)) < 2_000, damage
 
 
 def bytes_of(path: Path) -> bytes:

@@ -28,7 +28,9 @@ from ..frame_rate import RATE_KEYS, frame_rate
 from ..guards import damage_named, read_object
 from ..parquet import ParquetFile, arrow
 from ..reader import ABSENT
+from ..target_files import changed_file
 from ..video import TOLERANCE_S, copy_video, read_frames
+from ..video_range import VideoRange
 from ..writer import EpisodeToWrite, ForeignWriter, shared_fields
 from .columns import (
     ENCODERS,
@@ -66,6 +68,7 @@ _MAX_LIST_DIMENSIONS = 5
 _ANNOTATION = "annotation.human.task_description"
 _DONE = "next.done"
 _FLAG = np.dtype(bool)
+_ACTION = "write a LeRobot dataset"
 #: Types of LeRobot's columns of language, for texts of these names that no LeRobot set told the type of.
 _SPOKEN = {"role": "string", "content": "string", "style": "string"}
 _SHOWN = {"camera": "string", "tool_calls": {"list": "string"}}
@@ -97,13 +100,34 @@ class Writer(ForeignWriter):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": None, "groot": False}
 
     MADE: ClassVar[tuple[str, ...]] = ("data", "meta", "videos", _UNFINISHED_FILES)
+    BEGUN, LAST = (INFO_NAME,), INFO_NAME
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
-        return (path / INFO_NAME).exists() and not read_object(path / INFO_NAME).get(UNFINISHED)
+        try:
+            return (path / INFO_NAME).exists() and not read_object(path / INFO_NAME).get(UNFINISHED)
+        except DataFileError as error:
+            raise changed_file(path, path / INFO_NAME, error.got) from error
+
+    @classmethod
+    def effective(
+        cls,
+        options: Mapping[str, Any],
+        path: Path,
+        episodes: Sequence[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        fps, _ = frame_rate(episodes, metadata, _checked_fps(options["fps"]))
+        forms: dict[str, Any] = {}
+        for field in {name: one for episode in episodes for name, one in episode.schema.items()}.values():
+            if is_picture_field(field):
+                videos = [episode.video(field.name) for episode in episodes]
+                codec, about = _chosen_video(videos, fps, options["video"], options["groot"])
+                forms[field.name] = [codec, about is not None]
+        return {**options, "fps": fps, "video": forms}
 
     def begin(self) -> set[str]:
-        action, options = "write a LeRobot dataset", self.options
+        action, options = _ACTION, self.options
         self.episodes = list(self.episodes)  # a recording makes them again each time, and here are ten loops
         self._version = arguments.choice(action, "version", options["version"], ("v3.0", "v2.1"))
         self._codec: str | None = options["video"]
@@ -111,10 +135,7 @@ class Writer(ForeignWriter):
             self._codec = arguments.choice(action, "video", self._codec, ("", *ENCODERS))
         if arguments.flag(action, "groot", options["groot"]) and self._version != "v2.1":
             raise UsageError(action, "", "version 'v2.1', which GR00T reads", repr(self._version))
-        fps = options["fps"]
-        if fps is not None:
-            fps = arguments.real(action, "fps", fps, "> 0", lambda fps: 0 < fps < float("inf"))
-        self._fps, rounded = frame_rate(self.episodes, self.metadata, fps)
+        self._fps, rounded = frame_rate(self.episodes, self.metadata, _checked_fps(options["fps"]))
         for episode in self.episodes if rounded else ():
             for what, ids in rounded.items():
                 self.changed(what, episode, episode.id in ids)
@@ -141,10 +162,12 @@ class Writer(ForeignWriter):
         if (self.path / INFO_NAME).exists():
             features = read_object(self.path / INFO_NAME).get("features")
             if features == json.loads(json.dumps(info["features"])):
+                self._note_tables()
                 return self._take_up()
             self.begin_again()  # the source has gained episodes, and not all have the same fields
         self._write_tables()
         self._write_json(INFO_NAME, {**info, UNFINISHED: True})
+        self._note_tables()
         return set()
 
     def _take_up(self) -> set[str]:
@@ -200,17 +223,11 @@ class Writer(ForeignWriter):
         if not is_picture_field(field):
             return column_of(field, units, "", is_v3)
         videos = [episode.video(field.name) for episode in self.episodes]
-        first = videos[0]
-        is_video = first is not None and all(one is not None and one.rate_hz == self._fps for one in videos)
-        if first is not None and is_video and self._codec in (None, first.codec):
-            return column_of(field, units, first.codec or "h264", is_v3, first.about)
-        codec = self._codec
-        if codec is None:
-            codec = "h264" if self.options["groot"] or first is not None else ""
+        codec, about = _chosen_video(videos, self._fps, self._codec, self.options["groot"])
         if self.options["groot"] and not codec:
             where, expected = f"the camera {field.name!r} for GR00T", f"video= one of {', '.join(ENCODERS)}"
             raise UsageError("write", where, expected, repr(codec))
-        return column_of(field, units, codec, is_v3)
+        return column_of(field, units, codec, is_v3, about)
 
     def _chosen_texts(self) -> tuple[list[str], dict[str, Any]]:
         """Return the fields of plain texts, and those of language with the Arrow types of their columns."""
@@ -332,20 +349,24 @@ class Writer(ForeignWriter):
 
     def add(self, episode: EpisodeToWrite) -> None:
         with ExitStack() as made:  # the data file comes to its place after the videos, or none of them does
-            note = self._write(episode, made.enter_context(self._replaced(self._file(self._num_episodes))), made)
-            self.note(episode)
+            name = self._file(self._num_episodes)
+            files = {name: made.enter_context(self._replaced(name))}
+            note = self._write(episode, files, made)
+            self.note(episode, files)
         self._take(note)
         self.written.add(episode.id)
         self._report(episode, note["absent"])
 
-    def _write(self, episode: EpisodeToWrite, data_file: Path, made: ExitStack) -> dict[str, Any]:
-        """Write the files of an episode; give its note."""
+    def _write(self, episode: EpisodeToWrite, files: dict[str, Path], made: ExitStack) -> dict[str, Any]:
+        """Write the files of an episode and return its note; `files` has the data file, and takes the videos."""
+        (data_file,) = files.values()
         self._notes.pop(self._num_episodes, None)  # of an episode that could not be written
         is_v3 = self._version == "v3.0"
         statistics = self._statistics.of_rows(self._num_frames if is_v3 else 0, episode.length)
         for column in (column for column in self._columns if column.kind == "video"):
-            video_file = made.enter_context(self._replaced(self._file(self._num_episodes, column.name)))
-            self._write_video(episode, column, video_file, statistics)
+            name = self._file(self._num_episodes, column.name)
+            files[name] = made.enter_context(self._replaced(name))
+            self._write_video(episode, column, files[name], statistics)
         tables = self._tables(episode, statistics)
         first, about = next(tables), dict[str, str]()
         if not is_v3:
@@ -524,12 +545,26 @@ class Writer(ForeignWriter):
                 self.changed(what, episode)
 
     def close(self) -> None:
+        self.note_open()
         self._write_tables()
         shutil.rmtree(self.path / _UNFINISHED_FILES, ignore_errors=True)
         os.sync()  # all at once: of 4,000 files, one after the other, each waits for the disk
         for path in (*self.path.rglob("*"), self.path):
             sync_path(path)
-        self._write_json(INFO_NAME, {**self._info(), **({} if self.is_complete else {UNFINISHED: True})})
+        if not self.is_complete:
+            self._write_json(INFO_NAME, {**self._info(), UNFINISHED: True})
+            self._note_tables()
+            return
+        with replace_file(self.path / INFO_NAME) as new:
+            new.write_text(_json_of(self._info()), encoding="utf-8")
+            self._note_tables(new)
+        self.note_finish()
+
+    def _note_tables(self, info: Path | None = None) -> None:
+        """Note the files that concern all episodes; `info` is the description of the complete set."""
+        found = {path.relative_to(self.path): path for path in (self.path / "meta").rglob("*") if path.is_file()}
+        files = {name.as_posix(): found[name] for name in sorted(found) if not name.parent.name.startswith(".")}
+        self.note_files({**files, INFO_NAME: self.path / INFO_NAME if info is None else info})
 
     def _write_tables(self) -> None:
         """Write what concerns all episodes, but for the description of the set."""
@@ -628,9 +663,39 @@ class Writer(ForeignWriter):
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        text = json.dumps(content, indent=4, ensure_ascii=False)
         with replace_file(self.path / name) if name == INFO_NAME else self._replaced(name) as new:
-            new.write_text(text, encoding="utf-8")
+            new.write_text(_json_of(content), encoding="utf-8")
+
+
+def _checked_fps(fps: Any) -> float | None:
+    """Return the option `fps`; raise UsageError if it is no rate."""
+    if fps is None:
+        return None
+    return arguments.real(_ACTION, "fps", fps, "> 0", lambda fps: 0 < fps < float("inf"))
+
+
+def _chosen_video(
+    videos: Sequence[VideoRange | None], fps: float, codec: str | None, groot: bool
+) -> tuple[str, Mapping[str, Any] | None]:
+    """Return the codec of a field of pictures, "" for PNG, and the description of video that is copied.
+
+    Args:
+        videos: The video of the field in each episode.
+        fps: Frames per second of the target.
+        codec: The option `video`.
+        groot: The option `groot`.
+    """
+    first = videos[0]
+    is_video = first is not None and all(one is not None and one.rate_hz == fps for one in videos)
+    if first is not None and is_video and codec in (None, first.codec):
+        return first.codec or "h264", first.about
+    if codec is not None:
+        return codec, None
+    return "h264" if groot or first is not None else "", None
+
+
+def _json_of(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=4, ensure_ascii=False)
 
 
 def _as_lists(statistics: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, Any]]:

@@ -27,6 +27,9 @@ _TIME = "log_time"
 _TASKS, _TRUTHS = ("task", "language_instruction"), {"true": True, "false": False}
 #: Dtype -> kinds of numpy that JSON gives for it.
 _KINDS = {"float64": "iuf", "int64": "iu", "bool": "b", _TEXT: "U"}
+_MAX_INT64 = np.iinfo(np.int64).max
+#: Integers below are exact in float64.
+_EXACT = 2.0**53
 _DAMAGE = (ValueError, TypeError, LookupError, OverflowError, RecursionError)
 
 
@@ -73,6 +76,8 @@ class Reader(ForeignReader):
             got = f"action={action!r}, clock={self.options['clock']!r}"
             raise UsageError("open", repr(str(self.path)), "names of topics", got)
         self._latest: tuple[Any, dict[Any, Any]] = (None, {})
+        #: Episode and field -> step -> number of rounded integers, and the largest difference.
+        self._rounded: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
         episodes, refused = [], list[RolloutDataError]()
         for path in _paths(self.path):
             path = path if path == self.path else file_inside(self.path, path.name)
@@ -182,13 +187,30 @@ class Reader(ForeignReader):
         wanted = (number, leaf.topic, start, stop)
         if self._latest[0] != wanted:
             leaves = [one for one in source.leaves.values() if one.topic == leaf.topic]
-            self._latest = wanted, _columns(source.log, leaves, source.messages[leaf.topic][start:stop])
+            rounded: dict[Any, dict[int, tuple[int, int]]] = {}
+            self._latest = wanted, _columns(source.log, leaves, source.messages[leaf.topic][start:stop], rounded)
+            names = {(one.topic, one.keys): name for name, one in source.leaves.items()}
+            for keys, rows in rounded.items():
+                noted = self._rounded.setdefault((number, names[leaf.topic, keys]), {})
+                noted.update({start + row: change for row, change in rows.items()})
         found = self._latest[1][leaf.keys]
         return found.copy()
 
+    def rounded(self, number: int) -> dict[str, tuple[int, int]]:
+        found = {}
+        for (episode, name), rows in self._rounded.items():
+            if episode == number:
+                found[name] = sum(count for count, _ in rows.values()), max(most for _, most in rows.values())
+        return found
 
-def _columns(log: Log, leaves: Sequence[_Leaf], rows: Array) -> dict[Any, Any]:
-    """Read the leaves of one topic from messages: keys -> `[len(rows), ...]`, or a list of texts."""
+
+def _columns(
+    log: Log, leaves: Sequence[_Leaf], rows: Array, rounded: dict[Any, dict[int, tuple[int, int]]] | None = None
+) -> dict[Any, Any]:
+    """Read the leaves of one topic from messages: keys -> `[len(rows), ...]`, or a list of texts.
+
+    `rounded` takes the integers that become other floats: keys -> row -> their number, and the largest difference.
+    """
     columns: dict[Any, Any] = {
         leaf.keys: [""] * len(rows) if leaf.dtype == _TEXT else np.empty((len(rows), *leaf.shape), leaf.dtype)
         for leaf in leaves
@@ -206,8 +228,26 @@ def _columns(log: Log, leaves: Sequence[_Leaf], rows: Array) -> dict[Any, Any]:
                 array = np.asarray(value)
                 if (array.size and array.dtype.kind not in _KINDS[leaf.dtype]) or array.shape != leaf.shape:
                     raise ValueError(f"{'/'.join(leaf.keys)} of another kind or shape than in the first message")
+                if leaf.dtype == "int64" and array.dtype.kind == "u" and (array > _MAX_INT64).any():
+                    raise ValueError(f"{'/'.join(leaf.keys)} beyond 64-bit integers")
+                if rounded is not None and leaf.dtype == "float64" and (change := _rounding(value, array)) is not None:
+                    rounded.setdefault(leaf.keys, {}).update(dict.fromkeys(range(start, stop), change))
                 columns[leaf.keys][start:stop] = [value] * (stop - start) if leaf.dtype == _TEXT else array
     return columns
+
+
+def _rounding(value: Any, array: Array) -> tuple[int, int] | None:
+    """Return how many integers of a value have no equal float64, and the largest difference; None for none."""
+    if not array.size or np.abs(array.astype(np.float64)).max() < _EXACT:
+        return None
+    waiting, differences = [value], list[int]()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, list):
+            waiting += one
+        elif isinstance(one, int) and (difference := abs(int(float(one)) - one)):
+            differences.append(difference)
+    return (len(differences), max(differences)) if differences else None
 
 
 def _leaves(

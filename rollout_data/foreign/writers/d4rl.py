@@ -15,10 +15,10 @@ import numpy as np
 from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 
-from ..conversion_note import NOTE_DATASET
+from ..conversion_note import NOTE_DATASET, ConversionNote
 from ..reader import ABSENT
 from ..writer import Array, EpisodeToWrite, finals_of, shared_fields
-from .hdf5_file import Hdf5Writer, written_dtype
+from .hdf5_file import Hdf5Writer, Rows, written_dtype
 
 _FLAT = {"observation": "observations", "action": "actions", "reward": "rewards"}
 
@@ -35,10 +35,17 @@ class Writer(Hdf5Writer):
     NOTE: ClassVar[str] = f"metadata/{NOTE_DATASET}"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"missing_reward": None}
 
+    @classmethod
+    def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
+        lengths, found, first = {one["id"]: one["length"] for one in note.episodes}, dict[str, Rows](), 0
+        for name in note.written_ids():
+            found[name] = Rows("", first, lengths[name])
+            first += lengths[name]
+        return found
+
     def begin(self) -> set[str]:
-        lengths = [episode.length for episode in self.episodes]
-        num_rows, first = sum(lengths), np.cumsum([0, *lengths])[:-1].tolist()
-        self._first = dict(zip([episode.id for episode in self.episodes], first, strict=True))
+        num_rows = sum(episode.length for episode in self.episodes)
+        self._first = {name: rows.start for name, rows in self.rows_of(self.conversion).items()}
         self._fields = shared_fields(self.episodes)
         if self.options["missing_reward"] is not None:
             left_out = {name: why for name, why in self._fields.left_out.items() if name != "reward"}

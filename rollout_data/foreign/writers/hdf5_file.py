@@ -7,11 +7,12 @@ complete it has a name with a dot; the note of the conversion in it says which e
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import h5py
 import numpy as np
@@ -21,12 +22,39 @@ from storage.core.fields import Field
 from storage.errors import CorruptFileError
 from storage.saving.hdf5 import SparseFile, begin_file, member, open_hdf5, reserve, write_at
 
-from ..conversion_note import NOTE_DATASET, ConversionNote
+from ..conversion_note import NOTE_DATASET, ConversionNote, files_line
+from ..target_files import ALWAYS_READ_BYTES, FileSum, changed_file, check_file, checksum_of, gaps
 from ..writer import EpisodeToWrite, ForeignWriter, SharedFields, occupied
 
 Array = np.ndarray[Any, Any]
 _ALIGNMENT = 64
 _PART_BYTES = 1 << 23
+#: Room for the last line of the note.
+_FINISH_BYTES = 512
+
+
+class Rows(NamedTuple):
+    """Rows of an episode in a file.
+
+    Attributes:
+        group: The group of all datasets of the episode; "" if the datasets hold all episodes.
+        start: First row.
+        count: Number of rows; None if the datasets hold this episode only.
+    """
+
+    group: str
+    start: int = 0
+    count: int | None = None
+
+    def datasets(self, names: Mapping[str, Any]) -> list[str]:
+        """Return the datasets with rows of the episode."""
+        return [name for name in names if not self.group or name.startswith(f"{self.group}/")]
+
+    def range_of(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the first byte and the number of bytes of the rows in a dataset at an offset."""
+        row_bytes = dtype.itemsize * prod(shape[1:])
+        count = shape[0] if self.count is None else self.count
+        return offset + self.start * row_bytes, count * row_bytes
 
 
 class EpisodeFile:
@@ -38,6 +66,7 @@ class EpisodeFile:
         contents: Name -> small datasets that are known.
         attributes: Group -> its attributes.
         conversion: The note of the conversion.
+        rows: Id of an episode -> its rows.
         note_name: Dataset of the note: bytes, with room for the line of each episode.
 
     Attributes:
@@ -51,14 +80,18 @@ class EpisodeFile:
         contents: Mapping[str, Any],
         attributes: Mapping[str, Mapping[str, Any]],
         conversion: ConversionNote,
+        rows: Mapping[str, Rows],
         note_name: str = NOTE_DATASET,
     ) -> None:
-        lines = conversion.blank_lines()
+        self._rows = rows
+        lines = conversion.blank_lines({name: one.datasets(datasets) for name, one in rows.items()})
         first = conversion.first_line().encode()
         places = np.cumsum([len(first), *map(len, lines.values())]).tolist()
         self._places = dict(zip(lines, places[:-1], strict=True))
+        self._place_of_finish = places[-1]
         self._note_name = note_name
-        self._datasets = {**datasets, note_name: (np.dtype("u1"), (places[-1],))}
+        self._datasets = {**datasets, note_name: (np.dtype("u1"), (places[-1] + _FINISH_BYTES,))}
+        self._names = list(datasets)
         self.path, header = path, SparseFile()
         with begin_file(header, _ALIGNMENT, keeps_order=True) as file:
             names = (*self._datasets, *contents)
@@ -76,8 +109,10 @@ class EpisodeFile:
         noted = self._note_of_mine(header, conversion)
         self.written = set[str]() if noted is None else {*noted.rows}
         if noted is None:
+            self._check_other_layout(conversion)
             self._partial = partial_of(path)
-            blank = b"".join(b" " * (len(line) - 1) + b"\n" for line in lines.values())
+            sizes = [*map(len, lines.values()), _FINISH_BYTES]
+            blank = b"".join(b" " * (size - 1) + b"\n" for size in sizes)
             self._begin(header, first + blank)
         self._file = os.open(self._partial, os.O_RDWR)
         if noted is not None and len(noted.first_line()) == len(conversion.first_line()):
@@ -95,6 +130,12 @@ class EpisodeFile:
             os.close(descriptor)
         os.rename(new, self._partial)
 
+    def _check_other_layout(self, conversion: ConversionNote) -> None:
+        """Raise UsageError if a file of the same episodes has another structure: it was changed or cut."""
+        there = note_in_file(self._partial, self._note_name) if conversion.rows else None
+        if there is not None and _without_rows(there) == _without_rows(conversion):
+            raise changed_file(self.path, self._partial, "another structure or size")
+
     def _note_of_mine(self, header: SparseFile, conversion: ConversionNote) -> ConversionNote | None:
         """Return the note of a file that was begun with just this structure; None if there is no such file."""
         try:
@@ -107,7 +148,7 @@ class EpisodeFile:
         except (OSError, UnicodeDecodeError):
             return None
         noted = ConversionNote.parse(text)
-        if noted is None or replace(noted, rows={}, source="") != replace(conversion, rows={}, source=""):
+        if noted is None or _without_rows(noted) != _without_rows(conversion):
             return None
         return noted
 
@@ -121,17 +162,50 @@ class EpisodeFile:
         """Note that all rows of an episode are there."""
         self.write(self._note_name, np.frombuffer(line.encode(), np.uint8), self._places[episode])
 
-    def close(self, is_complete: bool) -> None:
-        """Give the file its name, if it is complete. Idempotent."""
-        if self._file < 0:
-            return
-        if is_complete:
-            os.fsync(self._file)
-            if self._partial != self.path:
-                os.rename(self._partial, self.path)
-            sync_path(self.path.parent)
-        os.close(self._file)
-        self._file = -1
+    def stored_sums(self, episode: str) -> dict[str, str]:
+        """Return the checksum of the rows of an episode in each dataset."""
+        rows, found = self._rows[episode], dict[str, str]()
+        for name in rows.datasets(dict.fromkeys(self._names)):
+            place = rows.range_of(self._offsets[name], *self._datasets[name])
+            found[name] = checksum_of(self._file, [place])
+        return found
+
+    def finish(self, files: Mapping[str, FileSum], is_last: bool) -> None:
+        """Give the complete file its name, with the last line of the note.
+
+        Args:
+            files: Sizes and checksums of other files of the target.
+            is_last: Whether no other file has to take its place before the target is complete.
+        """
+        size = os.fstat(self._file).st_size
+        covered = [Rows("").range_of(self._offsets[name], *about) for name, about in self._datasets.items()]
+        time_ns = time.time_ns()
+        about = {"size": size, "checksum": checksum_of(self._file, gaps(covered, size)), "mtime_ns": time_ns}
+        line = files_line(files, finish={**about, "is_last": is_last})
+        padded = line[:-1].ljust(_FINISH_BYTES - 1) + "\n"
+        self.write(self._note_name, np.frombuffer(padded.encode(), np.uint8), self._place_of_finish)
+        # The file cannot hold its own checksum; with this time its rows need not be read again.
+        os.utime(self._file, ns=(time_ns, time_ns))
+        os.fsync(self._file)
+        if self._partial != self.path:
+            os.rename(self._partial, self.path)
+            self._partial = self.path
+        sync_path(self.path.parent)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the file is still written."""
+        return self._file >= 0
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _without_rows(note: ConversionNote) -> ConversionNote:
+    return replace(note, rows={}, source="")
 
 
 def _make_group(file: h5py.File, name: str) -> None:
@@ -156,14 +230,18 @@ def partial_of(path: Path) -> Path:
 
 
 def note_in_file(path: Path, name: str) -> ConversionNote | None:
-    """Return the note in an HDF5 file; None if it has none."""
-    try:
-        with open_hdf5(path) as (file, _):
-            if name not in file:
-                return None
+    """Return the note in an HDF5 file; None if it has none.
+
+    Raises:
+        CorruptFileError: The file is damaged, or cut.
+    """
+    with open_hdf5(path) as (file, _):
+        if name not in file:
+            return None
+        try:
             text = member(file, name, path)[()].tobytes().decode()
-    except (CorruptFileError, UnicodeDecodeError, AttributeError):
-        return None
+        except (UnicodeDecodeError, AttributeError):
+            return None
     return ConversionNote.parse(text)
 
 
@@ -187,7 +265,10 @@ class Hdf5Writer(ForeignWriter):
         file = cls.file_at(path)
         for place in (file, partial_of(file)):
             if place.exists():
-                note = note_in_file(place, cls.NOTE) if place.is_file() else None
+                try:
+                    note = note_in_file(place, cls.NOTE) if place.is_file() else None
+                except CorruptFileError as error:
+                    raise occupied(place, f"a damaged file, {error.got}") from error
                 if note is None:
                     raise occupied(place, f"something without the dataset {cls.NOTE!r} of a conversion")
                 return note
@@ -196,6 +277,49 @@ class Hdf5Writer(ForeignWriter):
     @classmethod
     def is_finished(cls, path: Path) -> bool:
         return cls.file_at(path).exists()
+
+    @classmethod
+    def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
+        """Return the rows of each episode that is written."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
+        """Compare the rows of a file with their checksums in its note.
+
+        Datasets and attributes may be added to a complete file, as robomimic adds masks. Its rows stay where they are.
+
+        Raises:
+            UsageError: Rows were changed or removed, or the file was cut.
+        """
+        file = cls.file_at(path)
+        finish: Mapping[str, Any] = note.finish or {}
+        for name, noted in note.files_of_all.items() if is_finished or finish.get("is_last") else ():
+            check_file(path, path / name, noted)
+        place = file if file.exists() else partial_of(file)
+        found = os.stat(place)
+        size = finish.get("size", 0) if is_finished else 0
+        if type(size) is int and found.st_size < size:
+            raise changed_file(path, place, f"{found.st_size} bytes instead of {size}")
+        is_as_noted = is_finished and (found.st_size, found.st_mtime_ns) == (size, finish.get("mtime_ns"))
+        if is_as_noted and size > ALWAYS_READ_BYTES:
+            return
+        rows, covered = cls.rows_of(note), list[tuple[int, int]]()
+        with open_hdf5(place) as (opened, _), open(place, "rb") as raw:
+            for episode, sums in note.stored.items():
+                for name, checksum in sums.items():
+                    about = _dataset(opened, name)
+                    if about is None or episode not in rows:
+                        raise changed_file(path, place, f"no dataset {name!r}")
+                    part = rows[episode].range_of(*about)
+                    covered.append(part)
+                    if sum(part) > found.st_size or checksum_of(raw.fileno(), [part]) != checksum:
+                        raise changed_file(path, place, f"other content of {name!r} in episode {episode!r}")
+            note_of_mine = _dataset(opened, cls.NOTE)
+            if is_finished and found.st_size == size and note_of_mine is not None:
+                covered.append(Rows("").range_of(*note_of_mine))
+                if checksum_of(raw.fileno(), gaps(covered, size)) != finish.get("checksum"):
+                    raise changed_file(path, place, "other content beside the rows of episodes")
 
     def begin_note(self) -> bool:
         """Do nothing: the note is made with the structure of the file."""
@@ -209,7 +333,8 @@ class Hdf5Writer(ForeignWriter):
     ) -> set[str]:
         """Make the file, or take it up; return the ids of the episodes that are in it."""
         path = self.file_at(self.path)
-        self._file = EpisodeFile(path, datasets, contents, attributes, self.conversion, self.NOTE)
+        rows = self.rows_of(self.conversion)
+        self._file = EpisodeFile(path, datasets, contents, attributes, self.conversion, rows, self.NOTE)
         if self.conversion.rows and not self._file.written:
             self.begin_again()
         return {*self._file.written}
@@ -217,6 +342,9 @@ class Hdf5Writer(ForeignWriter):
     def save_line(self, episode: str, line: str) -> None:
         self._file.note(episode, line)
         self.written.add(episode)
+
+    def stored_sums(self, episode: EpisodeToWrite) -> dict[str, str]:
+        return self._file.stored_sums(episode.id)
 
     def copy(
         self, episode: EpisodeToWrite, name: str, dataset: str, first: int = 0, steps: range | None = None
@@ -235,7 +363,24 @@ class Hdf5Writer(ForeignWriter):
         self.changed("bfloat16 is written as float32", episode, is_widened)
 
     def close(self) -> None:
-        self._file.close(self.is_complete)
+        if self.is_complete and self._file.is_open:
+            self.finish()
+        self._file.close()
+
+    def finish(self) -> None:
+        """Give the complete file its name."""
+        self._file.finish({}, is_last=True)
+
+
+def _dataset(file: h5py.File, name: str) -> tuple[int, np.dtype[Any], tuple[int, ...]] | None:
+    """Return the offset, dtype and shape of a contiguous dataset; None if there is none."""
+    found = file.get(name)
+    if not isinstance(found, h5py.Dataset) or found.chunks is not None or not found.shape:
+        return None
+    offset = found.id.get_offset()
+    if offset is None and found.size:
+        return None
+    return offset or 0, found.dtype, found.shape
 
 
 def written_dtype(field: Field) -> np.dtype[Any]:

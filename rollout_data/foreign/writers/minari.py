@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,12 +20,14 @@ from storage.errors import UsageError
 
 from ..conversion_note import ConversionNote
 from ..reader import ABSENT
+from ..target_files import file_sum
 from ..writer import EpisodeToWrite, SharedFields, finals_of, occupied, shared_fields
-from .hdf5_file import Hdf5Writer, written_dtype
+from .hdf5_file import Hdf5Writer, Rows, written_dtype
 
 _HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
 _WITH_LAST = ("observations", "infos")
 _FLAGS = ("terminations", "truncations")
+_METADATA = "data/metadata.json"
 
 
 class Writer(Hdf5Writer):
@@ -45,14 +47,28 @@ class Writer(Hdf5Writer):
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
-        return (path / "data" / "metadata.json").exists()
+        return (path / _METADATA).exists()
 
     @classmethod
     def noted(cls, path: Path) -> ConversionNote | None:
         note = super().noted(path)
         if note is None and cls.is_finished(path):
-            raise occupied(path, "a dataset whose data are elsewhere")
+            raise occupied(path, f"a dataset without its file {str(cls.file_at(path))!r}")
         return note
+
+    @classmethod
+    def effective(
+        cls,
+        options: Mapping[str, Any],
+        path: Path,
+        episodes: Sequence[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        return {**options, "dataset_id": _dataset_id(options, path)}
+
+    @classmethod
+    def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
+        return {name: Rows(f"episode_{number}") for number, name in enumerate(note.written_ids())}
 
     def begin(self) -> set[str]:
         datasets: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
@@ -138,26 +154,38 @@ class Writer(Hdf5Writer):
         lost = episode.texts or episode.task or episode.metadata.keys() - {"seed"}
         self.changed("texts and metadata of episodes are left out, but for the seed", episode, lost)
 
-    def close(self) -> None:
-        super().close()
-        if self.is_complete and self.episodes:
-            spaces = unflatten(dict(self._fields.schema))
-            parts_of_path = [one for one in self.path.parts[-2:] if one != os.sep]
-            about = {
-                "dataset_id": self.options["dataset_id"] or "/".join(parts_of_path),
-                "data_format": "hdf5",
-                "minari_version": "0.5.4",
-                "jpeg_encoding": False,
-                "total_episodes": len(self.episodes),
-                "total_steps": sum(map(self._length, self.episodes)),
-                "observation_space": json.dumps(_space(spaces.get("observation", {}))),
-                "action_space": json.dumps(_space(spaces.get("action", {}))),
-            }
-            temporary = self.path / "data" / ".metadata.json"
-            temporary.write_text(json.dumps(about, indent=2), "utf-8")
-            sync_path(temporary)
-            os.replace(temporary, self.path / "data" / "metadata.json")
-            sync_path(self.path / "data")
+    def finish(self) -> None:
+        if not self.episodes:
+            super().finish()
+            return
+        place = self.path / _METADATA
+        temporary = place.with_name(f".{place.name}")
+        temporary.write_text(json.dumps(self._about(), indent=2), "utf-8")
+        sync_path(temporary)
+        files = {_METADATA: file_sum(temporary)}
+        self._file.finish(files, is_last=False)
+        os.replace(temporary, place)
+        sync_path(place.parent)
+        self._file.finish(files, is_last=True)
+
+    def _about(self) -> dict[str, Any]:
+        """Return the description of the dataset."""
+        spaces = unflatten(dict(self._fields.schema))
+        return {
+            "dataset_id": _dataset_id(self.options, self.path),
+            "data_format": "hdf5",
+            "minari_version": "0.5.4",
+            "jpeg_encoding": False,
+            "total_episodes": len(self.episodes),
+            "total_steps": sum(map(self._length, self.episodes)),
+            "observation_space": json.dumps(_space(spaces.get("observation", {}))),
+            "action_space": json.dumps(_space(spaces.get("action", {}))),
+        }
+
+
+def _dataset_id(options: Mapping[str, Any], path: Path) -> str:
+    parts_of_path = [one for one in path.parts[-2:] if one != os.sep]
+    return options["dataset_id"] or "/".join(parts_of_path)
 
 
 def _has_reward(episode: EpisodeToWrite) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from storage.core.durable import sync_path
 from storage.core.fields import Field
 
-from ..conversion_note import ConversionNote
+from ..conversion_note import ConversionNote, files_line
 from ..guards import damage_named, optional
 from ..pictures import axes_of
 from ..plain import plain
@@ -58,9 +58,14 @@ class Writer(ForeignWriter):
     def is_finished(cls, path: Path) -> bool:
         return path.exists()
 
-    @property
-    def note_folder(self) -> Path:
-        return _parts_of(self.path)
+    @classmethod
+    def note_folder_of(cls, path: Path) -> Path:
+        return _parts_of(path)
+
+    @classmethod
+    def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
+        if not is_finished:  # the note is the last part of a complete file, so that a cut file has none
+            super().check_files(path, note, is_finished)
 
     def begin(self) -> set[str]:
         self._rr = optional("rerun", "rerun-sdk", "rerun", "or write recordings of Rerun")
@@ -77,7 +82,7 @@ class Writer(ForeignWriter):
             self._log(stream, episode)
         finally:
             stream.disconnect()
-        self.note(episode)
+        self.note(episode, {part.name: part.with_suffix(".tmp")})
         os.replace(part.with_suffix(".tmp"), part)
         self.written.add(episode.id)
 
@@ -150,13 +155,13 @@ class Writer(ForeignWriter):
         stream = self._stream(temporary)
         about = self._rr.AnyValues(metadata=json.dumps(plain(self.metadata)))
         stream.log("/recording", about, static=True)
-        # Text of a static component; `close` writes it once, when all episodes are noted.
-        stream.log(_NOTE_ENTITY, self._rr.AnyValues(note=self.conversion.text()), static=True)
         chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
         for episode in self.episodes:
             if episode.id in self.written:
                 stream.send_chunks(chunks.RrdReader(self._part(episode)).stream())
                 stream.flush()
+        note = self.conversion.text() + files_line({}, finish={})
+        stream.log(_NOTE_ENTITY, self._rr.AnyValues(note=note), static=True)
         stream.disconnect()
         sync_path(temporary)
         os.replace(temporary, self.path)

@@ -28,6 +28,7 @@ class Writer(ForeignWriter):
 
     format = "rlinf"
     MADE = (_INDEX, "trajectory_*.pt")
+    BEGUN, LAST = (_INDEX,), _METADATA
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
@@ -37,6 +38,7 @@ class Writer(ForeignWriter):
         self._fields = shared_fields(self.episodes)
         self._numbers = {episode.id: number for number, episode in enumerate(self.episodes)}
         self._write(_INDEX, self._index(self.episodes))
+        self.note_files({_INDEX: self.path / _INDEX})
         return {episode.id for episode in self.episodes if self._file(episode).exists()}
 
     def _file(self, episode: EpisodeToWrite) -> Path:
@@ -58,12 +60,15 @@ class Writer(ForeignWriter):
     def _write(self, name: str, content: dict[str, Any]) -> None:
         with replace_file(self.path / name) as temporary:
             temporary.write_text(json.dumps(content, indent=1), "utf-8")
+            if name == _METADATA:
+                self.note_files({_INDEX: self.path / _INDEX, _METADATA: temporary})
 
     def add(self, episode: EpisodeToWrite) -> None:
-        with replace_file(self._file(episode)) as temporary:
+        place = self._file(episode)
+        with replace_file(place) as temporary:
             with open(temporary, "wb") as file:  # torch alone hides why a file cannot be written
                 torch.save(self._content(episode), file)
-            self.note(episode)
+            self.note(episode, {place.name: temporary})
         self.written.add(episode.id)
         if episode.metadata.keys() - {"task"}:
             self.changed("metadata of episodes is left out", episode)
@@ -121,5 +126,7 @@ class Writer(ForeignWriter):
         absent = {str(self._numbers[one.id]): self._fields.absent(one) for one in episodes}
         if noted := {number: names for number, names in absent.items() if names}:
             about[ABSENT] = noted
+        self.note_open()
         self._write(_INDEX, self._index(episodes))
         self._write(_METADATA, about)
+        self.note_finish()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,10 +17,11 @@ import numpy as np
 from storage.core.fields import Field
 from storage.errors import UsageError
 
+from ..conversion_note import ConversionNote
 from ..hdf5.names import OBS_NAMES, REPEATED, flat_key
 from ..reader import ABSENT
 from ..writer import Array, EpisodeToWrite, SharedFields, finals_of, has_open_end, plain, shared_fields
-from .hdf5_file import Hdf5Writer, written_dtype
+from .hdf5_file import Hdf5Writer, Rows, written_dtype
 
 _DEMO = re.compile(r"demo_\d+")
 #: Our name of a group of fields -> its group in a demo.
@@ -52,10 +54,27 @@ class Writer(Hdf5Writer):
         "env_kwargs": None,
     }
 
+    @classmethod
+    def effective(
+        cls,
+        options: Mapping[str, Any],
+        path: Path,
+        episodes: Sequence[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        found = {**options, "env_name": _env_name(options, metadata)}
+        if "next_obs" in found:
+            found["next_obs"] = bool(found["next_obs"])
+        if "env_kwargs" in found:
+            found["env_kwargs"] = _env_kwargs(options, metadata)
+        return found
+
+    @classmethod
+    def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
+        return {name: Rows(f"data/{demo}") for name, demo in _demos_of(note.written_ids()).items()}
+
     def begin(self) -> set[str]:
-        ids = [episode.id for episode in self.episodes]
-        are_demos = all(map(_DEMO.fullmatch, ids))
-        self._demos = {one: one if are_demos else f"demo_{number}" for number, one in enumerate(ids)}
+        self._demos = _demos_of([episode.id for episode in self.episodes])
         self._writes_next = bool(self.options.get("next_obs"))
         self._fields = self.chosen_fields()
         self._check_names()
@@ -206,10 +225,8 @@ class Writer(Hdf5Writer):
 
     def about(self) -> dict[str, Any]:
         """Attributes of `data`."""
-        given, name = self.metadata.get("env_args"), self.options["env_name"] or str(self.metadata.get("env", ""))
-        mode = self.metadata.get("control_mode", "unknown")
-        controller = {} if mode == "unknown" else {"controller_configs": {"type": mode}}
-        made = {"env_name": name, "type": _REAL, "env_kwargs": self.options["env_kwargs"] or controller}
+        given, name = self.metadata.get("env_args"), _env_name(self.options, self.metadata)
+        made = {"env_name": name, "type": _REAL, "env_kwargs": _env_kwargs(self.options, self.metadata)}
         total = sum(episode.length for episode in self.episodes)
         about = {"total": total, "env_args": json.dumps(given if isinstance(given, dict) and given else made)}
         names = (name.partition("/")[2] for name in self._fields.schema.below("observation"))
@@ -252,3 +269,18 @@ class Writer(Hdf5Writer):
         self.changed(f"how an episode ended is left out{self.but_dones}", episode, tells_end)
         lost_final = episode.final and not self._writes_next
         self.changed("the observation after the last step is left out", episode, lost_final)
+
+
+def _env_name(options: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    return options["env_name"] or str(metadata.get("env", ""))
+
+
+def _env_kwargs(options: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
+    mode = metadata.get("control_mode", "unknown")
+    return options["env_kwargs"] or ({} if mode == "unknown" else {"controller_configs": {"type": mode}})
+
+
+def _demos_of(ids: Sequence[str]) -> dict[str, str]:
+    """Return the demo of each episode: names of demos stay, other episodes are numbered."""
+    are_demos = all(map(_DEMO.fullmatch, ids))
+    return {one: one if are_demos else f"demo_{number}" for number, one in enumerate(ids)}

@@ -10,7 +10,7 @@ import json
 import os
 import pickle
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,11 +42,21 @@ class Writer(ForeignWriter):
     HOLDS = None
     OPTIONS: ClassVar[Mapping[str, Any]] = {"env": "", "policy": "", "missing_reward": None}
 
-    MADE = ("trajectory_*",)
+    MADE, LAST = ("trajectory_*",), "metadata.json"
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
         return (path / "metadata.json").exists()
+
+    @classmethod
+    def effective(
+        cls,
+        options: Mapping[str, Any],
+        path: Path,
+        episodes: Sequence[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        return {**options, **{name: _named(name, options, metadata) for name in ("env", "policy")}}
 
     def begin(self) -> set[str]:
         self._folders = {one.id: self.path / f"trajectory_{number}" for number, one in enumerate(self.episodes)}
@@ -69,7 +79,14 @@ class Writer(ForeignWriter):
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".tmp_*"):
             left.unlink()
-        return {name for name, folder in self._folders.items() if folder.is_dir() and any(folder.iterdir())}
+        return {one.id for one in self.episodes if self._file(one).exists()}
+
+    def _file(self, episode: EpisodeToWrite) -> Path:
+        return self._folders[episode.id] / f"traj_{0:06d}_{episode.length:06d}.pickle"
+
+    def _name(self, episode: EpisodeToWrite) -> str:
+        """Return the name of the file of an episode in the target."""
+        return self._file(episode).relative_to(self.path).as_posix()
 
     def _chosen_fields(self) -> SharedFields:
         """Choose the fields of every chunk; no NaN fits into the bytes of a coded component."""
@@ -84,15 +101,15 @@ class Writer(ForeignWriter):
         return SharedFields(kept, shared.texts, left_out)
 
     def add(self, episode: EpisodeToWrite) -> None:
-        folder, length, chunk = self._folders[episode.id], episode.length, self._chunk(episode)
+        folder, chunk = self._folders[episode.id], self._chunk(episode)
         temporary = self.path / f".tmp_{folder.name}.pickle"
         with open(temporary, "wb") as out:
             pickle.dump(chunk, out, protocol=4)
             out.flush()
             os.fsync(out.fileno())
-        self.note(episode)
+        self.note(episode, {self._name(episode): temporary})
         folder.mkdir(exist_ok=True)
-        os.rename(temporary, folder / f"traj_{0:06d}_{length:06d}.pickle")
+        os.rename(temporary, self._file(episode))
         self.written.add(episode.id)
         if episode.texts or episode.task or episode.metadata:
             self.changed("texts and metadata of episodes are left out", episode)
@@ -144,7 +161,7 @@ class Writer(ForeignWriter):
         return self.cast(values, np.dtype(np.float32), name, episode)
 
     def close(self) -> None:
-        if not self.is_complete:
+        if not self.is_complete or self.is_finished(self.path):
             return
         episodes = [one for one in self.episodes if one.id in self.written]
         first = self._fields.schema if episodes else Schema([])
@@ -156,8 +173,8 @@ class Writer(ForeignWriter):
         about = {
             **plain({name: value for name, value in self.metadata.items() if name not in DERIVED}),
             "config": self.metadata.get("config"),
-            "env": self.options["env"] or str(self.metadata.get("env", "")),
-            "policy": self.options["policy"] or str(self.metadata.get("policy", "")),
+            "env": _named("env", self.options, self.metadata),
+            "policy": _named("policy", self.options, self.metadata),
             "rollout_storage_length": max((one.length for one in episodes), default=0),
             "success_traj_only": False,
             "min_timesteps": 0,
@@ -182,6 +199,13 @@ class Writer(ForeignWriter):
                 os.utime(file, (time_s, time_s))
         with replace_file(self.path / "metadata.json") as temporary:
             temporary.write_text(json.dumps(about, indent=1), "utf-8")
+            files = {self._name(one): self._file(one) for one in episodes}  # their times are new
+            self.note_files({**files, "metadata.json": temporary})
+        self.note_finish()
+
+
+def _named(name: str, options: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    return options[name] or str(metadata.get(name, ""))
 
 
 def _is_written(name: str) -> bool:

@@ -1,0 +1,108 @@
+"""Sizes and checksums of the files of a target, by which a file that was changed after the conversion is found."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from storage.core.durable import crc32, open_regular
+from storage.errors import UsageError
+
+#: Files up to this size are always read; larger ones only if their modification time is not as noted.
+ALWAYS_READ_BYTES = 1 << 20
+_PART_BYTES = 1 << 23
+
+
+class FileSum(NamedTuple):
+    """Size, checksum and modification time of a file of a target.
+
+    Attributes:
+        size: Bytes.
+        checksum: CRC-32 as 8 hexadecimal digits.
+        mtime_ns: Modification time in nanoseconds.
+    """
+
+    size: int
+    checksum: str
+    mtime_ns: int
+
+
+def file_sum(path: Path) -> FileSum:
+    """Compute the size, checksum and modification time of a file."""
+    descriptor = open_regular(path)
+    try:
+        about = os.fstat(descriptor)
+        return FileSum(about.st_size, checksum_of(descriptor, [(0, about.st_size)]), about.st_mtime_ns)
+    finally:
+        os.close(descriptor)
+
+
+def checksum_of(descriptor: int, ranges: Iterable[tuple[int, int]]) -> str:
+    """Compute the checksum of byte ranges (start, size) of an open file; the end of the file ends a range."""
+    found = 0
+    for start, size in ranges:
+        for first in range(start, start + size, _PART_BYTES):
+            data = os.pread(descriptor, min(_PART_BYTES, start + size - first), first)
+            if not data:
+                break
+            found = crc32(data, found)
+    return f"{found:08x}"
+
+
+def gaps(covered: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges (start, size) of a file of `size` bytes that no covered range holds."""
+    end = 0
+    for start, num_bytes in sorted(covered):
+        if start > end:
+            yield end, start - end
+        end = max(end, start + num_bytes)
+    if size > end:
+        yield end, size - end
+
+
+def check_file(target: Path, file: Path, noted: FileSum) -> None:
+    """Compare a file of a target with its size and checksum of the time when it was written.
+
+    Raises:
+        UsageError: The file was removed or changed.
+    """
+    try:
+        found = os.stat(file)
+    except (FileNotFoundError, NotADirectoryError):
+        raise changed_file(target, file, "a removed file") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise changed_file(target, file, "something that is not a file")
+    if found.st_size != noted.size:
+        raise changed_file(target, file, f"{found.st_size} bytes instead of {noted.size}")
+    is_read = found.st_size <= ALWAYS_READ_BYTES or found.st_mtime_ns != noted.mtime_ns
+    if is_read and file_sum(file).checksum != noted.checksum:
+        raise changed_file(target, file, "other content")
+
+
+def changed_file(target: Path, file: Path, got: str) -> UsageError:
+    """Return the error of a target with a file that was changed after it was written."""
+    where = f"{str(target)!r}: its file {str(file)!r} was changed after it was written"
+    return UsageError("convert into", where, "the file as the conversion wrote it", got, "Choose another place")
+
+
+def sums_from_json(value: Any) -> dict[str, FileSum] | None:
+    """Parse names with sizes, checksums and times; None if they are damaged or a name leads out of the target."""
+    if not isinstance(value, dict):
+        return None
+    found = {}
+    for name, parts in value.items():
+        if not isinstance(parts, list) or [type(part) for part in parts] != [int, str, int]:
+            return None
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\0" in name:
+            return None
+        found[name] = FileSum(*parts)
+    return found
+
+
+def sums_as_json(sums: Mapping[str, FileSum]) -> dict[str, list[Any]]:
+    """Return names with sizes, checksums and times as JSON has them."""
+    return {name: list(one) for name, one in sums.items()}
