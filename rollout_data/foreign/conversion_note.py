@@ -304,7 +304,8 @@ class ConversionNote:
         if "left_out" in line:
             self.left_out.add(name)
             return True
-        rows, stored = line.get("rows"), line.get("stored", {})
+        rows: Any = line.get("rows")
+        stored: Any = line.get("stored", {})
         if not _are_sums(rows) or not _are_sums(stored):
             return False
         self.rows.pop(name, None)  # the last line in the note is the last one in `rows`

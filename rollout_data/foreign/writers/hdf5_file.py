@@ -39,12 +39,12 @@ class Rows(NamedTuple):
     Attributes:
         group: The group of all datasets of the episode; "" if the datasets hold all episodes.
         start: First row.
-        count: Number of rows; None if the datasets hold this episode only.
+        num_rows: Number of rows; None if the datasets hold this episode only.
     """
 
     group: str
     start: int = 0
-    count: int | None = None
+    num_rows: int | None = None
 
     def datasets(self, names: Mapping[str, Any]) -> list[str]:
         """Return the datasets with rows of the episode."""
@@ -53,8 +53,8 @@ class Rows(NamedTuple):
     def range_of(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the first byte and the number of bytes of the rows in a dataset at an offset."""
         row_bytes = dtype.itemsize * prod(shape[1:])
-        count = shape[0] if self.count is None else self.count
-        return offset + self.start * row_bytes, count * row_bytes
+        num_rows = shape[0] if self.num_rows is None else self.num_rows
+        return offset + self.start * row_bytes, num_rows * row_bytes
 
 
 class EpisodeFile:
