@@ -97,7 +97,8 @@ def copy_video(source: VideoRange, target: Path) -> str:
 def _copy_packets(source: VideoRange, target: Path) -> bool:
     av = optional("av", "av", "video", "video")
     with _opened(source.path) as (container, stream), av.open(str(target), "w", format="mp4") as out:
-        copy = out.add_stream_from_template(stream)
+        # Without `opaque` PyAV looks for an encoder called as the decoder, which AV1 does not have.
+        copy = out.add_stream_from_template(stream, opaque=True)
         container.seek(int(max(0, source.start_s) / stream.time_base), stream=stream, backward=True)
         num_copied, first = 0, 0
         for packet in container.demux(stream):

@@ -54,11 +54,13 @@ def record(folder: Path, cameras: tuple[str, ...] = ("front",), size: int = 48) 
     return folder
 
 
-def encode(path: Path, frames: np.ndarray, key_frames: list[int], options: dict[str, str]) -> None:
+def encode(
+    path: Path, frames: np.ndarray, key_frames: list[int], options: dict[str, str], encoder: str = "libx264"
+) -> None:
     """Encode frames with key frames at some places only."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(
-            "libx264", rate=Fraction(FPS), options={"g": "1000", "sc_threshold": "0", **options}
+            encoder, rate=Fraction(FPS), options={"g": "1000", "sc_threshold": "0", **options}
         )
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         for number, pixels in enumerate(frames):
@@ -70,13 +72,13 @@ def encode(path: Path, frames: np.ndarray, key_frames: list[int], options: dict[
         container.mux(stream.encode())
 
 
-def share_one_file(target: Path, key_frames: list[int], options: dict[str, str]) -> None:
+def share_one_file(target: Path, key_frames: list[int], options: dict[str, str], encoder: str = "libx264") -> None:
     """Put all episodes of a set of version 3 into one video file."""
     video = target / "videos" / CAMERA / "chunk-000"
     for file in video.iterdir():
         file.unlink()
     frames = np.concatenate([pictures(episode, length) for episode, length in enumerate(LENGTHS)])
-    encode(video / "file-000.mp4", frames, key_frames, options)
+    encode(video / "file-000.mp4", frames, key_frames, options, encoder)
     entries = target / "meta/episodes/chunk-000/file-000.parquet"
     table = pq.read_table(entries)
     starts = np.cumsum([0, *LENGTHS[:-1]]) / FPS
@@ -139,6 +141,37 @@ def test_ranges_of_shared_video_files_are_copied_at_key_frames_and_encoded_again
             np.testing.assert_array_equal(got, expected)
         assert np.abs(got.astype(int) - expected).mean() < 6
     assert rollout_data.open(tmp_path / "kept").metadata["features"][CAMERA]["dtype"] == "video"
+
+
+@pytest.mark.parametrize(
+    ("codec", "encoder", "options"),
+    [
+        ("av1", "libsvtav1", {"g": "2", "crf": "30"}),
+        ("hevc", "libx265", {"x265-params": "keyint=2:min-keyint=2:bframes=0:scenecut=0:log-level=none"}),
+        ("vp9", "libvpx-vp9", {"g": "2", "keyint_min": "2", "lag-in-frames": "0"}),
+    ],
+)
+def test_ranges_of_shared_video_stay_in_their_codec_and_are_copied_at_key_frames(
+    tmp_path: Path, codec: str, encoder: str, options: dict[str, str]
+) -> None:
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
+    share_one_file(tmp_path / "set", [], options, encoder)
+    info_path = tmp_path / "set/meta/info.json"
+    info = json.loads(info_path.read_text())
+    info["features"][CAMERA]["info"]["video.codec"] = codec
+    info_path.write_text(json.dumps(info))
+    source = rollout_data.open(tmp_path / "set")
+    done = rollout_data.convert(source, tmp_path / "kept", "lerobot", progress=False)
+    assert done.changes[COPIED] == [one for one, start in zip(source.ids, STARTS, strict=True) if start % 2 == 0]
+    (again,) = [ids for what, ids in done.changes.items() if f"encoded again as {codec}, with loss" in what]
+    assert again == [one for one, start in zip(source.ids, STARTS, strict=True) if start % 2]
+    for number, path in enumerate(sorted((tmp_path / "kept").rglob("*.mp4"))):
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            assert (stream.codec.canonical_name, stream.frames) == (codec, LENGTHS[number])
+    for mine, theirs in zip(source, rollout_data.open(tmp_path / "kept"), strict=True):
+        expected, got = mine["observation/images.front"], theirs["observation/images.front"]
+        assert np.abs(got.astype(int) - expected).mean() < (6 if mine.id in again else 1e-9)
 
 
 def test_statistics_of_copied_video_are_those_of_its_frames(tmp_path: Path) -> None:

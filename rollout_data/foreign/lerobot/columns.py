@@ -27,6 +27,11 @@ from .language import describe, hub_feature
 SCALARS = {"timestamp": "float32", **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")}
 #: What the option `video` may be -> the encoder of ffmpeg, and its settings.
 ENCODERS = {"h264": ("libx264", {"crf": "23"}), "av1": ("libsvtav1", {"crf": "30"})}
+#: Encoders of video that is encoded again in its own codec: those of `ENCODERS`, and codecs of other sets.
+OTHER_ENCODERS = {
+    "hevc": ("libx265", {"crf": "25", "x265-params": "log-level=none"}),
+    "vp9": ("libvpx-vp9", {"crf": "25", "b:v": "0"}),
+}
 _KEY_FRAME_EVERY = 2
 _CHANNELS = (1, 3, 4)
 Array = np.ndarray[Any, Any]
@@ -174,7 +179,7 @@ def write_video(path: Path, parts: Iterable[Array], fps: float, codec: str) -> N
     """Encode the pictures of an episode, `[n, H, W, 3]` each part, as MP4 with many key frames."""
     av = optional("av", "av", "video", "video")
     os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints lines for each file
-    encoder, settings = ENCODERS[codec]
+    encoder, settings = {**ENCODERS, **OTHER_ENCODERS}[codec]
     rate = Fraction(fps).limit_denominator(1 << 16)
     with av.open(str(path), "w", format="mp4") as container:
         stream = container.add_stream(encoder, rate=rate, options={**settings, "g": str(_KEY_FRAME_EVERY)})

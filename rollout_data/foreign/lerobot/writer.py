@@ -34,6 +34,7 @@ from ..video_range import VideoRange
 from ..writer import EpisodeToWrite, ForeignWriter, shared_fields
 from .columns import (
     ENCODERS,
+    OTHER_ENCODERS,
     SCALARS,
     Array,
     Column,
@@ -410,7 +411,7 @@ class Writer(ForeignWriter):
                 self.changed(shared, episode, how == "packets")
                 return
             statistics.reset(column.name)
-        codec = column.codec if column.codec in ENCODERS else "h264"
+        codec = column.codec if column.codec in (*ENCODERS, *OTHER_ENCODERS) else "h264"
         if source is not None:
             check_encodable(column.field)
             why = "its packets in a video file that several episodes share cannot stand alone"
