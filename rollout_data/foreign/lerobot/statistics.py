@@ -98,7 +98,7 @@ class Statistics:
         Args:
             num_channels: Channels of pictures that the reader expects; None for those of the pictures.
         """
-        found = {}
+        found: dict[str, dict[str, Array]] = {}
         for one in self._numbers:
             found |= one.result()
         for name, pictures in self._pictures.items():
