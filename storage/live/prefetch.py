@@ -134,7 +134,7 @@ class PrefetchedItems(Owned, Iterator[T]):
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
         self._collector, self._producer, self._owner = collector, producer, producer.worker.owner
-        weakref.finalize(self, producer.stop)
+        weakref.finalize(self, _stop, weakref.ref(producer), producer.ending)
         self._num_got = 0
         self._futures: deque[Future[_Made]] = deque()
         self._fill()
@@ -190,19 +190,28 @@ class _Producer:
         self._iterable: Iterable[Any] = collector.base_collector
         self._device, self._pin = collector.device, collector.pin
         self._transform, self._stamp = collector.transform, collector.stamp
-        self.worker = Worker("prefetch", max_pending=collector.max_lag)
+        self.ending = _Ending(Worker("prefetch", max_pending=collector.max_lag))
         self._source: Iterator[Any] | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._thread = 0
-        self.is_stopped = self._is_over = False
+        self._is_over = False
         #: Items that were begun.
         self.num_begun = 0
+
+    @property
+    def worker(self) -> Worker:
+        """The thread that makes the items."""
+        return self.ending.worker
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether no more items are made."""
+        return self.ending.is_stopped
 
     def make(self) -> _Made:
         """Make the next item, in the thread."""
         if self.is_stopped or self._is_over:
             return _END
-        self._thread = threading.get_ident()
+        self.ending.thread = threading.get_ident()
         try:
             if self._source is None:
                 self._source = iter(self._iterable)
@@ -242,18 +251,42 @@ class _Producer:
 
         Does nothing in a forked child, where it runs when what it belongs to is collected.
         """
-        if not self.worker.owner.is_own:
-            return
-        was_stopped, self.is_stopped = self.is_stopped, True
-        if self._thread == threading.get_ident():  # the garbage collector runs in any thread
-            return
-        if not was_stopped:
+        if self.worker.owner.is_own and not self.is_stopped and not self.ending.is_in_thread:
+            self.ending.is_stopped = True
             self.worker.submit(self._forget_source)
-        self.worker.close()
+        self.ending.stop()
 
     def _forget_source(self) -> None:
         """Drop what belongs to the caller, and may hold what drops this one."""
         self._source, self._iterable, self._transform, self._stamp = None, (), None, None
+
+
+class _Ending:
+    """Ends the thread of a producer. It holds nothing else, as what the caller gave may hold the iteration."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.thread, self.is_stopped = worker, 0, False
+
+    @property
+    def is_in_thread(self) -> bool:
+        """Whether this is the thread of the producer: the garbage collector runs in any thread."""
+        return self.thread == threading.get_ident()
+
+    def stop(self) -> None:
+        """Stop; wait for the thread unless this is it. Does nothing in a forked child."""
+        if self.worker.owner.is_own:
+            self.is_stopped = True
+            if not self.is_in_thread:
+                self.worker.close()
+
+
+def _stop(producer: weakref.ref[_Producer], ending: _Ending) -> None:
+    """Stop a producer, or end its thread where it is collected together with its iteration."""
+    there = producer()
+    if there is not None:
+        there.stop()
+    else:
+        ending.stop()
 
 
 def _hand_over(item: Any, event: Any) -> None:

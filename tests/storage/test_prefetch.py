@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,22 +52,32 @@ class Source:
             assert self.made.wait_for(lambda: self.num_made >= num_made, 20)
 
 
-#: Producers that tests of other files in this process have not collected yet.
-OTHER_PRODUCERS: set[threading.Thread] = set()
-
-
 def num_producers() -> int:
-    """Count the producers that the running test has started."""
-    threads = set(threading.enumerate()) - OTHER_PRODUCERS
-    return sum(thread.name.startswith("prefetch") for thread in threads)
+    """Count the threads of producers in this process."""
+    return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
-    OTHER_PRODUCERS.update(threading.enumerate())
+    gc.collect()  # iterations of other tests that nothing holds any more
     yield
     gc.collect()
     assert num_producers() == 0
+
+
+@pytest.mark.parametrize("num_got", [0, 1, 3])
+def test_a_source_that_keeps_its_iteration_leaves_no_thread(num_got: int) -> None:
+    source: Any = Source(3)
+    source.items = iter(PipelinedDataCollector(source))
+    assert [next(source.items) for _ in range(num_got)] == list(range(num_got))
+    made = weakref.ref(source)
+    del source
+    for _ in range(500):
+        gc.collect()  # an item that is being made belongs to the thread
+        if made() is None:
+            break
+        time.sleep(0.01)
+    assert made() is None and num_producers() == 0
 
 
 @settings(max_examples=30)
