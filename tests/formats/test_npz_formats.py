@@ -390,3 +390,23 @@ class TestHostileFiles:
         for named in ("motion", None):
             with pytest.raises(UnsafeFileError):
                 rollout_data.open(tmp_path / "clips", format=named)
+
+
+def test_an_array_that_the_directory_of_an_npz_file_hides_is_damage(tmp_path):
+    """A comment that is said to be longer covers the entry of the next array, which `zipfile` then passes over."""
+    path = tmp_path / "clip.npz"
+    np.savez(path, **clip_arrays())
+    assert len(rollout_data.open(path)) == 1
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        first = archive.start_dir
+        num_members = len(archive.infolist())
+    sizes = [int.from_bytes(data[first + at : first + at + 2], "little") for at in (28, 30, 32)]
+    second = first + 46 + sum(sizes)
+    hidden = 46 + sum(int.from_bytes(data[second + at : second + at + 2], "little") for at in (28, 30, 32))
+    data[first + 32 : first + 34] = (sizes[2] + hidden).to_bytes(2, "little")
+    path.write_bytes(data)
+    with zipfile.ZipFile(path) as archive:
+        assert len(archive.infolist()) == num_members - 1
+    with pytest.raises(DataFileError, match=f"{num_members - 1} members are listed, but its end says {num_members}"):
+        rollout_data.open(path, format="motion")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from io import BufferedIOBase
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 Array = np.ndarray[Any, Any]
 _MAX_MEMBERS, _MAX_HEAD_BYTES = 4096, 10_000
+#: Bytes of the last record of a zip file with the longest comment.
+_ZIP_END_BYTES = 22 + 0xFFFF
 #: Bit of the flags of a member whose name is UTF-8.
 _UTF_8 = 0x800
 #: DEFLATE gives no more for a byte.
@@ -191,6 +193,7 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
     try:
         with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
             members = archive.infolist()
+            check_count(file, len(members))
             if len(members) > _MAX_MEMBERS:
                 raise CorruptFileError("read", repr(str(path)), f"at most {_MAX_MEMBERS} arrays", str(len(members)))
             for member in members:
@@ -203,6 +206,19 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
         got = f"{type(cause).__name__}: {cause}"[:200]
         raise CorruptFileError("read", repr(str(path)), "an npz file", got) from cause
     return found
+
+
+def check_count(file: BinaryIO, num_members: int) -> None:
+    """Raise if a zip file's end says another number of members than its directory lists.
+
+    `zipfile` reads over an entry that a damaged length of the one before it covers.
+    """
+    file.seek(max(0, file.seek(0, 2) - _ZIP_END_BYTES))
+    tail = file.read()
+    place = tail.rfind(b"PK\5\6")
+    count = int.from_bytes(tail[place + 10 : place + 12], "little")
+    if count not in (num_members, 0xFFFF):  # the latter: a number that needs more bytes stands elsewhere
+        raise zipfile.BadZipFile(f"{num_members} members are listed, but its end says {count}")
 
 
 def _describe(

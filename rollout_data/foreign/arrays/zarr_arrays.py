@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -25,15 +25,13 @@ from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ..guards import damage_named, file_inside, optional, parse_json
 from ..records.tfrecord import crc32c
-from .npz import Array, member_begin
+from .npz import Array, check_count, member_begin
 
 MAX_META_BYTES, _MAX_CHUNK_BYTES, _MAX_CHUNKS, _MAX_ARRAYS = 1 << 20, 1 << 28, 1 << 16, 256
 #: Chunks that were never written, and so take no bytes of a file, are few unless the array is small.
 _MAX_UNWRITTEN_BYTES, _MIN_WRITTEN = 1 << 26, 1 / 16
 _COMPRESSORS = ("blosc", "zstd", "lz4", "gzip", "zlib", "imagecodecs_jpegxl")
 _NOWHERE = (1 << 64) - 1
-#: Bytes of the last record of a zip file with the longest comment.
-_ZIP_END_BYTES = 22 + 0xFFFF
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError)
 
 
@@ -54,7 +52,7 @@ class Store:
             opening = damage_named("open", repr(str(path)), "a zip file", *_DAMAGE)
             with opening, open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
                 self._listed = archive.infolist()
-                _check_count(file, len(self._listed))
+                check_count(file, len(self._listed))
             self._members = {member.filename: member for member in self._listed}
             self.names = set(self._members)
 
@@ -103,19 +101,6 @@ class Store:
                 with open(open_regular(self._path), "rb") as file:
                     for member in others:
                         member_begin(file, member)
-
-
-def _check_count(file: BinaryIO, num_members: int) -> None:
-    """Raise if a zip file's end says another number of members than its directory lists.
-
-    `zipfile` reads over an entry that a damaged length of the one before it covers.
-    """
-    file.seek(max(0, file.seek(0, 2) - _ZIP_END_BYTES))
-    tail = file.read()
-    place = tail.rfind(b"PK\5\6")
-    count = int.from_bytes(tail[place + 10 : place + 12], "little")
-    if count not in (num_members, 0xFFFF):  # the latter: a number that needs more bytes stands elsewhere
-        raise zipfile.BadZipFile(f"{num_members} members are listed, but its end says {count}")
 
 
 def _check_member(member: zipfile.ZipInfo, data: bytes) -> None:
