@@ -120,7 +120,9 @@ class OwnWriter(ForeignWriter):
     def _note_blocks(self, episodes: Collection[str]) -> None:
         """Note the blocks that are not noted yet, with the episodes in them."""
         names = [one.name for one in block_entries(self.path) if named_edit(one.name) is None]
-        files = {name: self.path / name for name in (*names, METADATA_NAME)}
+        if (self.path / METADATA_NAME).exists():
+            names.append(METADATA_NAME)
+        files = {name: self.path / name for name in names}
         self.note_files({name: files[name] for name in files.keys() - self.conversion.files_of_all}, episodes)
 
     def _remove_parts(self, index: TrajectoryIndex) -> None:
@@ -265,7 +267,9 @@ class OwnWriter(ForeignWriter):
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._note_published()
+            # After a full disk a writer closes without the episodes that it could not publish.
+            if self._added and (found := self._there() - self.conversion.published):
+                self._note_blocks(found)
 
 
 def _without_inventions(fit: Fit) -> Fit:
