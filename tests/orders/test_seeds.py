@@ -146,7 +146,7 @@ def test_files_checkpoints_and_collectors_use_no_global_generator(tmp_path):
     disk.close()
     with AsyncCheckpointSaver() as saver:
         saver.save_async(
-            {"weights": torch.ones(3), "rng": torch.get_rng_state()}, tmp_path / "saved.pt", compress="lz4"
+            {"weights": torch.ones(3), "rng": torch.get_rng_state()}, tmp_path / "saved.pt", compress=True
         )
     load_checkpoint(tmp_path / "saved.pt")
     collector = CompressedDataCollector([{"images": torch.zeros(2, 8, 8, 3, dtype=torch.uint8)}])
