@@ -144,10 +144,9 @@ def test_files_checkpoints_and_collectors_use_no_global_generator(tmp_path):
     disk.add_trajectories([{"observation": torch.zeros(3, 2, 3)}])
     disk.sample(2)
     disk.close()
+    checkpoint = {"weights": torch.ones(3), "rng": torch.get_rng_state()}
     with AsyncCheckpointSaver() as saver:
-        saver.save_async(
-            {"weights": torch.ones(3), "rng": torch.get_rng_state()}, tmp_path / "saved.pt", compress=True
-        )
+        saver.save_async(checkpoint, tmp_path / "saved.pt", compress=True)
     load_checkpoint(tmp_path / "saved.pt")
     collector = CompressedDataCollector([{"images": torch.zeros(2, 8, 8, 3, dtype=torch.uint8)}])
     assert [step["images"].shape for step in PipelinedDataCollector(collector, "cpu", 2)] == [(2, 8, 8, 3)]
