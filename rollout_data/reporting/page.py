@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from storage.core import arguments
 from storage.core.durable import replace_file
-from storage.errors import UsageError
+from storage.errors import DataFileError, UsageError
 
 from ..diagnosis.examining import diagnose
 from ..diagnosis.scan import Collector, Scan
@@ -118,6 +118,11 @@ class Page:
         how: dict[str, Any] = {"collectors": kinds, "with_pictures": has_pictures, "progress": progress}
         scans = [Scan(one.path, one, **how) for one in recordings]
         self.diagnoses = [_without(hidden, diagnose(scan, RULES, {}).as_dict()) for scan in scans]
+        for scan in scans:
+            if len(scan.unreadable) == scan.num_episodes:
+                cause, got = scan.unreadable[0][1], f"none of {scan.num_episodes:,}"
+                expected = "an episode that can be read"
+                raise DataFileError("report", f"of {str(scan.path)!r}", expected, got, str(cause)) from cause
         self.surveys = [Survey(scan) for scan in scans]
         self.survey, self.findings = self.surveys[0], self.diagnoses[0]["findings"]
         for one in self.findings:  # rows of the page are places: trajectories that opening leaves out have none

@@ -294,3 +294,14 @@ def test_windows_of_which_nothing_can_be_read_raise(tmp_path):
         warnings.simplefilter("ignore")
         for _ in WindowLoader(far, 16):
             pass
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_a_report_without_an_episode_that_can_be_read_is_one_error(tmp_path, is_far):
+    record(tmp_path / "walk", [30, 25, 40], num_envs=1)
+    source = rollout_data.open(lagging(tmp_path / "walk") if is_far else tmp_path / "walk")
+    for path in (tmp_path / "walk").glob("*.h5"):
+        path.unlink()
+    with pytest.raises(DataFileError, match="an episode that can be read, got none of 3"):
+        rollout_data.report(source, tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
