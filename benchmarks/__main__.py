@@ -32,6 +32,7 @@ WORKLOADS = {
     "prioritized": "draw batches by priority and update them",
     "checkpoint": "save a training run while it goes on, and load it",
     "ray_buffers": "sample and fill buffers in actors of Ray",
+    "device": "add, draw and compute with tensors on a GPU, or on the CPU without one",
     "trajectory_replay": "sample steps of trajectories in memory and on disk",
 }
 
