@@ -730,7 +730,11 @@ def alignment_steps(sizes: Sizes, measured: Device, seconds: float) -> Iterator[
             return torch.relu(weight((x - mean) * 0.5)).sum(-1)
 
         for kind, function in (("elementwise", normalize), ("Linear", learn)):
-            yield {"case": f"{kind}, {name}", **compiled_facts(function, batch, measured, seconds)}
+            try:
+                facts = compiled_facts(function, batch, measured, seconds)
+            except Exception as error:  # noqa: BLE001 - one failure must not end the others
+                facts = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            yield {"case": f"{kind}, {name}", **facts}
 
 
 def compiled_facts(
