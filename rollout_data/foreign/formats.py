@@ -15,8 +15,8 @@ from typing import Any
 
 from storage.errors import ForeignFileError, RolloutDataError, UsageError, nearest
 
-from .guards import natural
 from .hdf5.files import hdf5_names
+from .natural_order import natural
 from .reader import ForeignReader
 from .traps import look_for_copies, look_for_resets
 from .writer import ForeignWriter

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 from storage.core.durable import MAX_JSON_BYTES, read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
+
+from .natural_order import natural
 
 
 def optional(module: str, package: str, extra: str, what: str) -> Any:
@@ -54,11 +55,6 @@ def file_inside(root: Path, name: str) -> Path:
 
 def _is_below(real_path: str, real_root: str) -> bool:
     return real_path.startswith(real_root.rstrip(os.sep) + os.sep)
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Give a key that sorts names by the numbers in them: "run_2" before "run_10"."""
-    return [(int(part), part) if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def listed(folder: Path, endings: tuple[str, ...] = ("",)) -> list[Path]:

@@ -188,7 +188,8 @@ class RemoteFrames(FrameStore):
             first, last = offset + start * column.row_bytes, offset + stop * column.row_bytes
             return ask(first, last, partial(_put, rows), sums)
         table = self._table(block, place)
-        first, last = table.rows.searchsorted(start, side="right") - 1, table.rows.searchsorted(stop)
+        first = int(table.rows.searchsorted(start, side="right")) - 1
+        last = int(table.rows.searchsorted(stop))
         low, high = int(table.places[first]), int(table.places[last])
         if low == high:
             rows[:] = 0

@@ -9,9 +9,8 @@ from pathlib import Path
 from storage.core.arguments import is_url
 from storage.errors import RolloutDataError, UsageError
 
-from ..foreign.formats import detect
-from ..foreign.guards import natural
-from ..frames.chunks import Chunks
+from ..foreign.natural_order import natural
+from ..frames.format_registry import detect, trajectory_folders
 from ..index.folder import block_entries
 
 _NUM_SHOWN = 5
@@ -31,7 +30,7 @@ def _is_recording(path: Path) -> bool:
         if path.is_file():
             return detect(path) is not None
         is_written_here = any(entry.name.startswith("rollout_") for entry in block_entries(path))
-        return path.is_dir() and (is_written_here or detect(path) is not None or Chunks.is_there(path))
+        return path.is_dir() and (is_written_here or detect(path) is not None or trajectory_folders().is_there(path))
     return False
 
 

@@ -244,20 +244,24 @@ class CheckedFactors:
         self._num_rewards = num_rewards
         self._device = device
         self._deferred = deferred
-        #: Name -> the tensor that was checked, and its version then. The reference keeps its memory from being reused.
-        self._checked: dict[str, tuple[torch.Tensor, int]] = {}
+        #: Name -> the tensor that was checked, its version then, and the factor on the device.
+        #: The reference keeps the memory of the tensor from being reused.
+        self._checked: dict[str, tuple[torch.Tensor, int, Scalar]] = {}
 
     def on_device(self, name: str, given: Scalar) -> Scalar:
         """Check a factor; return a number as it is, and a tensor on the device."""
         if self._deferred is None:
             return checked_factor(name, given, self._num_rewards)
-        is_noted = isinstance(given, torch.Tensor) and given.is_cuda and not given.is_inference()
-        tensor, version = self._checked.get(name, (None, 0))
-        if is_noted and given is tensor and given._version == version:
-            return given
+        if isinstance(given, torch.Tensor) and given.is_cuda and not given.is_inference():
+            known = self._checked.get(name)
+            if known is None or known[0] is not given or known[1] != given._version:
+                known = given, given._version, self._checked_on_device(name, given)
+                self._checked[name] = known
+            return known[2]
+        return self._checked_on_device(name, given)
+
+    def _checked_on_device(self, name: str, given: Scalar) -> Scalar:
         checked = checked_factor(name, given, self._num_rewards, self._deferred)
-        if is_noted:
-            self._checked[name] = given, given._version
         return sent(checked, self._device) if isinstance(checked, torch.Tensor) else checked
 
 

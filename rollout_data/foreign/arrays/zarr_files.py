@@ -14,7 +14,7 @@ import numpy as np
 from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError, RolloutDataError
 
-from ..guards import natural
+from ..natural_order import natural
 from ..reader import EpisodeInfo, ForeignReader
 from .npz import Array, is_zip
 from .zarr_arrays import MAX_META_BYTES, Store, ZarrArray, find_arrays

@@ -13,7 +13,8 @@ from typing import ClassVar
 from storage.core.durable import read_text
 from storage.errors import DataFileError
 
-from ..guards import file_inside, natural
+from ..guards import file_inside
+from ..natural_order import natural
 from ..reader import EpisodeInfo
 from .episodes import Hdf5Reader
 from .files import hdf5_names, matches

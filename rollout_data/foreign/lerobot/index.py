@@ -21,7 +21,8 @@ from storage.core.arguments import is_real, is_whole
 from storage.core.durable import read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
-from ..guards import file_inside, natural, parse_json
+from ..guards import file_inside, parse_json
+from ..natural_order import natural
 from ..parquet import ParquetFile, ParquetFiles, shared_texts
 from .description import INDEX_COLUMNS, UNFINISHED, Info, file_name
 
