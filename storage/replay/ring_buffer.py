@@ -15,7 +15,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema, flatten, map_leaves
-from ..core.memory import StreamOrder, writes_in_order
+from ..core.memory import StreamOrder, sent_together, writes_in_order
 from ..core.records import RecordReader, Rows
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, SchemaError, UsageError
@@ -107,14 +107,17 @@ class RingBuffer(BufferStore):
                 nothing is written.
         """
         with self._lock:
-            arrays = self._reader.read_again(data) if final is None else None
             ring = self._ring
-            if arrays is not None and ring is not None and ring.takes_arrays:
+            is_short = final is None and ring is not None and ring.takes_arrays
+            arrays = self._reader.read_again(data) if is_short else None
+            if arrays is not None and ring is not None:
                 if self._boundaries is not None:
                     self._boundaries.note(find_ends(arrays, self._end_places, 1 if ring.num_lanes == 1 else 2))
                 ring.write(arrays)
                 return
-            rows = self._reader.read(data)
+            rows = None if is_short else self._reader.rows_again(data)
+            if rows is None:
+                rows = self._reader.read(data)
             if rows is None:
                 return
             places = self._end_places if ring is not None else self._find_ends(rows.schema)
@@ -124,9 +127,14 @@ class RingBuffer(BufferStore):
             if ring is None:
                 ring = self._create(rows.schema, rows.tensors[0].shape[1])
             self._order.wait(is_write=True)
+            tensors = rows.tensors
+            if self._order.is_needed:
+                sent = sent_together([*tensors, *(() if last is None else last.tensors)], self.device)
+                tensors = sent[: len(tensors)]
+                last = None if last is None else Rows(last.num_rows, sent[len(tensors) :], last.schema)
             if self._boundaries is not None:
-                self._boundaries.note(find_ends(rows.tensors, self._end_places), last)
-            ring.write(rows.tensors)
+                self._boundaries.note(find_ends(tensors, self._end_places), last)
+            ring.write(tensors)
             self._order.record(is_write=True)
 
     def clear(self) -> None:
@@ -163,6 +171,7 @@ class RingBuffer(BufferStore):
         """Forget rows, fields and memory."""
         num_lanes = None if self._has_lane_axis else self.num_envs
         self._reader = RecordReader(num_lanes, self._has_lane_axis, self.auto_unsqueeze, self.narrow)
+        self._final_reader = RecordReader(num_lanes, self._has_lane_axis, self.auto_unsqueeze, self.narrow)
         self._ring: RingStore | None = None
         self._boundaries: Boundaries | None = None
         self._end_places: Places = []
@@ -187,10 +196,16 @@ class RingBuffer(BufferStore):
         """Check final observations."""
         if not places:
             raise UsageError("add final rows", "", "a buffer with end_key", "one without")
-        reader = RecordReader(rows.tensors[0].shape[1], self._has_lane_axis, self.auto_unsqueeze, self.narrow)
-        reader.schema = rows.schema if self._reader.schema is None else self._reader.schema
         known = None if self._boundaries is None else self._boundaries.finals
-        read = reader.read(final, list(flatten(final) if known is None else known.schema))
+        reader = self._final_reader
+        if known is None:
+            reader = RecordReader(rows.tensors[0].shape[1], self._has_lane_axis, self.auto_unsqueeze, self.narrow)
+            reader.schema = rows.schema if self._reader.schema is None else self._reader.schema
+            read = reader.read(final, list(flatten(final)))
+        else:
+            if reader.schema is not known.schema:
+                reader.freeze(known.schema, rows.tensors[0].shape[1])
+            read = reader.rows_again(final) or reader.read(final)
         if read is None or read.num_rows != rows.num_rows:
             got = "none" if read is None else str(read.num_rows)
             raise SchemaError("add final rows", "", f"{rows.num_rows} rows, as many as data has", got)

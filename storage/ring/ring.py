@@ -20,7 +20,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema
-from ..core.memory import BufferPool, add_multiple, filled, lasting, tensor_of
+from ..core.memory import BufferPool, add_multiple, filled, lasting, sent_together, tensor_of
 from ..core.records import names_below
 from ..core.rows import Cut, Group, Target, lay_out
 from ..errors import UsageError
@@ -108,6 +108,8 @@ class RingStore:
         They are tensors, or, if `takes_arrays`, arrays, which in a ring of one lane are `[n, *event]`.
         """
         num_rows = len(leaves[0]) if leaves else 0
+        if not self._is_on_cpu:
+            leaves = sent_together(leaves, self.device)
         for slots, rows in self.spans(num_rows):
             parts = leaves if rows.stop - rows.start == num_rows else [leaf[rows] for leaf in leaves]
             if isinstance(parts[0], torch.Tensor):
