@@ -17,7 +17,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import flatten
-from ..core.memory import float32_of, own
+from ..core.memory import float32_of, own, sent
 from ..core.records import numbers
 from ..errors import BufferEmptyError, SchemaError, UsageError
 from ..prioritized.ring import UNKNOWN, Draw, PrioritizedRing
@@ -145,7 +145,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
                 one["data_id"] = checked_data_id(one["data_id"])
             plain.append(one)
         is_known = any(iteration != UNKNOWN for iteration in iterations)
-        collected = torch.tensor(iterations, dtype=torch.int64, device=self.device) if is_known else None
+        collected = None
+        if is_known:
+            collected = sent(torch.tensor(iterations, dtype=torch.int64, device="cpu"), self.device)
         read = read_items(plain, self._store.form)
         return partial(self._write, read, self._filled_in(priorities), collected, start_s)
 
@@ -162,13 +164,14 @@ class AdvancedReplayBuffer(ManagedBuffer):
         kept = None if given is None else (given[0][num_passed:], given[1])
         kept_collected = None if collected is None else collected[num_passed:]
         self._ring.register(ids, self._store.ring.total, kept, kept_collected)
-        self._note_push(items.num_rows, start_s, priority=self.max_priority if given is None else given[0])
+        if self.monitor is not None:
+            self._note_push(items.num_rows, start_s, priority=self.max_priority if given is None else given[0])
         return ids
 
     def _checked_iterations(self, given: Any, num_rows: int) -> torch.Tensor | None:
         if given is None:
             return None
-        found = numbers("add a batch", "collect_iter", given).to(self.device)
+        found = sent(numbers("add a batch", "collect_iter", given), self.device)
         if found.is_floating_point() or found.dtype is torch.bool:
             raise UsageError("add a batch", expected="collect_iter of integers", got=str(found.dtype))
         if found.dim() > 1 or (found.dim() and len(found) != num_rows):
@@ -186,7 +189,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         for value in priorities:
             values.append(highest if value is None else float(value))
             highest = max(highest, values[-1])
-        return own(torch.tensor(values, dtype=torch.float64, device=self.device)), largest
+        return own(sent(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)), largest
 
     # What goes out.
 

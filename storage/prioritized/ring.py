@@ -16,7 +16,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core import arguments
-from ..core.memory import StreamOrder, filled, lasting, library, own, own_float64, tensor_of, writes_in_order
+from ..core.memory import (
+    LateNumber,
+    StreamOrder,
+    filled,
+    lasting,
+    library,
+    own,
+    own_float64,
+    sent,
+    tensor_of,
+    writes_in_order,
+)
 from ..core.records import numbers
 from ..errors import SchemaError, UsageError
 from ..ring.ring import cells, keys_in
@@ -38,6 +49,8 @@ _NO_ROW = -(1 << 62)
 _MAX_ITERATION = 1 << 52
 #: Uses that are counted together: counting 4096 at once takes 4 % of a draw and its update.
 _MAX_WAITING = 1 << 14
+#: On a device the host looks after so many draws whether there was mass.
+_DRAWS_PER_LOOK = 16
 #: What is saved per place.
 _COLUMNS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}
 _USE_COLUMNS = {"uses": torch.int64, "collected": torch.int64}
@@ -76,9 +89,11 @@ class PrioritizedRing:
 
     Attributes:
         priorities: `[num_slots * num_lanes]` float64, as they were set.
-        max_priority: The largest ever noted, 1 at first; what new rows get.
         num_draws: Draws so far, which decide `beta`.
-        num_dead_updates: Updates so far of rows that were gone.
+
+    On a device the host does not wait for what only the device knows. Priorities there that are not finite, negative
+    or too large leave those of their rows as they are, and a later draw or update raises; so does a draw after one
+    that found no row with a weight.
     """
 
     @lasting
@@ -88,31 +103,65 @@ class PrioritizedRing:
         self._num_slots, self._num_lanes, self._num_places = num_slots, num_lanes, num_slots * num_lanes
         self.rule, self.device, self._library = rule, device, library(device)
         self._order = StreamOrder(device)
-        self.max_priority, self.num_draws, self.num_dead_updates = 1.0, 0, 0
-        #: Rows per lane that were ever written, and rows that count.
-        self._total = self._num_valid = 0
-        self._weights = SumTree(self._num_places, device)
+        self._is_on_cpu = device.type == "cpu"
+        self.num_draws = 0
+        #: The largest priority, and updates of rows that were gone; tensors on other devices than the CPU.
+        self._largest: Any = 1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
+        self._num_dead: Any = 0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=device)
+        #: Rows per lane that were ever written, and rows that count; None where only the device knows.
+        self._total = 0
+        self._num_valid: int | None = 0
+        #: On a device one place more, without weight, which takes what is written nowhere.
+        self._num_leaves = self._num_places + (not self._is_on_cpu)
+        self._weights = SumTree(self._num_leaves, device)
         self._least = LeastWeight(self._weights)
         #: Of one row; all weights can be summed.
         self._largest_priority = rule.largest_priority(_MAX_SUM / self._num_places)
-        self.priorities = filled((self._num_places,), 0, torch.float64, device)
+        all_priorities = filled((self._num_leaves,), 0, torch.float64, device)
+        self.priorities = all_priorities[: self._num_places]
         self._counts = filled((self._num_places,), 0, torch.bool, device)
-        self._own_priorities, self._own_counts = own(self.priorities), own(self._counts)
-        self._columns = _COLUMNS if limits is None else _COLUMNS | _USE_COLUMNS
+        self._own_priorities, self._own_counts = own(all_priorities), own(self._counts)
+        #: On a device: whether a draw may find a row, and priorities that were wrong, in all and when last raised.
+        self._has_mass = False
+        self._late_mass = LateNumber(device)
+        self._num_wrong: Any = 0
+        self._num_wrong_raised = 0
+        self._late_wrong = LateNumber(device)
+        self._has_limits = limits is not None
+        self._columns = _COLUMNS | _USE_COLUMNS if self._has_limits else _COLUMNS
         limits = limits or Limits()
         self._max_use = inf if limits.max_use is None else limits.max_use
         self._max_staleness = inf if limits.max_staleness is None else limits.max_staleness
-        self._uses = filled((self._num_places,), 0, torch.int64, device)
+        num_limited = self._num_places if self._has_limits else 0
+        self._uses = filled((num_limited,), 0, torch.int64, device)
         #: Draws whose uses are still to be counted.
         self._used: list[torch.Tensor] = []
         self._num_used = 0
         #: Iterations, with the bits of `UNKNOWN` turned over.
-        self._flipped_collected = filled((self._num_places,), 0, torch.int64, device)
+        self._flipped_collected = filled((num_limited,), 0, torch.int64, device)
         self._oldest = None if isinf(self._max_staleness) else _OldestTree(self._num_places, device)
 
     def __len__(self) -> int:
-        """Rows that count."""
-        return self._num_valid
+        """Rows that count. If rows were dropped on a device, this waits for it."""
+        return int(self._counts.sum()) if self._num_valid is None else self._num_valid
+
+    @property
+    def max_priority(self) -> float:
+        """The largest priority ever noted, 1 at first; what new rows get. On a device this waits."""
+        return float(self._largest)
+
+    @property
+    def num_dead_updates(self) -> int:
+        """Updates so far of rows that were gone. On a device this waits."""
+        return int(self._num_dead)
+
+    def take_over_updates(self, other: PrioritizedRing) -> None:
+        """Count the updates of another ring's rows that were gone as this one's."""
+        self._num_dead = other._num_dead
+
+    def set_num_dead_updates(self, num_dead: int) -> None:
+        """Set the number of updates so far of rows that were gone."""
+        self._set_numbers(self.max_priority, num_dead)
 
     @property
     def beta(self) -> float:
@@ -153,23 +202,69 @@ class PrioritizedRing:
         if not len(ids):
             return
         places = self.places(ids)
-        if given is None:
-            given = own(torch.full(ids.shape, self.max_priority, dtype=torch.float64, device=self.device)), 0.0
-        self._set(own(places), *given)
-        self._num_valid += len(ids) - int(self._counts[places].sum())
-        self._counts[places] = True
-        self.uses[places] = 0
-        self._flipped_collected[places] = 0 if collected is None else collected ^ UNKNOWN
+        if self._is_on_cpu:
+            if given is None:
+                given = own(torch.full(ids.shape, self._largest, dtype=torch.float64)), 0.0
+            self._set(own(places), *given)
+            assert self._num_valid is not None
+            self._num_valid += len(ids) - int(self._counts[places].sum())
+        else:
+            self._register_on_device(places, given)
+        self._counts.index_fill_(0, places, True)
+        if self._has_limits:
+            self.uses.index_fill_(0, places, 0)
+            if collected is None:
+                self._flipped_collected.index_fill_(0, places, 0)
+            else:
+                self._flipped_collected[places] = collected ^ UNKNOWN
         if self._oldest is not None:
             whens = torch.zeros_like(ids) if collected is None else _since_first(collected)
             self._oldest.write(places, whens.double())
+
+    def _register_on_device(self, places: torch.Tensor, given: tuple[Any, float | None] | None) -> None:
+        if given is None:
+            self._set(places, self._largest.expand(len(places)), None)
+        else:
+            is_right = self._is_right(given[0])
+            priorities = torch.where(is_right, given[0], self._largest)
+            self._set(places, priorities, priorities.max())
+            self._count_wrong(~is_right)
+        if self._num_valid is not None:
+            self._num_valid = min(self._total, self._num_slots) * self._num_lanes
+
+    @writes_in_order
+    def renew(self, ids: torch.Tensor, counts: torch.Tensor, dropped: torch.Tensor, total: int) -> None:
+        """Let some of `[n]` new rows be drawn, and let the others and older ones not.
+
+        Args:
+            ids: `[n]` int64, of different places.
+            counts: `[n]` bool, which may be drawn.
+            dropped: `[m]` int64, ids of older rows.
+            total: Rows per lane that were ever written, with the new ones.
+        """
+        if self._is_on_cpu:
+            self.drop(self.places(torch.cat([ids, dropped])))
+            self.register(ids[counts], total)
+            return
+        self._total = total
+        self._num_valid = None
+        places = self.places(ids)
+        self._set(places, self._largest.expand(len(ids)), None, counts)
+        self._counts[places] = counts
+        gone = self.places(dropped)
+        self._counts.index_fill_(0, gone, False)
+        self._weights.fill(gone, 0.0)
 
     @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
         """Remove the rows at `[n]` places; give the places of those that counted, each once, ascending."""
         found: torch.Tensor = torch.unique(self.those_that_count(places))
         if len(found):
-            self._num_valid -= len(found)
+            if self._is_on_cpu:
+                assert self._num_valid is not None
+                self._num_valid -= len(found)
+            else:
+                self._num_valid = None
             self._counts[found] = False
             old = self._weights.exchange(own(found), 0.0)
             self._least.note(own(found), old, old * 0)
@@ -191,7 +286,12 @@ class PrioritizedRing:
         self._weights.clear()
         self._least = LeastWeight(self._weights)
         self._counts.zero_()
-        self._total, self._num_valid, self.max_priority, self.num_draws = 0, 0, 1.0, 0
+        self._total, self._num_valid, self.num_draws = 0, 0, 0
+        self._has_mass = False
+        if self._is_on_cpu:
+            self._largest = 1.0
+        else:
+            self._largest = torch.ones_like(self._largest)
         if self._oldest is not None:
             self._oldest.clear()
 
@@ -199,7 +299,12 @@ class PrioritizedRing:
 
     @writes_in_order
     def has_mass(self, among: torch.Tensor | None) -> bool:
-        """Tell whether a row at one of `[n]` places, or of all, may be drawn."""
+        """Return whether a row at one of `[n]` places, or of all, may be drawn; on a device, as far as is known."""
+        if among is None and not self._is_on_cpu:
+            self._read_numbers()
+            if not self._has_mass:
+                self._has_mass = bool(self._weights.total() > 0)  # waits, once
+            return self._has_mass
         if among is None:
             return bool(self._least.value() < inf)
         return bool((self._weights.read(among) > 0).any())
@@ -216,7 +321,11 @@ class PrioritizedRing:
             among: `[m]` places, only these, which takes time in proportion to m; None for all.
         """
         if among is None:
+            if not self._is_on_cpu and not self.has_mass(None):
+                return None
             drawn, least = self._weights.draw_weights(num_draws, generator), self._least.value()
+            if not self._is_on_cpu and self.num_draws % _DRAWS_PER_LOOK == 0:
+                self._late_mass.send((least < inf).long())
         else:
             weights = self._weights.read(among)
             some, least = SumTree(len(among), self.device), float(least_positive(weights))
@@ -248,6 +357,8 @@ class PrioritizedRing:
 
         `places` is kept, and must not be changed.
         """
+        if not self._has_limits:
+            return None
         self._used.append(places)
         self._num_used += len(places)
         if not isinf(self._max_use):
@@ -273,57 +384,67 @@ class PrioritizedRing:
 
     # Priorities.
 
-    def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float]:
+    def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float | None]:
         """Give `[num_rows]` float64 of priorities of any form, or of one for all, as `own` does; and the largest.
+
+        Numbers that are on a device are not looked at, and the largest is None.
 
         Raises:
             UsageError: A priority is negative or not finite, too large to be summed, or there are not as many.
         """
         action = "take priorities"
         try:
-            given = self._here(priorities, torch.float64)
+            given = priorities
+            if not isinstance(given, torch.Tensor):
+                given = torch.as_tensor(given, dtype=torch.float64, device="cpu")
         except (TypeError, ValueError, RuntimeError) as cause:
             raise UsageError(action, "", "priorities as numbers", type(priorities).__name__) from cause
         if given.is_complex() or given.layout is not torch.strided:
             raise UsageError(action, "", "real numbers", f"{given.layout} {given.dtype}")
-        found = own_float64(given)
+        if not given.is_cpu and given.device != self.device:
+            given = given.to(self.device)
+        found = own_float64(given) if self._is_on_cpu or not given.is_cpu else given.detach().double()
         if found.ndim and found.shape != (num_rows,):
             if prod(found.shape) != num_rows:
                 raise UsageError(action, "", f"{num_rows} of them", f"shape {list(found.shape)}")
             found = found.reshape(num_rows)
         if not num_rows:
             return own(torch.zeros(0, dtype=torch.float64, device=self.device)), 0.0
+        if not given.is_cpu:
+            return found.expand(num_rows), None
         least, largest = float(found.min()), float(found.max())
         if not 0 <= least <= largest < inf:  # a NaN spoils both
             wrong = next(x for x in found.reshape(-1).tolist() if not 0 <= x < inf)
             raise UsageError(action, "", "finite numbers >= 0", str(wrong))
         if largest + self.rule.eps > self._largest_priority:
             raise UsageError(action, "", "numbers whose weights can be summed", str(largest))
+        if not self._is_on_cpu:
+            return sent(found, self.device).expand(num_rows), largest
         return found if found.ndim else own(tensor_of(found).expand(num_rows)), largest
 
-    def prepare_update(self, ids: Any, priorities: Any) -> Callable[[], int]:
+    def prepare_update(self, ids: Any, priorities: Any) -> Callable[[], Any]:
         """Check `[n]` ids and finite priorities >= 0, `[n]` or one for all.
 
         Returns:
-            What sets the priorities plus eps, counts the rows that are gone, and gives how many were still there.
+            What sets the priorities plus eps, counts the rows that are gone, and gives how many were still there: an
+            int, on a device a tensor.
 
         Raises:
             UsageError: They are not that.
         """
-        found = self._here(ids if isinstance(ids, torch.Tensor) else numbers("update priorities", "ids", ids))
+        found = ids if isinstance(ids, torch.Tensor) else numbers("update priorities", "ids", ids)
         if found.dim() != 1 or (len(found) and (found.is_floating_point() or found.dtype is torch.bool)):
             raise UsageError("update priorities", "", "ids [n] of integers", f"{found.dtype} {list(found.shape)}")
         found = found if found.dtype is torch.int64 else found.long()
+        if found.device != self.device:
+            found = sent(found, self.device)
         return partial(self._update, own(found), *self.checked(priorities, len(found)))
 
-    def _here(self, given: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Give a tensor, or make one of Python's or numpy's numbers, on this device; needless calls take 2 us each."""
-        if not isinstance(given, torch.Tensor):
-            return torch.as_tensor(given, dtype=dtype, device=self.device)
-        return given if given.device == self.device else given.to(self.device)
-
     @writes_in_order
-    def _update(self, ids: Any, priorities: Any, largest: float) -> int:
+    def _update(self, ids: Any, priorities: Any, largest: float | None) -> Any:
+        if not self._is_on_cpu:
+            return self._update_on_device(ids, priorities, is_checked=largest is not None)
+        assert largest is not None and self._num_valid is not None
         places, num_written = self.places(ids), min(self._total, self._num_slots) * self._num_lanes
         stop = self._total * self._num_lanes
         is_live = ids < stop
@@ -332,22 +453,79 @@ class PrioritizedRing:
             is_live &= self._own_counts[places]
         num_live = int(self._library.count_nonzero(is_live))
         if num_live < len(ids):
-            self.num_dead_updates += len(ids) - num_live
+            self._num_dead += len(ids) - num_live
             places, priorities = places[is_live], priorities[is_live]
             largest = float(priorities.max()) if num_live else 0.0
         if num_live:
             self._set(places, priorities + self.rule.eps, largest)
         return num_live
 
-    def _set(self, places: Any, priorities: Any, largest: float) -> None:
-        """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts."""
-        priorities = last_copies(places, priorities, self._num_places)
+    def _update_on_device(self, ids: torch.Tensor, priorities: torch.Tensor, is_checked: bool) -> torch.Tensor:
+        self._read_numbers()
+        places = self.places(ids)
+        stop = self._total * self._num_lanes
+        is_live = (ids < stop) & (ids >= stop - min(self._total, self._num_slots) * self._num_lanes)
+        if self._num_valid is None:
+            is_live &= self._counts.index_select(0, places)
+        num_live = is_live.sum()
+        self._num_dead = self._num_dead + (len(ids) - num_live)
+        is_written = is_live
+        if not is_checked:
+            is_right = self._is_right(priorities)
+            self._count_wrong(is_live & ~is_right)
+            is_written = is_live & is_right
+        places = torch.where(is_written, places, self._num_places)
+        priorities = torch.where(is_written, priorities, 0.0)
+        if len(ids):
+            self._set(places, priorities + self.rule.eps, priorities.max(), is_written)
+        return num_live
+
+    def _is_right(self, priorities: torch.Tensor) -> torch.Tensor:
+        """Return which priorities are as `checked` wants them."""
+        largest = min(self._largest_priority - self.rule.eps, _LARGEST)
+        return (priorities >= 0) & (priorities <= largest)
+
+    def _count_wrong(self, is_wrong: torch.Tensor) -> None:
+        """Count priorities that were not taken; a later call raises."""
+        self._num_wrong = self._num_wrong + is_wrong.sum()
+        self._late_wrong.send(self._num_wrong)
+
+    def _read_numbers(self) -> None:
+        """Raise for what earlier calls found on the device."""
+        received = self._late_wrong.receive()
+        if received is not None and received[0] > self._num_wrong_raised:
+            num_wrong = received[0] - self._num_wrong_raised
+            self._num_wrong_raised = received[0]
+            got = f"{num_wrong} others at earlier calls, which were left out"
+            raise UsageError("take priorities", "", "finite numbers >= 0 whose weights can be summed", got)
+        received = self._late_mass.receive()
+        if received is not None and not received[0]:
+            self._has_mass = False
+            got = "none at an earlier call, whose batch must not be used"
+            raise UsageError("draw by priority", "", "a row with a weight above 0", got)
+
+    def _set(self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None) -> None:
+        """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts.
+
+        Args:
+            places: Of the rows.
+            priorities: Of the rows.
+            largest: Of these priorities; None if the largest so far is not below it.
+            counts: On a device: `[n]` bool, rows that may be drawn. The others get no weight. All that are in the
+                place behind the last are among them.
+        """
+        priorities = last_copies(places, priorities, self._num_leaves)
         weights = self.rule.weights(priorities)
+        if counts is not None:
+            weights = torch.where(counts, weights, 0.0)
         if self.rule.alpha > _LARGEST_SAFE_ALPHA:
             weights = weights.clip(min=priorities.clip(max=_LEAST_WEIGHT))
         self._own_priorities[places] = priorities
         self._least.note(places, self._weights.exchange(places, weights), weights)
-        self.max_priority = max(self.max_priority, largest)
+        if self._is_on_cpu:
+            self._largest = max(self._largest, largest)
+        elif largest is not None:
+            self._largest = torch.maximum(self._largest, largest)
 
     # Saving.
 
@@ -357,7 +535,8 @@ class PrioritizedRing:
         first = slice(num_places)
         tensors = {"weights": self._weights.leaves_view()[first].clone(), "priorities": self.priorities[first]}
         tensors |= {"row_ids": torch.where(self._counts[first], self._ids(num_places), _NO_ROW)}
-        tensors |= {"uses": self.uses[first], "collected": self._flipped_collected[first] ^ UNKNOWN}
+        if self._has_limits:
+            tensors |= {"uses": self.uses[first], "collected": self._flipped_collected[first] ^ UNKNOWN}
         numbers = {name: getattr(self, name) for name in ("max_priority", "num_draws", "num_dead_updates")}
         return numbers, {name: tensors[name] for name in self._columns}
 
@@ -383,19 +562,30 @@ class PrioritizedRing:
         self._weights.rebuild(weights)
         self._least.note_first(num_places)
         self.priorities[:num_places] = tensors["priorities"]
-        self.max_priority, self.num_draws = float(numbers["max_priority"]), int(numbers["num_draws"])
-        self.num_dead_updates = int(numbers["num_dead_updates"])
+        self._set_numbers(float(numbers["max_priority"]), int(numbers["num_dead_updates"]))
+        self.num_draws = int(numbers["num_draws"])
         self._counts[:num_places] = counts
         self._num_valid = int(counts.sum())
+        if not self._is_on_cpu and self._num_valid < min(self._total, self._num_slots) * self._num_lanes:
+            self._num_valid = None
         if "uses" in self._columns:
             self._uses[:num_places] = tensors["uses"]
             self._flipped_collected[:num_places] = tensors["collected"] ^ UNKNOWN
             if self._oldest is not None:
                 self._oldest.rebuild(torch.where(counts, _since_first(tensors["collected"]), 0).double())
 
+    def _set_numbers(self, largest: float, num_dead: int) -> None:
+        if self._is_on_cpu:
+            self._largest, self._num_dead = largest, num_dead
+        else:
+            self._largest = torch.full_like(self._largest, largest)
+            self._num_dead = torch.full_like(self._num_dead, num_dead)
+
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
-        weights = self._weights.leaves_view()
+        if bool((self._weights.leaves_view()[self._num_places :] > 0).any()):
+            return False, "the place behind the last has a weight"
+        weights = self._weights.leaves_view()[: self._num_places]
         if bool((weights[~self._counts] > 0).any()):
             return False, "a row that is gone has a weight"
         if int(self._counts.sum()) != len(self):
@@ -403,7 +593,7 @@ class PrioritizedRing:
         if bool((self._ids(self._num_places)[self._counts] < 0).any()):
             return False, "a row that was never written counts"
         least = float(least_positive(weights))
-        if self._least.value() != least:
+        if float(self._least.value()) != least:
             return False, f"the least weight is {least}, not {self._least.value()}"
         return self._weights.check_valid()
 

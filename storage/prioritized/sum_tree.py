@@ -42,6 +42,8 @@ _BLOCK_SHIFT = BLOCK.bit_length() - 1
 _EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
 #: Levels are added until the top has at most this many numbers.
 MAX_TOP = 1 << 12
+#: On other devices than the CPU the number of launches counts: a running sum of so many numbers is one.
+_MAX_TOP_ON_DEVICE = 1 << 22
 #: Sizes of calls whose memory is kept: of draws, of updates, and of rows that are added.
 _MAX_MEMORIES = 4
 #: From this many draws on their intervals say in a third of the time where most of them are.
@@ -106,13 +108,15 @@ class WideTree:
         self.capacity = arguments.whole("create a tree", "capacity", capacity, 1)
         self.device = arguments.device("create a tree", "device", device)
         sizes = [capacity]
-        while sizes[-1] > MAX_TOP:
+        max_top = MAX_TOP if self.device.type == "cpu" else _MAX_TOP_ON_DEVICE
+        while sizes[-1] > max_top:
             sizes.append(-(-sizes[-1] // WIDTH))
         #: The leaves first, the top last; each but the top is a whole number of blocks.
         places = [-(-size // BLOCK) * BLOCK for size in sizes]
         self._levels = [filled((size,), self.NEUTRAL, torch.float64, self.device) for size in places]
         self._own_levels = [own(level) for level in self._levels]
         self._library = library(self.device)
+        self._is_on_cpu = self.device.type == "cpu"
         #: `[num, WIDTH]` blocks of each level but the top, from the leaves up.
         self._blocks = [level.reshape(-1, WIDTH) for level in self._own_levels[:-1]]
         self._steps_up = list(zip(self._blocks, self._own_levels[1:], strict=True))
@@ -236,7 +240,7 @@ class SumTree(WideTree):
 
     def find(self, masses: torch.Tensor) -> torch.Tensor | None:
         """Find where the running sum of weights first exceeds `[n]` masses in [0, total]; None if all are 0."""
-        total = self._add_up()
+        total = float(self._add_up())
         masses = own(masses.clamp(max=nextafter(total, 0)))
         return tensor_of(self._descend(self._search(masses), masses, is_careful=True)) if total > 0 else None
 
@@ -250,21 +254,28 @@ class SumTree(WideTree):
         return None if drawn is None else tensor_of(drawn[0])
 
     def draw_weights(self, num_draws: int, generator: torch.Generator) -> tuple[Any, Any] | None:
-        """Draw as `draw` does; give places and their weights, new, as `own` gives them."""
+        """Draw as `draw` does; give places and their weights, new, as `own` gives them.
+
+        On other devices than the CPU the host does not know whether there is mass: without any, some place is drawn.
+        """
         total = self._add_up()
-        if total <= 0:
+        if self._is_on_cpu and total <= 0:
             return None
         memory = self._memory_for(num_draws)
         memory.points.uniform_(generator=generator)
         masses = memory.own_points
         masses += memory.numbers
         masses *= total / max(1, num_draws)
-        if num_draws and masses[-1] >= total:  # they ascend
+        if not self._is_on_cpu:
+            masses = torch.minimum(masses, torch.nextafter(total, self._sums[0]))
+        elif num_draws and masses[-1] >= total:  # they ascend
             masses = masses.clip(max=nextafter(total, 0))
         is_long = num_draws >= _MANY_POINTS and isinstance(masses, np.ndarray)
         node = self._search_strata(masses) if is_long else self._search(masses)
-        places = self._descend(node, masses, is_careful=False)
+        places = self._descend(node, masses, is_careful=not self._is_on_cpu)
         weights = self._own_levels[0][places]
+        if not self._is_on_cpu:
+            return places, weights
         if self._library.count_nonzero(weights) < num_draws:  # in half the time of `min`
             places = self._descend(self._search(masses), masses, is_careful=True)
             weights = self._own_levels[0][places]
@@ -274,21 +285,25 @@ class SumTree(WideTree):
         torch.cumsum(memory.rows, 1, out=memory.sums)
         return memory.last_sums
 
-    def _add_up(self) -> float:
-        """Compute the running sums of the top; give the last."""
-        top = self._levels[-1]
-        torch.cumsum(top, 0, out=self._top_sums)
-        if not top.is_cpu:
-            # CUDA rounds each running sum by itself, so that a place without weight may seem to add some.
-            rising, _ = torch.where(top > 0, self._top_sums, 0.0).cummax(0)
-            self._top_sums.copy_(rising)
-        return float(self._own_sums[-1])
+    def total(self) -> Any:
+        """Return the sum of all weights: a float on the CPU, elsewhere a tensor."""
+        return self._add_up()
+
+    def _add_up(self) -> Any:
+        """Compute the running sums of the top; return the last, as `total` does."""
+        torch.cumsum(self._levels[-1], 0, out=self._top_sums)
+        return float(self._own_sums[-1]) if self._is_on_cpu else self._sums[-1]
 
     def _search(self, masses: Any) -> Any:
         """Count the running sums of the top that are at most each mass."""
         sums = self._own_top_sums
         if isinstance(sums, torch.Tensor):
-            return torch.searchsorted(sums, masses, right=True)
+            # CUDA rounds each running sum by itself, so that a place without weight may seem to add some. So the place
+            # found is replaced by the last one with weight up to it, or the first one. The last place is not looked at:
+            # it is found if no other is.
+            found = torch.searchsorted(sums[:-1], masses, right=True)
+            ranks = (self._levels[-1] > 0).cumsum(0)
+            return torch.searchsorted(ranks[:-1], ranks.index_select(0, found).clamp_(min=1))
         return sums.searchsorted(masses, "right")
 
     def _search_strata(self, masses: Any) -> Any:
@@ -385,12 +400,15 @@ class LeastWeight:
         #: Of each block the least weight above 0 when it was last looked at; 0 or inf if there was none.
         self._least = filled((len(self._blocks),), 0, torch.float64, tree.device)
         self._is_written = filled((len(self._blocks),), 0, torch.bool, tree.device)
+        self._is_on_cpu = tree.device.type == "cpu"
         self._own_is_written = own(self._is_written)
         self._library = library(tree.device)
         self._value: float | None = inf
 
     def note(self, places: Any, old: Any, new: Any) -> None:
         """Note that `[n]` weights, n > 0, were `old` and that `new` were written, as `own` gives them."""
+        if not self._is_on_cpu:
+            return
         self._own_is_written[places >> _BLOCK_SHIFT] = True
         if self._value is None or float(self._library.minimum(old, new).min()) > self._value:
             return  # nearly always
@@ -404,8 +422,13 @@ class LeastWeight:
         self._is_written[: -(-num_places // BLOCK)] = True
         self._value = None
 
-    def value(self) -> float:
-        """Give the least weight above 0; inf if all are 0."""
+    def value(self) -> Any:
+        """Return the least weight above 0; inf if all are 0: a float on the CPU, elsewhere a tensor.
+
+        There all weights are looked at, which is three launches; a look at what was written would be ten.
+        """
+        if not self._is_on_cpu:
+            return least_positive(self._own_weights)
         if self._value is None:
             written = self._is_written.nonzero().squeeze(1)
             self._least[written] = least_positive(self._blocks.index_select(0, written))
@@ -427,5 +450,5 @@ def last_copies(index: Any, values: Any, capacity: int) -> Any:
     if not isinstance(values, torch.Tensor):
         return values
     order = torch.arange(len(index), device=index.device)
-    last = order.new_zeros(capacity).scatter_reduce_(0, index, order, "amax", include_self=False)
+    last = order.new_empty(capacity).scatter_reduce_(0, index, order, "amax", include_self=False)
     return values.index_select(0, last.index_select(0, index))

@@ -15,7 +15,7 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Schema, map_leaves
-from ..core.memory import StreamOrder, float32_of
+from ..core.memory import StreamOrder, float32_of, sent_together
 from ..core.records import Key, RecordReader, normal
 from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, UsageError
@@ -100,15 +100,16 @@ class PrioritizedWindows(Store):
                 written.
         """
         with self._lock:
-            rows = self._reader.read(data)
+            rows = self._reader.rows_again(data) or self._reader.read(data)
             if rows is None or not rows.num_rows:
                 return
-            ends = find_ends(rows.tensors, end_places(rows.schema, self.end_key))
+            tensors = sent_together(rows.tensors, self.device)
+            ends = find_ends(tensors, end_places(rows.schema, self.end_key))
             ring = self._ring or self._create(rows.schema, rows.tensors[0].shape[1])
             self._order.wait(is_write=True)
             first = max(ring.total, ring.total + rows.num_rows - self.capacity)
             self._boundaries.note(ends)
-            ring.write(rows.tensors)
+            ring.write(tensors)
             self._note_windows(ring, first)
             self._order.record(is_write=True)
 
@@ -175,9 +176,9 @@ class PrioritizedWindows(Store):
     def _create(self, schema: Schema, num_lanes: int) -> RingStore:
         ring = self._ring = RingStore(self.capacity, num_lanes, schema, self.device, num_guards=self.seq_length)
         self._boundaries = Boundaries(ring)
-        num_dead_updates = self._windows.num_dead_updates
+        earlier = self._windows
         self._windows = PrioritizedRing(self.capacity, num_lanes, self.rule, self.device)
-        self._windows.num_dead_updates = num_dead_updates
+        self._windows.take_over_updates(earlier)
         self._reader.freeze(schema, num_lanes)
         return ring
 
@@ -187,12 +188,11 @@ class PrioritizedWindows(Store):
         lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)
         new = torch.arange(first, ring.total, device=self.device)
         broken = torch.arange(ring.oldest, min(ring.oldest + back, ring.total), device=self.device)
-        self._windows.drop(self._windows.places(ring.key(lanes, torch.cat([new, broken])).flatten()))
         lane, row = lanes.expand(-1, len(new)).flatten(), new.expand(ring.num_lanes, -1).flatten()
         past = self._boundaries.age(lane, row).long() - back
         is_window = (past >= 0) & (row - back >= ring.oldest)
         is_window &= (past % self.stride == 0) | self._boundaries.ended(lane, row)
-        self._windows.register(ring.key(lane, row)[is_window], ring.total)
+        self._windows.renew(ring.key(lane, row), is_window, ring.key(lanes, broken).flatten(), ring.total)
 
     def _get_state(self) -> State:
         arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}
@@ -214,7 +214,7 @@ class PrioritizedWindows(Store):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self._ring, self._windows = None, PrioritizedRing(self.capacity, 1, self.rule, self.device)
         self._reader = RecordReader(None, True, False, False)
-        self._windows.num_dead_updates = int(numbers["num_dead_updates"])
+        self._windows.set_num_dead_updates(int(numbers["num_dead_updates"]))
         if numbers["schema"] is None:
             return
         schema, num_lanes, total = Schema.from_json(numbers["schema"]), int(numbers["num_lanes"]), int(numbers["total"])
