@@ -15,11 +15,14 @@ import torch
 
 from storage import (
     ActionLabelRollout,
+    AdvancedReplayBuffer,
     DictBuffer,
+    PrioritizedWindows,
     QueueRolloutStorage,
     ReplayBuffer,
     RolloutStorage,
     SarsaRolloutStorage,
+    TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
 )
 
@@ -222,6 +225,68 @@ def pairs_of_states(generator_device: str) -> Callable[[], Callable[[], Any]]:
     return prepare
 
 
+def host_rows_of_a_ring(has_finals: bool) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = ring_of_steps(has_finals)
+        steps = {name: leaf.cpu() for name, leaf in steps_of_a_ring().items()}
+        final = {"observation": steps["observation"]} if has_finals else None
+        return lambda: buffer.extend(steps, final=final)
+
+    return prepare
+
+
+def rows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = AdvancedReplayBuffer(40, device="cuda", generator=0)
+        rows = {"x": torch.ones(30, 3, device="cuda")}
+        priorities = torch.rand(30, device="cuda")
+        for _ in range(2):
+            buffer.extend_tensors(rows)
+        ids = buffer.sample_tensors(30)[2]
+        calls = {
+            "extend": lambda: buffer.extend_tensors(rows),
+            "extend(priorities)": lambda: buffer.extend_tensors(rows, priorities),
+            "sample": lambda: buffer.sample_tensors(30),
+            "update": lambda: buffer.update_priorities(ids, priorities),
+            "update(host)": lambda: buffer.update_priorities(ids, [0.5] * 30),
+        }
+        return calls[call]
+
+    return prepare
+
+
+def windows_by_priority(call: str) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = PrioritizedWindows(30, 3, device="cuda", generator=0)
+        steps = {"x": torch.ones(3, 2, 1, device="cuda"), "done": torch.zeros(3, 2, 1, device="cuda")}
+        for _ in range(25):
+            buffer.extend(steps)
+        ids = buffer.sample(8)[2]
+        priorities = torch.rand(8, device="cuda")
+        calls = {
+            "extend": lambda: buffer.extend(steps),
+            "sample": lambda: buffer.sample(8),
+            "update": lambda: buffer.update_priorities(ids, priorities),
+        }
+        return calls[call]
+
+    return prepare
+
+
+def expert_priorities(is_on_host: bool) -> Callable[[], Callable[[], Any]]:
+    def prepare() -> Callable[[], Any]:
+        buffer = TrajectoryDictBuffer([{"observation": torch.zeros(n, 2)} for n in (9, 5)], "cuda", 3, generator=0)
+        priorities = torch.rand(2) if is_on_host else torch.rand(2, device="cuda")
+
+        def call() -> Any:
+            buffer.update_priorities(priorities)
+            return buffer.sample(6)
+
+        return call
+
+    return prepare
+
+
 #: Call -> function that prepares it and returns it.
 CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "RolloutStorage.add_transitions": adding("cuda"),
@@ -251,8 +316,15 @@ CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
     "DictBuffer.extend(end_key)": extending_trajectories(False),
     "DictBuffer.extend(final=)": extending_trajectories(True),
 }
+for call in ("extend", "extend(priorities)", "sample", "update", "update(host)"):
+    CALLS[f"AdvancedReplayBuffer.{call}"] = rows_by_priority(call)
+for call in ("extend", "sample", "update"):
+    CALLS[f"PrioritizedWindows.{call}"] = windows_by_priority(call)
+for is_on_host in (False, True):
+    CALLS[f"TrajectoryDictBuffer.update_priorities and sample, {is_on_host}"] = expert_priorities(is_on_host)
 for has_finals in (False, True):
     of_finals = ", final observations" * has_finals
+    CALLS[f"DictBuffer.extend(host){of_finals}"] = host_rows_of_a_ring(has_finals)
     for given in (
         {},
         {"at_end": "mark"},

@@ -439,6 +439,18 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
         source.take(index, 0, out, "clip")  # "raise" would copy twice
 
 
+def last_copies(index: Any, values: Any, capacity: int) -> Any:
+    """Give every copy of a place the value of its last copy, so that the order of writing does not matter.
+
+    `[n]` places below `capacity` and values as `own` gives them. numpy writes in order, so arrays stay as they are.
+    """
+    if not isinstance(values, torch.Tensor):
+        return values
+    order = torch.arange(len(index), device=index.device)
+    last = order.new_empty(capacity).scatter_reduce_(0, index, order, "amax", include_self=False)
+    return values.index_select(0, last.index_select(0, index))
+
+
 def as_given(value: Any) -> torch.Tensor:
     """View what a caller gave as a tensor: a tensor where it is, anything else on the CPU; Python's floats as float64.
 

@@ -110,6 +110,14 @@ def whole_weights(weights: Any, num_bits: int = RANDOM_BITS) -> npt.NDArray[np.i
     return found
 
 
+def whole_weights_on_device(weights: torch.Tensor) -> torch.Tensor:
+    """Do what `whole_weights` does with `[n]` float64 on any device, without waiting for it."""
+    largest_bits = RANDOM_BITS - len(weights).bit_length()
+    _, exponent = torch.frexp(weights.max())
+    found = torch.ldexp(weights, largest_bits - exponent).round().long()
+    return torch.where((found == 0) & (weights > 0), 1, found)
+
+
 def scaled(bits: Any, choices: Any) -> Any:
     """Return `bits * choices / 2**62`, rounded down: numbers below `choices` from 62 random bits.
 
@@ -157,13 +165,19 @@ class Weighted:
     """Draw indices in proportion to weights, with replacement.
 
     Args:
-        weights: `[num]`, finite and >= 0, not all 0. They become whole numbers once: see `whole_weights`.
+        weights: `[num]`, finite and >= 0, not all 0. They become whole numbers once: see `whole_weights`. Only those
+            on the CPU are checked.
 
     An index of weight 0 is never drawn.
     """
 
     def __init__(self, weights: torch.Tensor) -> None:
-        values = weights.to(torch.float64).cpu().numpy()
+        self._total: Any
+        if not weights.is_cpu:
+            self._ends = whole_weights_on_device(weights.double()).cumsum(0)
+            self._total = self._ends[-1]
+            return
+        values = weights.to(torch.float64).numpy()
         if not len(values) or not np.isfinite(values).all() or (values < 0).any():
             raise UsageError("draw by weight", "", "finite weights >= 0", str(weights.tolist())[:60])
         if not values.any():

@@ -20,6 +20,7 @@ from ..core.memory import (
     LateNumber,
     StreamOrder,
     filled,
+    last_copies,
     lasting,
     library,
     own,
@@ -33,7 +34,7 @@ from ..errors import SchemaError, UsageError
 from ..ring.ring import cells, keys_in
 from ..saving.store import checked_count, checked_tensor
 from .rules import Limits, PriorityRule
-from .sum_tree import LeastWeight, MinTree, SumTree, last_copies, least_positive
+from .sum_tree import LeastWeight, MinTree, SumTree, least_positive
 
 #: Sums of all weights stay below this, far from the largest float64.
 _MAX_SUM = 1e300

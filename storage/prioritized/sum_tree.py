@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from ..core import arguments
-from ..core.memory import filled, lasting, library, own, take_rows, tensor_of
+from ..core.memory import filled, last_copies, lasting, library, own, take_rows, tensor_of
 
 #: Numbers that are reduced to one.
 WIDTH = 16
@@ -440,15 +440,3 @@ class LeastWeight:
 def least_positive(weights: torch.Tensor) -> torch.Tensor:
     """Give the least number above 0 along the last axis; inf where there is none."""
     return torch.where(weights > 0, weights, inf).amin(-1)
-
-
-def last_copies(index: Any, values: Any, capacity: int) -> Any:
-    """Give every copy of a place the value of its last copy, so that the order of writing does not matter.
-
-    `[n]` places below `capacity` and values as `own` gives them. numpy writes in order, so arrays stay as they are.
-    """
-    if not isinstance(values, torch.Tensor):
-        return values
-    order = torch.arange(len(index), device=index.device)
-    last = order.new_empty(capacity).scatter_reduce_(0, index, order, "amax", include_self=False)
-    return values.index_select(0, last.index_select(0, index))

@@ -21,7 +21,7 @@ import torch
 from ..core import arguments
 from ..core.arguments import is_whole, whole
 from ..core.fields import Schema, flatten, unflatten
-from ..core.memory import StreamOrder, lasting
+from ..core.memory import LateNumber, StreamOrder, last_copies, lasting, sent
 from ..core.records import Key, RecordReader, flat_name, numbers
 from ..core.samplers import Weighted, below, generator_on
 from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
@@ -164,25 +164,50 @@ class TrajectoryDictBuffer(BufferStore):
         needed = length + (1 if self.output_key_tp1 else 0)
         with self._lock:
             cut = self._ring.cut_of(tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True)
-            self._order.wait(is_write=False)
+            is_new = needed not in self._drawn_by
+            self._order.wait(is_write=is_new)  # other streams wait for new weights
             episode = self._weights(needed).draw(num_windows, self.generator)
             first = self.start_idx[episode] + below(self.lengths[episode] - needed + 1, self.generator)
             found = self._ring.windows(first, length, cut, never_wraps=True)
-            self._order.record(is_write=False)
+            self._order.record(is_write=is_new)
         return on_device(found, self.output_device)
 
     @lasting
     def update_priorities(self, priorities: Any, idxs: Any = None) -> None:
         """Set the priorities of some episodes, then scale all to a sum of 1.
 
+        Priorities and indices on a GPU are not waited for: wrong ones are left out, and a later call raises.
+
         Args:
             priorities: `[num]`, finite and >= 0.
             idxs: `[num]` episodes; of one that stands twice the last value counts. None for all.
         """
         action = "update priorities"
-        values = numbers(action, "priorities", priorities).to("cpu", torch.float64).flatten()
-        everyone = torch.arange(self.num_episodes, device="cpu")
-        places = everyone if idxs is None else numbers(action, "idxs", idxs).cpu().flatten()
+        values = numbers(action, "priorities", priorities).flatten()
+        places = None if idxs is None else numbers(action, "idxs", idxs).flatten()
+        is_on_cpu = self.device.type == "cpu"
+        if is_on_cpu or (values.is_cpu and (places is None or places.is_cpu)):
+            values, places = self._checked(values.cpu(), None if places is None else places.cpu())
+        elif places is None:
+            places = torch.arange(self.num_episodes, device=self.device)
+        if len(values) != len(places):
+            raise UsageError(action, "", f"{len(places)} priorities, one per index", str(len(values)))
+        if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
+            raise UsageError(action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()")
+        with self._lock:
+            self._order.wait(is_write=True)
+            if is_on_cpu:
+                self._set_priorities(values, places)
+            else:
+                self._set_priorities_on_device(sent(values, self.device), sent(places, self.device))
+            self._drawn_by.clear()
+            self._order.record(is_write=True)
+
+    def _checked(self, values: torch.Tensor, places: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check priorities and indices on the CPU."""
+        values = values.to(torch.float64)
+        places = torch.arange(self.num_episodes, device="cpu") if places is None else places
+        action = "update priorities"
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
             raise UsageError(action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()")
         if len(values) != len(places):
@@ -194,16 +219,46 @@ class TrajectoryDictBuffer(BufferStore):
             if bool(wrong.any()):
                 place = int(wrong.nonzero()[0])
                 raise UsageError(action, f"at index {place}", expected, str(shown[place].item()))
-        with self._lock:
-            self._order.wait(is_write=True)
-            new = self.priorities.cpu().to(torch.float64).numpy()
-            new[places.long().numpy()] = values.numpy()  # numpy assigns in order: the last one stays
-            if new.any():
-                new = new / new.max()  # or the sum may be infinite
-                new = new / fsum(new)  # exact, in whatever order
-            self.priorities = torch.from_numpy(new.astype(np.float32)).to(self.device)
-            self._drawn_by.clear()
-            self._order.record(is_write=True)
+        return values, places
+
+    def _set_priorities(self, values: torch.Tensor, places: torch.Tensor) -> None:
+        new = self.priorities.to(torch.float64).numpy()
+        new[places.long().numpy()] = values.numpy()  # numpy assigns in order: the last one stays
+        if new.any():
+            new = new / new.max()  # or the sum may be infinite
+            new = new / fsum(new)  # exact, in whatever order
+        self.priorities = torch.from_numpy(new.astype(np.float32))
+
+    def _set_priorities_on_device(self, values: torch.Tensor, places: torch.Tensor) -> None:
+        self._read_numbers()
+        values, places = values.double(), places.long()
+        is_right = values.isfinite() & (values >= 0) & (places >= 0) & (places < self.num_episodes)
+        if self._num_wrong.is_free:
+            self._num_wrong.send((~is_right).sum())
+        # What is wrong goes behind the last episode.
+        places = torch.where(is_right, places, self.num_episodes)
+        new = torch.cat([self.priorities.double(), values.new_zeros(1)])
+        if len(places):
+            new.index_copy_(0, places, last_copies(places, values, len(new)))
+        new = new[:-1]
+        largest = new.max()
+        new = torch.where(largest > 0, new / largest, new)  # or the sum may be infinite
+        self.priorities = torch.where(largest > 0, new / new.sum(), new).float()
+
+    def _read_numbers(self) -> None:
+        """Raise, or warn, for what earlier calls found on a device."""
+        received = self._num_wrong.receive()
+        if received is not None and received[0]:
+            expected = f"finite priorities >= 0 of episodes below {self.num_episodes}"
+            got = f"{received[0]} others at an earlier call, which were left out"
+            raise UsageError("update priorities", "", expected, got)
+        received = self._num_empty.receive()
+        if received is not None and received[0]:
+            self._warn_of_no_priority(received[1])
+
+    def _warn_of_no_priority(self, needed: int) -> None:
+        text = f"no episode of at least {needed} frames has a priority above 0; all are equally likely"
+        warnings.warn(text, RolloutDataWarning, stacklevel=4)
 
     @torch.no_grad()
     def get_full_buffer(self) -> dict[str, Any]:
@@ -271,18 +326,26 @@ class TrajectoryDictBuffer(BufferStore):
         self._order = StreamOrder(self.device)
         #: Length that is needed -> how episodes of at least that length are drawn.
         self._drawn_by: dict[int, Weighted] = {}
+        self._frame_counts = bounds.lengths
+        #: Wrong priorities, and whether no priority is above 0, that a device found.
+        self._num_wrong, self._num_empty = LateNumber(self.device), LateNumber(self.device)
 
     def _weights(self, needed: int) -> Weighted:
         """Say how episodes of at least `needed` frames are drawn."""
+        self._read_numbers()
         if needed not in self._drawn_by:
-            is_long = self.lengths >= needed
-            if not bool(is_long.any()):
+            longest = int(self._frame_counts.max())
+            if longest < needed:
                 expected = f"an episode of at least {needed} frames"
-                raise UsageError(_ACTION, "", expected, f"a longest one of {int(self.lengths.max())}")
+                raise UsageError(_ACTION, "", expected, f"a longest one of {longest}")
+            is_long = self.lengths >= needed
             weights = torch.where(is_long, self.priorities, 0.0)
-            if float(weights.sum()) <= 0:
-                text = f"no episode of at least {needed} frames has a priority above 0; all are equally likely"
-                warnings.warn(text, RolloutDataWarning, stacklevel=3)
+            is_empty = weights.sum() <= 0
+            if not weights.is_cpu:
+                weights = torch.where(is_empty, is_long.to(torch.float32), weights)
+                self._num_empty.send(is_empty.long(), needed)
+            elif is_empty:
+                self._warn_of_no_priority(needed)
                 weights = is_long.to(torch.float32)
             self._drawn_by[needed] = Weighted(weights)
         return self._drawn_by[needed]
