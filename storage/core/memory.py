@@ -291,6 +291,7 @@ class LateNumber:
         self._copied: torch.cuda.Event | None = None
         self._number: torch.Tensor | None = None
         self._about: Any = None
+        self._waiting: tuple[torch.Tensor, Any] | None = None
 
     @property
     def is_free(self) -> bool:
@@ -299,13 +300,14 @@ class LateNumber:
 
     @lasting
     def send(self, number: torch.Tensor, about: Any = None) -> None:
-        """Copy a tensor of one integer; do nothing while an earlier copy is under way.
+        """Copy a tensor of one integer. While an earlier copy is under way, the last one waits for the next `receive`.
 
         Args:
             number: One integer.
             about: Returned with the number.
         """
         if self._number is not None:
+            self._waiting = number, about
             return
         self._about = about
         if not self._is_asynchronous:
@@ -324,6 +326,9 @@ class LateNumber:
             return None
         found = int(self._number), self._about
         self._number = self._copied = self._about = None
+        if self._waiting is not None:
+            self.send(*self._waiting)
+            self._waiting = None
         return found
 
 

@@ -335,6 +335,8 @@ class PrioritizedRing:
         if drawn is None:
             return None
         places, weights = drawn
+        if not self._is_on_cpu:
+            places = places.clamp_(max=self._num_places - 1)  # further ones are found if there is no weight at all
         if among is not None:
             places = own(among)[places]
         # Not the other way round: that overflows where weights are hardly above 0.
@@ -517,10 +519,10 @@ class PrioritizedRing:
         """
         priorities = last_copies(places, priorities, self._num_leaves)
         weights = self.rule.weights(priorities)
-        if counts is not None:
-            weights = torch.where(counts, weights, 0.0)
         if self.rule.alpha > _LARGEST_SAFE_ALPHA:
             weights = weights.clip(min=priorities.clip(max=_LEAST_WEIGHT))
+        if counts is not None:
+            weights = torch.where(counts, weights, 0.0)
         self._own_priorities[places] = priorities
         self._least.note(places, self._weights.exchange(places, weights), weights)
         if self._is_on_cpu:

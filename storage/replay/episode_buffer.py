@@ -233,8 +233,8 @@ class TrajectoryDictBuffer(BufferStore):
         self._read_numbers()
         values, places = values.double(), places.long()
         is_right = values.isfinite() & (values >= 0) & (places >= 0) & (places < self.num_episodes)
-        if self._num_wrong.is_free:
-            self._num_wrong.send((~is_right).sum())
+        self._num_wrong = self._num_wrong + (~is_right).sum()
+        self._late_wrong.send(self._num_wrong)
         # What is wrong goes behind the last episode.
         places = torch.where(is_right, places, self.num_episodes)
         new = torch.cat([self.priorities.double(), values.new_zeros(1)])
@@ -247,12 +247,14 @@ class TrajectoryDictBuffer(BufferStore):
 
     def _read_numbers(self) -> None:
         """Raise, or warn, for what earlier calls found on a device."""
-        received = self._num_wrong.receive()
-        if received is not None and received[0]:
+        received = self._late_wrong.receive()
+        if received is not None and received[0] > self._num_wrong_raised:
+            num_wrong = received[0] - self._num_wrong_raised
+            self._num_wrong_raised = received[0]
             expected = f"finite priorities >= 0 of episodes below {self.num_episodes}"
-            got = f"{received[0]} others at an earlier call, which were left out"
+            got = f"{num_wrong} others at an earlier call, which were left out"
             raise UsageError("update priorities", "", expected, got)
-        received = self._num_empty.receive()
+        received = self._late_empty.receive()
         if received is not None and received[0]:
             self._warn_of_no_priority(received[1])
 
@@ -327,8 +329,12 @@ class TrajectoryDictBuffer(BufferStore):
         #: Length that is needed -> how episodes of at least that length are drawn.
         self._drawn_by: dict[int, Weighted] = {}
         self._frame_counts = bounds.lengths
-        #: Wrong priorities, and whether no priority is above 0, that a device found.
-        self._num_wrong, self._num_empty = LateNumber(self.device), LateNumber(self.device)
+        #: Wrong priorities that a device found, in all and when last raised.
+        self._num_wrong: torch.Tensor | int = 0
+        self._num_wrong_raised = 0
+        self._late_wrong = LateNumber(self.device)
+        #: Whether a device found no priority above 0.
+        self._late_empty = LateNumber(self.device)
 
     def _weights(self, needed: int) -> Weighted:
         """Say how episodes of at least `needed` frames are drawn."""
@@ -343,7 +349,7 @@ class TrajectoryDictBuffer(BufferStore):
             is_empty = weights.sum() <= 0
             if not weights.is_cpu:
                 weights = torch.where(is_empty, is_long.to(torch.float32), weights)
-                self._num_empty.send(is_empty.long(), needed)
+                self._late_empty.send(is_empty.long(), needed)
             elif is_empty:
                 self._warn_of_no_priority(needed)
                 weights = is_long.to(torch.float32)

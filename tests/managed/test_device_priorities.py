@@ -1,0 +1,207 @@
+"""Priorities on a device: the laws of draws, and errors that a later call raises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from storage import (
+    AdvancedReplayBuffer,
+    BufferEmptyError,
+    PrioritizedWindows,
+    SumTree,
+    TrajectoryDictBuffer,
+    UsageError,
+)
+from storage.errors import RolloutDataWarning
+from storage.prioritized import sum_tree
+from tests.pretend_cuda import PretendCuda
+
+pytestmark = pytest.mark.gpu
+
+#: Operations after which an event of the late device completes: more than two calls have.
+LATENESS = 100
+
+
+@pytest.fixture(params=["in time", "late"])
+def any_device(request: pytest.FixtureRequest, cuda_device: PretendCuda | None) -> Iterator[None]:
+    """The device, and the pretended one also where events complete late."""
+    if request.param == "late":
+        if cuda_device is None:
+            pytest.skip("a real device completes its events when it does")
+        cuda_device.lateness = LATENESS
+    yield
+
+
+def filled(size: int, num_rows: int, alpha: float = 1.0) -> AdvancedReplayBuffer:
+    buffer = AdvancedReplayBuffer(
+        size, device="cuda", generator=0, alpha=alpha, eps=0.0, anneal_step=0, min_sample_ratio=0
+    )
+    buffer.extend_tensors({"x": torch.arange(float(num_rows), device="cuda").unsqueeze(1)})
+    return buffer
+
+
+@pytest.mark.parametrize("alpha", [0.6, 1.0])
+@pytest.mark.usefixtures("any_device")
+def test_rows_are_drawn_in_proportion_to_their_weights_on_a_device(alpha: float) -> None:
+    buffer = filled(300, 300, alpha)
+    priorities = torch.rand(300, generator=torch.Generator().manual_seed(0)) ** 4
+    priorities[::7] = 0
+    buffer.update_priorities(torch.arange(300).cuda(), priorities.cuda())
+    weights = priorities.double() ** alpha
+    expected = 3000 * weights / weights.sum()
+    counts: Counter = Counter()
+    for _ in range(5):
+        batch, importance, ids = buffer.sample_tensors(3000)
+        assert torch.equal(batch["x"].squeeze(1).long(), ids)
+        found = torch.bincount(ids.cpu(), minlength=300)
+        assert ((found - expected).abs() < 2.001).all()  # one draw in each of 3000 intervals of equal mass
+        assert not found[::7].any()
+        least = weights[weights > 0].min()
+        torch.testing.assert_close(importance.cpu().double(), (least / weights[ids.cpu()]) ** 0.4, rtol=1e-5, atol=0)
+        counts.update(ids.tolist())
+    assert set(counts) <= set(range(300)) - set(range(0, 300, 7))
+
+
+@pytest.mark.parametrize("max_top", [16, 64, 1 << 22])
+@pytest.mark.parametrize("num", [1, 500])
+def test_a_tree_of_any_depth_draws_no_place_without_weight_on_a_device(
+    num: int, max_top: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sum_tree, "_MAX_TOP_ON_DEVICE", max_top)
+    tree = SumTree(3000, "cuda")
+    weights = torch.rand(3000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 20
+    weights[torch.arange(3000) % 5 > 0] = 0
+    tree.write(torch.arange(3000).cuda(), weights.cuda())
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(30):
+        drawn = tree.draw(num, generator)
+        assert drawn is not None
+        counts = torch.bincount(drawn.cpu(), minlength=3000)
+        assert (weights[drawn.cpu()] > 0).all()
+        assert ((counts - num * weights / weights.sum()).abs() < 2.001).all()
+
+
+@pytest.mark.usefixtures("any_device")
+def test_priorities_that_are_wrong_are_left_out_and_a_later_call_raises() -> None:
+    buffer = filled(8, 8)
+    ids = torch.arange(8).cuda()
+    buffer.update_priorities(ids, torch.full((8,), 2.0).cuda())
+    wrong = torch.tensor([1.0, torch.nan, -1.0, torch.inf, 0.0, 1e308, 5.0, 1.0]).double()
+    assert int(buffer.update_priorities(ids, wrong.cuda())) == 8
+    assert buffer._ring.priorities.tolist() == [1.0, 2.0, 2.0, 2.0, 0.0, 2.0, 5.0, 1.0]
+    assert buffer.max_priority == 5.0
+    assert buffer.check_valid() == (True, "")
+    with pytest.raises(UsageError, match="got 4 others at earlier calls, which were left out"):
+        for _ in range(50):
+            buffer.sample_tensors(8)
+    buffer.sample_tensors(8)
+    buffer.extend_tensors({"x": torch.zeros(2, 1).cuda()}, torch.tensor([torch.nan, 3.0]).cuda())
+    assert buffer._ring.priorities.tolist()[:2] == [5.0, 3.0]
+    with pytest.raises(UsageError, match="got 1 others"):
+        for _ in range(50):
+            buffer.sample_tensors(8)
+
+
+def test_priorities_on_the_host_are_refused_at_once() -> None:
+    buffer = filled(8, 8)
+    with pytest.raises(UsageError, match="finite numbers >= 0"):
+        buffer.update_priorities(torch.arange(8).cuda(), [0.5] * 7 + [-1.0])
+    with pytest.raises(UsageError, match="finite numbers >= 0"):
+        buffer.extend_tensors({"x": torch.zeros(1, 1)}, torch.tensor([torch.nan]))
+    assert len(buffer) == 8
+
+
+@pytest.mark.usefixtures("any_device")
+def test_updates_of_rows_that_are_gone_or_named_twice_on_a_device() -> None:
+    buffer = filled(8, 12)
+    ids = torch.tensor([3, 4, 4, 11, 12, -1, 5]).cuda()
+    num_applied = buffer.update_priorities(ids, torch.arange(1.0, 8.0).cuda())
+    assert num_applied.shape == () and int(num_applied) == 4
+    assert buffer.num_dead_updates == 3
+    expected = {4: 3.0, 11: 4.0, 5: 7.0}
+    found = buffer._ring.priorities.tolist()
+    assert [found[number % 8] for number in range(4, 12)] == [expected.get(number, 1.0) for number in range(4, 12)]
+    assert buffer.check_valid() == (True, "")
+
+
+def test_a_draw_without_any_weight_raises_at_a_later_call() -> None:
+    buffer = filled(8, 8)
+    buffer.sample_tensors(4)
+    buffer.update_priorities(torch.arange(8).cuda(), torch.zeros(8).cuda())
+    with pytest.raises(UsageError, match="whose batch must not be used"):
+        for _ in range(40):
+            buffer.sample_tensors(4)
+    with pytest.raises(BufferEmptyError):
+        buffer.sample_tensors(4)
+
+
+@pytest.mark.usefixtures("any_device")
+def test_windows_by_priority_are_those_of_the_cpu() -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        windows = PrioritizedWindows(17, 4, stride=2, device=device, generator=0, alpha=1.0)
+        generator = torch.Generator().manual_seed(0)
+        total = 0
+        for size in (1, 3, 1, 20, 2, 1, 1, 5):
+            number = (torch.arange(total, total + size).view(-1, 1) + 1000 * torch.arange(3)).float()
+            ends = torch.rand(size, 3, generator=generator) < 0.1
+            windows.extend({"x": number.unsqueeze(2), "done": ends.unsqueeze(2)})
+            total += size
+        batch, _, ids = windows.sample(500)
+        firsts = batch["x"].cpu()[:, :, 0]
+        assert (firsts.diff(dim=1) == 1).all()
+        assert windows.check_valid() == (True, "")
+        windows.update_priorities(ids, torch.where(ids % 2 == 0, 0.0, 3.0))
+        again = windows.sample(500)[2].cpu()
+        assert (again % 2 == 1).double().mean() > 0.99
+        found.append((len(windows), set(firsts[:, 0].tolist()), windows.max_priority))
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("any_device")
+def test_experts_are_drawn_by_their_priorities_on_a_device() -> None:
+    lengths = (9, 5, 3, 20)
+    episodes = [{"observation": torch.full((length, 1), float(number))} for number, length in enumerate(lengths)]
+    expert = TrajectoryDictBuffer(episodes, "cuda", 3, generator=0)
+    expert.update_priorities(torch.tensor([1.0, 2.0, 5.0, 3.0]).cuda())
+    for _ in range(3):
+        drawn = expert.sample(3 * 6000)["observation"].cpu()[::3, 0].long()
+        shares = torch.bincount(drawn, minlength=4) / 6000
+        torch.testing.assert_close(shares, torch.tensor([1, 2, 0, 3]) / 6, rtol=0, atol=0.04)
+    expert.update_priorities(torch.tensor([4.0, torch.nan, 4.0, 8.0]).cuda(), torch.tensor([0, 1, 0, 9]).cuda())
+    with pytest.raises(UsageError, match="got 2 others at an earlier call"):
+        for _ in range(100):
+            expert.sample(3)
+    torch.testing.assert_close(expert.priorities.cpu(), torch.tensor([4, 2 / 11, 5 / 11, 3 / 11]) / (4 + 10 / 11))
+
+
+def test_experts_without_any_priority_are_equally_likely_on_a_device_with_a_later_warning() -> None:
+    episodes = [{"observation": torch.full((9, 1), float(number))} for number in range(2)]
+    expert = TrajectoryDictBuffer(episodes, "cuda", 3, generator=0)
+    expert.update_priorities(torch.zeros(2).cuda())
+    drawn = expert.sample(3 * 2000)["observation"].cpu()[::3, 0]
+    assert 0.4 < float(drawn.mean()) < 0.6
+    with pytest.warns(RolloutDataWarning, match="all are equally likely"):
+        expert.sample(3)
+
+
+@pytest.mark.usefixtures("any_device")
+def test_priorities_on_a_device_are_saved_and_loaded(tmp_path) -> None:
+    buffer = filled(8, 12)
+    buffer.update_priorities(torch.arange(4, 12).cuda(), torch.arange(8.0).cuda())
+    buffer.save(tmp_path / "buffer")
+    loaded = AdvancedReplayBuffer.load(tmp_path / "buffer")
+    assert loaded.max_priority == 7.0
+    assert loaded._ring.priorities.tolist() == buffer._ring.priorities.tolist()
+    assert torch.equal(loaded.sample_tensors(50)[2], buffer.sample_tensors(50)[2])
+    windows = PrioritizedWindows(17, 4, device="cuda", generator=0)
+    for step in range(30):
+        windows.extend({"x": torch.full((1, 2, 1), float(step)), "done": torch.full((1, 2, 1), step % 9 == 8)})
+    windows.save(tmp_path / "windows")
+    again = PrioritizedWindows.load(tmp_path / "windows")
+    assert len(again) == len(windows)
+    assert torch.equal(again.sample(50)[2], windows.sample(50)[2])
