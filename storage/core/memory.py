@@ -327,8 +327,11 @@ class LateNumber:
         found = int(self._number), self._about
         self._number = self._copied = self._about = None
         if self._waiting is not None:
-            self.send(*self._waiting)
+            number, about = self._waiting
             self._waiting = None
+            if self._is_asynchronous:  # another stream may have made it
+                number.record_stream(torch.cuda.current_stream(self._device))
+            self.send(number, about)
         return found
 
 

@@ -275,7 +275,9 @@ class RecordReader:
         self._leaves: list[_Leaf] = []
         self._is_converted = False
         #: The leaves as tensors, if they are tensors of one device: node, key, type, dtype, event shape, field's shape.
-        self._tensor_leaves: list[tuple[int, str, type, torch.dtype, tuple[int, ...], tuple[int, ...]]] = []
+        self._tensor_leaves: list[
+            tuple[int, str, type[torch.Tensor], torch.dtype, tuple[int, ...], tuple[int, ...]]
+        ] = []
         self._tensor_device: torch.device | None = None
         #: Shapes that its leaves have, and those that they are given, with the leading sizes of the last record.
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -342,7 +344,7 @@ class RecordReader:
                 if type(node) is not kind or len(node if isinstance(node, dict) else node.keys()) != num_keys:
                     return None
             for place, key, tensor_type, dtype, event, shape in self._tensor_leaves:
-                value = nodes[place].get(key)
+                value: Any = nodes[place].get(key)
                 if type(value) is not tensor_type or value.dtype is not dtype or value.device != self._tensor_device:
                     return None
                 if lead is None:

@@ -152,7 +152,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return partial(self._write, read, self._filled_in(priorities), collected, start_s)
 
     def _write(
-        self, items: Items, given: tuple[Any, float] | None, collected: torch.Tensor | None, start_s: float
+        self, items: Items, given: tuple[Any, float | None] | None, collected: torch.Tensor | None, start_s: float
     ) -> torch.Tensor:
         """Add checked items with priorities `[n]`, and the largest, and iterations `[n]`; give the ids that stay."""
         num_passed = max(0, items.num_rows - self.replay_buffer_size)  # overwritten by others of the same push
@@ -179,7 +179,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
             raise UsageError("add a batch", expected=expected, got=f"shape {list(found.shape)}")
         return found.long().expand(num_rows)
 
-    def _filled_in(self, priorities: list[Any]) -> tuple[Any, float] | None:
+    def _filled_in(self, priorities: list[Any]) -> tuple[Any, float | None] | None:
         """Check priorities of items; those that are None become the largest so far."""
         known = [plain_number(value) for value in priorities if value is not None]
         if not known:
@@ -295,7 +295,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     # What a learner found.
 
-    def update_priorities(self, ids: Any, priorities: Any) -> int:
+    def update_priorities(self, ids: Any, priorities: Any) -> Any:
         """Set the priorities of items to `priorities + eps`.
 
         Args:
@@ -303,7 +303,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
             priorities: `[n]` finite numbers >= 0, or one for all.
 
         Returns:
-            As for `update`.
+            How many were there, as for `update`; on a GPU a 0-d tensor, which `int` waits for.
         """
         with self._lock:
             return self.prepare_priorities(ids, priorities)()

@@ -112,9 +112,9 @@ class PrioritizedRing:
         #: Rows per lane that were ever written, and rows that count; None where only the device knows.
         self._total = 0
         self._num_valid: int | None = 0
-        #: On a device one place more, without weight, which takes what is written nowhere.
+        self._weights = SumTree(self._num_places, device)
+        #: On a device one leaf more, without weight, which takes what is written nowhere.
         self._num_leaves = self._num_places + (not self._is_on_cpu)
-        self._weights = SumTree(self._num_leaves, device)
         self._least = LeastWeight(self._weights)
         #: Of one row; all weights can be summed.
         self._largest_priority = rule.largest_priority(_MAX_SUM / self._num_places)
@@ -229,7 +229,7 @@ class PrioritizedRing:
             is_right = self._is_right(given[0])
             priorities = torch.where(is_right, given[0], self._largest)
             self._set(places, priorities, priorities.max())
-            self._count_wrong(~is_right)
+            self._count_wrong((~is_right).sum())
         if self._num_valid is not None:
             self._num_valid = min(self._total, self._num_slots) * self._num_lanes
 
@@ -273,13 +273,14 @@ class PrioritizedRing:
                 self._oldest.fill(found, 0.0)
         return found
 
-    @writes_in_order
     def stale(self, iteration: int) -> torch.Tensor | None:
         """List the places whose rows are over by `iteration`; None if none is."""
+        return None if self._oldest is None else self._stale(self._oldest, iteration)
+
+    @writes_in_order
+    def _stale(self, oldest: _OldestTree, iteration: int) -> torch.Tensor | None:
         bound = min(iteration - self._max_staleness - _MAX_ITERATION, -1)
-        if self._oldest is None or self._oldest.reduce() > bound:
-            return None
-        return self._oldest.at_most(bound)
+        return None if oldest.reduce() > bound else oldest.at_most(bound)
 
     @writes_in_order
     def clear(self) -> None:
@@ -298,17 +299,19 @@ class PrioritizedRing:
 
     # Draws.
 
-    @writes_in_order
     def has_mass(self, among: torch.Tensor | None) -> bool:
         """Return whether a row at one of `[n]` places, or of all, may be drawn; on a device, as far as is known."""
         if among is None and not self._is_on_cpu:
-            self._read_numbers()
-            if not self._has_mass:
-                self._has_mass = bool(self._weights.total() > 0)  # waits, once
-            return self._has_mass
+            return self._has_mass or self._look_for_mass()
         if among is None:
             return bool(self._least.value() < inf)
         return bool((self._weights.read(among) > 0).any())
+
+    @writes_in_order
+    def _look_for_mass(self) -> bool:
+        """Wait for a device once, to learn whether a draw would find a row."""
+        self._has_mass = bool(self._weights.total() > 0)
+        return self._has_mass
 
     @writes_in_order
     def draw(self, num_draws: int, generator: torch.Generator, among: torch.Tensor | None = None) -> Draw | None:
@@ -322,8 +325,10 @@ class PrioritizedRing:
             among: `[m]` places, only these, which takes time in proportion to m; None for all.
         """
         if among is None:
-            if not self._is_on_cpu and not self.has_mass(None):
-                return None
+            if not self._is_on_cpu:
+                self._read_numbers()
+                if not self.has_mass(None):
+                    return None
             drawn, least = self._weights.draw_weights(num_draws, generator), self._least.value()
             if not self._is_on_cpu and self.num_draws % _DRAWS_PER_LOOK == 0:
                 self._late_mass.send((least < inf).long())
@@ -335,8 +340,6 @@ class PrioritizedRing:
         if drawn is None:
             return None
         places, weights = drawn
-        if not self._is_on_cpu:
-            places = places.clamp_(max=self._num_places - 1)  # further ones are found if there is no weight at all
         if among is not None:
             places = own(among)[places]
         # Not the other way round: that overflows where weights are hardly above 0.
@@ -474,9 +477,8 @@ class PrioritizedRing:
         self._num_dead = self._num_dead + (len(ids) - num_live)
         is_written = is_live
         if not is_checked:
-            is_right = self._is_right(priorities)
-            self._count_wrong(is_live & ~is_right)
-            is_written = is_live & is_right
+            is_written = is_live & self._is_right(priorities)
+            self._count_wrong(num_live - is_written.sum())
         places = torch.where(is_written, places, self._num_places)
         priorities = torch.where(is_written, priorities, 0.0)
         if len(ids):
@@ -486,11 +488,11 @@ class PrioritizedRing:
     def _is_right(self, priorities: torch.Tensor) -> torch.Tensor:
         """Return which priorities are as `checked` wants them."""
         largest = min(self._largest_priority - self.rule.eps, _LARGEST)
-        return (priorities >= 0) & (priorities <= largest)
+        return priorities.clamp(0, largest) == priorities
 
-    def _count_wrong(self, is_wrong: torch.Tensor) -> None:
+    def _count_wrong(self, num_wrong: torch.Tensor) -> None:
         """Count priorities that were not taken; a later call raises."""
-        self._num_wrong = self._num_wrong + is_wrong.sum()
+        self._num_wrong = self._num_wrong + num_wrong
         self._late_wrong.send(self._num_wrong)
 
     def _read_numbers(self) -> None:
@@ -524,7 +526,10 @@ class PrioritizedRing:
         if counts is not None:
             weights = torch.where(counts, weights, 0.0)
         self._own_priorities[places] = priorities
-        self._least.note(places, self._weights.exchange(places, weights), weights)
+        if self._is_on_cpu:
+            self._least.note(places, self._weights.exchange(places, weights), weights)
+        else:
+            self._weights.put(places, weights)
         if self._is_on_cpu:
             self._largest = max(self._largest, largest)
         elif largest is not None:
@@ -586,9 +591,9 @@ class PrioritizedRing:
 
     def check_valid(self) -> tuple[bool, str]:
         """Check what must always hold: (whether it does, what does not)."""
-        if bool((self._weights.leaves_view()[self._num_places :] > 0).any()):
-            return False, "the place behind the last has a weight"
-        weights = self._weights.leaves_view()[: self._num_places]
+        if bool((self._weights.blocks_view().flatten()[self._num_places :] > 0).any()):
+            return False, "a place behind the last has a weight"
+        weights = self._weights.leaves_view()
         if bool((weights[~self._counts] > 0).any()):
             return False, "a row that is gone has a weight"
         if int(self._counts.sum()) != len(self):

@@ -107,7 +107,8 @@ class WideTree:
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         self.capacity = arguments.whole("create a tree", "capacity", capacity, 1)
         self.device = arguments.device("create a tree", "device", device)
-        sizes = [capacity]
+        # Elsewhere one leaf more takes what is written nowhere; its value must stay neutral.
+        sizes = [capacity if self.device.type == "cpu" else capacity + 1]
         max_top = MAX_TOP if self.device.type == "cpu" else _MAX_TOP_ON_DEVICE
         while sizes[-1] > max_top:
             sizes.append(-(-sizes[-1] // WIDTH))
@@ -137,6 +138,11 @@ class WideTree:
     def write(self, index: torch.Tensor, values: torch.Tensor) -> None:
         """Set `[n]` places to `[n]` float64 values; of a place that is named twice the last value stays."""
         self.exchange(own(index), last_copies(own(index), own(values), self.capacity))
+
+    def put(self, index: Any, values: Any) -> None:
+        """Set `[n]` places to values of `last_copies`."""
+        self._own_levels[0][index] = values
+        self._refresh(index)
 
     def exchange(self, index: Any, values: Any) -> Any:
         """Set `[n]` places to values of `last_copies`, or to one value; give the numbers before, as `own` does."""
@@ -266,9 +272,8 @@ class SumTree(WideTree):
         masses = memory.own_points
         masses += memory.numbers
         masses *= total / max(1, num_draws)
-        if not self._is_on_cpu:
-            masses = torch.minimum(masses, torch.nextafter(total, self._sums[0]))
-        elif num_draws and masses[-1] >= total:  # they ascend
+        # Elsewhere than on the CPU a search does not go beyond the last place.
+        if self._is_on_cpu and num_draws and masses[-1] >= total:  # they ascend
             masses = masses.clip(max=nextafter(total, 0))
         is_long = num_draws >= _MANY_POINTS and isinstance(masses, np.ndarray)
         node = self._search_strata(masses) if is_long else self._search(masses)
@@ -301,9 +306,10 @@ class SumTree(WideTree):
             # CUDA rounds each running sum by itself, so that a place without weight may seem to add some. So the place
             # found is replaced by the last one with weight up to it, or the first one. The last place is not looked at:
             # it is found if no other is.
-            found = torch.searchsorted(sums[:-1], masses, right=True)
+            last = (len(sums) if self._steps_down else self.capacity) - 1
+            found = torch.searchsorted(sums[:last], masses, right=True)
             ranks = (self._levels[-1] > 0).cumsum(0)
-            return torch.searchsorted(ranks[:-1], ranks.index_select(0, found).clamp_(min=1))
+            return torch.searchsorted(ranks[:last], ranks.index_select(0, found).clamp_(min=1))
         return sums.searchsorted(masses, "right")
 
     def _search_strata(self, masses: Any) -> Any:
@@ -322,6 +328,8 @@ class SumTree(WideTree):
         Running sums start at minus what is left. Rounding may keep all of them below 0, or begin above; then the last
         or first place of the block is found, which may have no weight, or, with `is_careful`, another that has one.
         """
+        if not self._steps_down:
+            return node
         left = self._own_sums[node]
         left -= masses  # below 0 from here on
         memory = self._memory_for(len(masses))

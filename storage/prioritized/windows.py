@@ -140,7 +140,7 @@ class PrioritizedWindows(Store):
         return found, float32_of(drawn.importance), drawn.ids
 
     @torch.no_grad()
-    def update_priorities(self, ids: Any, priorities: Any) -> int:
+    def update_priorities(self, ids: Any, priorities: Any) -> Any:
         """Set the priorities of windows to `priorities + eps`; see `sequence_priorities`.
 
         Args:
@@ -148,8 +148,8 @@ class PrioritizedWindows(Store):
             priorities: `[n]` finite numbers >= 0, or one for all.
 
         Returns:
-            How many were applied. Windows that are gone are left out, and counted in `num_dead_updates`; of
-            a window that is named twice the last priority stays.
+            How many were there; on a GPU a 0-d tensor. Windows that are gone are left out, and counted in
+            `num_dead_updates`; of a window that is named twice the last priority stays.
         """
         with self._lock:
             update = self._windows.prepare_update(ids, priorities)

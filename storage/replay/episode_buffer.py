@@ -86,6 +86,12 @@ class TrajectoryDictBuffer(BufferStore):
     motion_ids: list[Any]
     file_names: list[str | None]
     _order: StreamOrder
+    #: Wrong priorities that a device found, in all and when last raised.
+    _num_wrong: torch.Tensor | int
+    _num_wrong_raised: int
+    _late_wrong: LateNumber
+    #: Whether a device found no priority above 0.
+    _late_empty: LateNumber
 
     def __init__(
         self,
@@ -329,11 +335,9 @@ class TrajectoryDictBuffer(BufferStore):
         #: Length that is needed -> how episodes of at least that length are drawn.
         self._drawn_by: dict[int, Weighted] = {}
         self._frame_counts = bounds.lengths
-        #: Wrong priorities that a device found, in all and when last raised.
-        self._num_wrong: torch.Tensor | int = 0
+        self._num_wrong = 0
         self._num_wrong_raised = 0
         self._late_wrong = LateNumber(self.device)
-        #: Whether a device found no priority above 0.
         self._late_empty = LateNumber(self.device)
 
     def _weights(self, needed: int) -> Weighted:

@@ -253,3 +253,41 @@ def test_rings_with_final_observations_save_and_load_on_a_device(tmp_path: Any, 
     for _ in range(3):
         counts += steps.check(loaded.sample_transitions(3000, num_steps=3, gamma=GAMMA), 3, False)
     assert set(counts) == valid
+
+
+def test_streams_wait_for_rows_and_final_observations_of_other_streams() -> None:
+    buffer = DictBuffer(64, "cuda", end_key="done", generator=0)
+    side = torch.cuda.Stream()
+    done = (torch.arange(64) % 4 == 3).view(64, 1).cuda()
+
+    def record(number: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((64, 512), float(number)).cuda(), "done": done}
+
+    buffer.extend(record(0), final={"x": torch.zeros(64, 512).cuda()})
+    buffer.sample_transitions(64, next_keys="x")
+    for number in range(1, 20):
+        torch.cuda.current_stream().synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            buffer.extend(record(number), final={"x": torch.full((64, 512), float(number)).cuda()})
+        batch = buffer.sample_transitions(64, next_keys="x")
+        assert bool((batch["x"] == number).all())
+        assert bool((batch["next"]["x"] == number).all())
+
+
+def test_a_write_waits_for_a_draw_on_another_stream() -> None:
+    buffer = DictBuffer(64, "cuda", end_key="done", generator=0)
+    side = torch.cuda.Stream()
+    done = torch.zeros(64, 1).cuda()
+    records = [{"x": torch.full((64, 512), float(number)).cuda(), "done": done} for number in range(20)]
+    buffer.extend(records[0])
+    buffer.sample_transitions(64, next_keys="x")
+    torch.cuda.synchronize()
+    for number in range(1, 20):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            batch = buffer.sample_transitions(64, next_keys="x")
+        buffer.extend(records[number])
+        torch.cuda.synchronize()
+        assert bool((batch["x"] == number - 1).all())
+        assert bool((batch["next"]["x"] == number - 1).all())
