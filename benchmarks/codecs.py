@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from rollout_data import RolloutWriter
-from rollout_data.format.header import DATA, read_header
-from rollout_data.frames.source import Source
+from rollout_data.blocks.block_header import DATA, read_header
+from rollout_data.sources.source import Source
 from storage import compress_image_seq, decompress_many
 
 from . import peers

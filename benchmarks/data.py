@@ -96,7 +96,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 def _recipe() -> str:
     """Identify what the data are made by: the format of the files and this module."""
     library = Path(rollout_data.__file__).parent
-    names = ("FORMAT.md", "format/header.py", "format/write.py")
+    names = ("FORMAT.md", "blocks/block_header.py", "blocks/write_block.py")
     sources = (*(library / name for name in names), Path(__file__))
     return f"{zlib.crc32(b''.join(path.read_bytes() for path in sources)):08x}"
 

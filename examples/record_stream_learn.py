@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from rollout_data import RolloutDataError, RolloutDataset, RolloutWriter, Transition, record_demonstrations
 from rollout_data import report as write_report
-from rollout_data.tools.command import main as command_line
+from rollout_data.tools.cli.command_line import main as command_line
 
 TASK = "InvertedDoublePendulum-v5"
 #: What the full run must show, or it exits with 1.

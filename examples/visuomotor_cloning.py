@@ -28,7 +28,7 @@ from tqdm import tqdm
 from visuomotor_report import Report, Speed
 
 from rollout_data import RolloutWriter, WindowDataset, WindowLoader
-from rollout_data.tools.info import describe
+from rollout_data.tools.cli.info_command import describe
 
 TASK, NUM_STEPS = "Reacher-v5", 50
 #: How images are stored. Depth loses less than a hundredth of a millimetre, the others nothing; "auto" tries a few.

@@ -12,95 +12,97 @@ if TYPE_CHECKING:
     from storage.errors import RolloutDataError as RolloutDataError
     from storage.errors import RolloutDataWarning as RolloutDataWarning
 
-    from .diagnosis.examining import doctor as doctor
-    from .diagnosis.finding import Diagnosis as Diagnosis
-    from .diagnosis.finding import Finding as Finding
-    from .editing.edits import drop as drop
-    from .editing.edits import edits_of as edits_of
-    from .editing.edits import keep as keep
-    from .editing.edits import tag as tag
-    from .editing.edits import undrop as undrop
-    from .editing.edits import untag as untag
-    from .editing.folders import NewFolder as NewFolder
-    from .editing.folders import merge as merge
-    from .editing.folders import split as split
-    from .editing.repairing import Repaired as Repaired
-    from .editing.repairing import repair as repair
-    from .expert import load_expert_trajectories as load_expert_trajectories
-    from .expert import load_expert_trajectories_from_motion_lib as load_expert_trajectories_from_motion_lib
-    from .frames.normalization import FieldStatistics as FieldStatistics
-    from .recordings.converting import Conversion as Conversion
-    from .recordings.converting import convert as convert
-    from .recordings.episode import Episode as Episode
-    from .recordings.opening import open as open
-    from .recordings.recording import Recording as Recording
-    from .remote.access import RemoteOptions as RemoteOptions
-    from .remote.publish import push as push
-    from .reporting.page import report as report
-    from .streaming.base import RolloutFileBase as RolloutFileBase
-    from .streaming.delivery import RolloutLoader as RolloutLoader
-    from .streaming.delivery import loader as loader
-    from .streaming.rollout_dataset import RolloutDataset as RolloutDataset
-    from .trajectories.buffer import TrajectoryReplayBuffer as TrajectoryReplayBuffer
-    from .trajectories.cache import TrajectoryCache as TrajectoryCache
-    from .transition import Transition as Transition
-    from .windows.dataset import WindowDataset as WindowDataset
-    from .windows.loader import WindowLoader as WindowLoader
-    from .windows.loader import WindowMixture as WindowMixture
+    from .formats.convert import Conversion as Conversion
+    from .formats.convert import convert as convert
+    from .formats.expert_trajectories import load_expert_trajectories as load_expert_trajectories
+    from .formats.expert_trajectories import (
+        load_expert_trajectories_from_motion_lib as load_expert_trajectories_from_motion_lib,
+    )
+    from .formats.open_recording import open as open
+    from .playback.loader import RolloutLoader as RolloutLoader
+    from .playback.loader import loader as loader
+    from .playback.rollout_dataset import RolloutDataset as RolloutDataset
+    from .playback.rollout_file_base import RolloutFileBase as RolloutFileBase
+    from .playback.transition import Transition as Transition
+    from .remote.locations import RemoteOptions as RemoteOptions
+    from .remote.push import push as push
+    from .sources.episode import Episode as Episode
+    from .sources.field_statistics import FieldStatistics as FieldStatistics
+    from .sources.recording import Recording as Recording
+    from .tools.doctor.examination import doctor as doctor
+    from .tools.doctor.findings import Diagnosis as Diagnosis
+    from .tools.doctor.findings import Finding as Finding
+    from .tools.edit.edits import drop as drop
+    from .tools.edit.edits import edits_of as edits_of
+    from .tools.edit.edits import keep as keep
+    from .tools.edit.edits import tag as tag
+    from .tools.edit.edits import undrop as undrop
+    from .tools.edit.edits import untag as untag
+    from .tools.edit.merge_split import NewFolder as NewFolder
+    from .tools.edit.merge_split import merge as merge
+    from .tools.edit.merge_split import split as split
+    from .tools.edit.repair_recording import Repaired as Repaired
+    from .tools.edit.repair_recording import repair as repair
+    from .tools.report.report_page import report as report
+    from .trajectories.trajectory_cache import TrajectoryCache as TrajectoryCache
+    from .trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer as TrajectoryReplayBuffer
     from .windows.normalizer import Normalizer as Normalizer
-    from .writing.recording import EpisodeSummary as EpisodeSummary
-    from .writing.recording import RecordingSummary as RecordingSummary
-    from .writing.recording import RecordingWrapper as RecordingWrapper
-    from .writing.recording import record_demonstrations as record_demonstrations
+    from .windows.window_dataset import WindowDataset as WindowDataset
+    from .windows.window_loader import WindowLoader as WindowLoader
+    from .windows.window_loader import WindowMixture as WindowMixture
+    from .writing.record_environments import EpisodeSummary as EpisodeSummary
+    from .writing.record_environments import RecordingSummary as RecordingSummary
+    from .writing.record_environments import RecordingWrapper as RecordingWrapper
+    from .writing.record_environments import record_demonstrations as record_demonstrations
     from .writing.retention import prune as prune
-    from .writing.writer import RolloutWriter as RolloutWriter
+    from .writing.rollout_writer import RolloutWriter as RolloutWriter
 
 #: Public name -> its module. It is imported when the name is first used, so that `rollout-data --help` needs no torch.
 _HOMES = {
-    "Conversion": ".recordings.converting",
-    "Diagnosis": ".diagnosis.finding",
-    "Episode": ".recordings.episode",
-    "EpisodeSummary": ".writing.recording",
-    "FieldStatistics": ".frames.normalization",
-    "Finding": ".diagnosis.finding",
-    "NewFolder": ".editing.folders",
+    "Conversion": ".formats.convert",
+    "Diagnosis": ".tools.doctor.findings",
+    "Episode": ".sources.episode",
+    "EpisodeSummary": ".writing.record_environments",
+    "FieldStatistics": ".sources.field_statistics",
+    "Finding": ".tools.doctor.findings",
+    "NewFolder": ".tools.edit.merge_split",
     "Normalizer": ".windows.normalizer",
-    "Recording": ".recordings.recording",
-    "RecordingSummary": ".writing.recording",
-    "RecordingWrapper": ".writing.recording",
-    "RemoteOptions": ".remote.access",
-    "Repaired": ".editing.repairing",
+    "Recording": ".sources.recording",
+    "RecordingSummary": ".writing.record_environments",
+    "RecordingWrapper": ".writing.record_environments",
+    "RemoteOptions": ".remote.locations",
+    "Repaired": ".tools.edit.repair_recording",
     "RolloutDataError": "storage.errors",
     "RolloutDataWarning": "storage.errors",
-    "RolloutDataset": ".streaming.rollout_dataset",
-    "RolloutFileBase": ".streaming.base",
-    "RolloutLoader": ".streaming.delivery",
-    "RolloutWriter": ".writing.writer",
-    "TrajectoryCache": ".trajectories.cache",
-    "TrajectoryReplayBuffer": ".trajectories.buffer",
-    "Transition": ".transition",
-    "WindowDataset": ".windows.dataset",
-    "WindowLoader": ".windows.loader",
-    "WindowMixture": ".windows.loader",
-    "convert": ".recordings.converting",
-    "doctor": ".diagnosis.examining",
-    "drop": ".editing.edits",
-    "edits_of": ".editing.edits",
-    "keep": ".editing.edits",
-    "load_expert_trajectories": ".expert",
-    "load_expert_trajectories_from_motion_lib": ".expert",
-    "loader": ".streaming.delivery",
-    "merge": ".editing.folders",
-    "open": ".recordings.opening",
+    "RolloutDataset": ".playback.rollout_dataset",
+    "RolloutFileBase": ".playback.rollout_file_base",
+    "RolloutLoader": ".playback.loader",
+    "RolloutWriter": ".writing.rollout_writer",
+    "TrajectoryCache": ".trajectories.trajectory_cache",
+    "TrajectoryReplayBuffer": ".trajectories.trajectory_replay_buffer",
+    "Transition": ".playback.transition",
+    "WindowDataset": ".windows.window_dataset",
+    "WindowLoader": ".windows.window_loader",
+    "WindowMixture": ".windows.window_loader",
+    "convert": ".formats.convert",
+    "doctor": ".tools.doctor.examination",
+    "drop": ".tools.edit.edits",
+    "edits_of": ".tools.edit.edits",
+    "keep": ".tools.edit.edits",
+    "load_expert_trajectories": ".formats.expert_trajectories",
+    "load_expert_trajectories_from_motion_lib": ".formats.expert_trajectories",
+    "loader": ".playback.loader",
+    "merge": ".tools.edit.merge_split",
+    "open": ".formats.open_recording",
     "prune": ".writing.retention",
-    "push": ".remote.publish",
-    "record_demonstrations": ".writing.recording",
-    "repair": ".editing.repairing",
-    "report": ".reporting.page",
-    "split": ".editing.folders",
-    "tag": ".editing.edits",
-    "undrop": ".editing.edits",
-    "untag": ".editing.edits",
+    "push": ".remote.push",
+    "record_demonstrations": ".writing.record_environments",
+    "repair": ".tools.edit.repair_recording",
+    "report": ".tools.report.report_page",
+    "split": ".tools.edit.merge_split",
+    "tag": ".tools.edit.edits",
+    "undrop": ".tools.edit.edits",
+    "untag": ".tools.edit.edits",
 }
 #: `from rollout_data import *` leaves Python's own `open` alone; `rollout_data.open` stays.
 __all__ = sorted(_HOMES.keys() - {"open"})

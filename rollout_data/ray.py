@@ -21,10 +21,10 @@ from storage.core.fields import flatten, unflatten
 from storage.core.memory import on_host
 from storage.errors import UsageError
 
-from .index.metadata import load_metadata, publish_metadata
-from .remote.access import DataDirs
-from .windows.dataset import WindowDataset
-from .writing.writer import RolloutWriter
+from .blocks.folder_metadata import load_metadata, publish_metadata
+from .remote.locations import DataDirs
+from .windows.window_dataset import WindowDataset
+from .writing.rollout_writer import RolloutWriter
 
 #: Columns besides the recorded fields: which trajectory, which of its frames, how many it has.
 _TRAJECTORY, _FRAME, _LENGTH = _PLACE = ("trajectory", "frame", "length")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_data.tools.command import COMMANDS, main
+from rollout_data.tools.cli.command_line import COMMANDS, main
 
 GUIDES = Path(__file__).parents[1] / "rollout_data"
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)

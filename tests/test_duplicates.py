@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout_data import RolloutWriter
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage import AsyncCheckpointSaver, DictBuffer, PipelinedDataCollector, RolloutStorage, UsageError
 from tests.test_torch_modes import CALLS, _frozen
 

@@ -1,1 +1,1 @@
-"""The command `rollout-data`: look at, check, repair, pack and prune data folders."""
+"""Tools on recordings: the command line, the doctor, editing, the report."""

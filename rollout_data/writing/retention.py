@@ -18,10 +18,10 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.errors import UsageError
 
-from ..foreign.conversion_note import note_replaced
-from ..index.folder import BlockFolder, save_index_cache
-from ..index.index import TrajectoryIndex
-from .journal import journal_path
+from ..blocks.block_folder import BlockFolder, save_index_cache
+from ..blocks.trajectory_index import TrajectoryIndex
+from .conversion_record import note_replaced
+from .writer_journal import journal_path
 
 #: What `prune` can limit.
 LIMITS = ("trajectories", "frames", "bytes")

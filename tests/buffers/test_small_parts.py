@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_data import load_expert_trajectories
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage import (
     DictBuffer,
     NaiveReplayBuffer,

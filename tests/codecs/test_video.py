@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
-from rollout_data.tools.command import main
+from rollout_data.tools.cli.command_line import main
 from storage import compress_image_seq, decompress_image_seq
 from storage.codecs.codecs import check_codec, chunk_codec, find_codec
 from storage.codecs.video import CODERS

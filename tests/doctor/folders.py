@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 import rollout_data
-from rollout_data.format.header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
-from rollout_data.format.notes import EPISODES
-from rollout_data.format.rows import ArrayRows, BlockContent
-from rollout_data.format.write import write_block
-from rollout_data.index.metadata import Metadata, publish_metadata
+from rollout_data.blocks.annotation_table import EPISODES
+from rollout_data.blocks.block_content import ArrayRows, BlockContent
+from rollout_data.blocks.block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED, layouts_of
+from rollout_data.blocks.folder_metadata import Metadata, publish_metadata
+from rollout_data.blocks.write_block import write_block
 from storage.core.fields import Field, Schema
 from tests.doctor.worlds import World
 

@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 
 import rollout_data
-from rollout_data.tools.rewrite import pack_dataset
+from rollout_data.tools.edit.pack_folder import pack_dataset
 from tests.doctor import wrong_bytes, wrong_ends
 from tests.doctor.folders import FORMATS, write
 from tests.doctor.simulated import CLASSIC, MUJOCO, TABLES, simulate

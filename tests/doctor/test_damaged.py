@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.tools.command import main
-from rollout_data.tools.rewrite import check_folder
+from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.edit.pack_folder import check_folder
 from tests.doctor.folders import FORMATS, write
 from tests.doctor.worlds import walker
 

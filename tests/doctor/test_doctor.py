@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutWriter, doctor
-from rollout_data.tools.command import main
+from rollout_data.tools.cli.command_line import main
 from storage.errors import UsageError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_data.diagnosis.table import RULES
-from rollout_data.tools.command import main
+from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.doctor.rule_table import RULES
 
 GUIDE = (Path(__file__).parents[2] / "rollout_data" / "DOCTOR.md").read_text(encoding="utf-8")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutWriter, doctor
-from rollout_data.diagnosis.table import RULES
+from rollout_data.tools.doctor.rule_table import RULES
 
 LENGTH, RATE, NUM = 120, 50.0, 20
 Episode = dict[str, Any]

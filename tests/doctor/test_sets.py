@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from rollout_data import doctor
-from rollout_data.diagnosis.finding import Diagnosis
-from rollout_data.diagnosis.table import RULES
-from rollout_data.format.header import DATA, FINAL, read_header
-from rollout_data.tools.rewrite import check_folder
+from rollout_data.blocks.block_header import DATA, FINAL, read_header
+from rollout_data.tools.doctor.findings import Diagnosis
+from rollout_data.tools.doctor.rule_table import RULES
+from rollout_data.tools.edit.pack_folder import check_folder
 from tests.doctor.folders import Block, write_own
 from tests.doctor.sets import Case, sound_cases, wrong_cases
 from tests.doctor.worlds import arm, vectorized, walker

@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from rollout_data.format.header import DATA, read_header
+from rollout_data.blocks.block_header import DATA, read_header
 from tests.doctor.folders import Block, write, write_own
 from tests.doctor.worlds import Rng, arm, cameras, walker
 from tests.doctor.wrong_files import Broken, broken, edited_json, edited_parquet, flipped, last_cut

@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_data.format.chunk_table import OFFSETS
-from rollout_data.format.header import ABOUT, CODECS, DATA, header_crc
+from rollout_data.blocks.block_header import ABOUT, CODECS, DATA, header_crc
+from rollout_data.blocks.chunk_table import OFFSETS
 from storage.core.durable import crc32
 from tests.doctor.folders import Block, write, write_own
 from tests.doctor.worlds import Rng, World, arm, walker

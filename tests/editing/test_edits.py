@@ -31,10 +31,10 @@ from rollout_data import (
     undrop,
     untag,
 )
-from rollout_data.index.edits import edit_sequence, named_edit
-from rollout_data.tools.command import main
-from rollout_data.tools.info import describe
-from rollout_data.tools.rewrite import check_folder, pack_dataset, repair_folder
+from rollout_data.blocks.edit_blocks import edit_sequence, named_edit
+from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.cli.info_command import describe
+from rollout_data.tools.edit.pack_folder import check_folder, pack_dataset, repair_folder
 from storage.errors import DataFileError, UsageError
 from tests.editing.folders import LENGTHS, by_the_format, content, folder_of, ids, number_of, streamed, windowed
 from tests.recordings.sets import write_demos

@@ -14,8 +14,8 @@ import pytest
 
 import rollout_data
 from rollout_data import convert, drop, edits_of, merge, split, tag
-from rollout_data.tools.command import main
-from rollout_data.tools.rewrite import check_folder
+from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.edit.pack_folder import check_folder
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
 from tests.editing.folders import content, files, folder_of, ids
 from tests.files.recorded import record

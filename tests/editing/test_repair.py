@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import rollout_data
 from rollout_data import RolloutWriter, doctor, drop, edits_of, repair, tag
-from rollout_data.editing.repairing import ASKS, REPORT_NAME
-from rollout_data.format.header import read_header
-from rollout_data.tools.command import main
-from rollout_data.tools.rewrite import check_folder
+from rollout_data.blocks.block_header import read_header
+from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.edit.pack_folder import check_folder
+from rollout_data.tools.edit.repair_recording import ASKS, REPORT_NAME
 from storage.errors import DataFileError, UsageError
 from tests.doctor.sets import wrong_cases
 from tests.editing.folders import content, files, folder_of, ids

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_data.writing.writer import RolloutWriter
+from rollout_data.writing.rollout_writer import RolloutWriter
 from tests import killed
 from tests.files.notes_there import notes_of
 from tests.files.readback import blocks_of, end_of, trajectories_of

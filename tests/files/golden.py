@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_data.format.header import FORMAT_VERSION
-from rollout_data.writing.writer import RolloutWriter
+from rollout_data.blocks.block_header import FORMAT_VERSION
+from rollout_data.writing.rollout_writer import RolloutWriter
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
 DTYPES = ["bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]

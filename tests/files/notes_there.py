@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollout_data.format.header import layouts_of
-from rollout_data.frames.store import FrameStore
-from rollout_data.index.folder import BlockFolder
-from rollout_data.index.index import TrajectoryIndex
-from rollout_data.index.notes import Notes
+from rollout_data.blocks.annotations import Notes
+from rollout_data.blocks.block_folder import BlockFolder
+from rollout_data.blocks.block_header import layouts_of
+from rollout_data.blocks.trajectory_index import TrajectoryIndex
+from rollout_data.sources.frame_store import FrameStore
 from storage.core.fields import Schema
 
 

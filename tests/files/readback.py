@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_data.format.header import (
+from rollout_data.blocks.block_header import (
     DROPPED,
     ENDS,
     FIRST,

@@ -10,8 +10,8 @@ import h5py
 import numpy as np
 import pytest
 
-from rollout_data.format.header import ABOUT, BlockHeader, header_crc, open_block
-from rollout_data.writing.writer import RolloutWriter
+from rollout_data.blocks.block_header import ABOUT, BlockHeader, header_crc, open_block
+from rollout_data.writing.rollout_writer import RolloutWriter
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import rollout_data
-from rollout_data.format.header import open_block
-from rollout_data.index.folder import read_metadata
-from rollout_data.writing.writer import RolloutWriter
+from rollout_data.blocks.block_folder import read_metadata
+from rollout_data.blocks.block_header import open_block
+from rollout_data.writing.rollout_writer import RolloutWriter
 from storage.core.fields import flatten
 from tests.files import golden
 from tests.files.readback import Recorded, end_of, trajectories_of

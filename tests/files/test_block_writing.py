@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.format.header import DATA, FINAL, FRAGMENT_DTYPE, layouts_of, open_block
-from rollout_data.format.rows import ArrayRows, BlockContent
-from rollout_data.format.write import write_block
+from rollout_data.blocks.block_content import ArrayRows, BlockContent
+from rollout_data.blocks.block_header import DATA, FINAL, FRAGMENT_DTYPE, layouts_of, open_block
+from rollout_data.blocks.write_block import write_block
 from storage.core.fields import Field, Schema
 
 NUM_FRAGMENTS, LENGTH = 30, 50

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from rollout_data import prune
-from rollout_data.format.header import DROPPED, read_header
-from rollout_data.index.folder import BlockFolder
-from rollout_data.index.index import TrajectoryIndex
-from rollout_data.tools.command import main
-from rollout_data.tools.rewrite import check_folder, pack_dataset
-from rollout_data.writing.writer import RolloutWriter
+from rollout_data.blocks.block_folder import BlockFolder
+from rollout_data.blocks.block_header import DROPPED, read_header
+from rollout_data.blocks.trajectory_index import TrajectoryIndex
+from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.edit.pack_folder import check_folder, pack_dataset
+from rollout_data.writing.rollout_writer import RolloutWriter
 from storage.errors import DataFileError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of
 

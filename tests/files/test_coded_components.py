@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from rollout_data import RolloutDataset, RolloutWriter, record_demonstrations
-from rollout_data.format.header import DATA, open_block
-from rollout_data.tools.command import main
+from rollout_data.blocks.block_header import DATA, open_block
+from rollout_data.tools.cli.command_line import main
 from storage.errors import FieldTypeError, SchemaError
 from tests.files import coded
 from tests.files.readback import blocks_of, field_values, trajectories_of

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, WindowDataset
-from rollout_data.format.header import ABOUT, CODECS, DATA, header_crc, open_block, read_header
-from rollout_data.tools.command import main
+from rollout_data.blocks.block_header import ABOUT, CODECS, DATA, header_crc, open_block, read_header
+from rollout_data.tools.cli.command_line import main
 from storage.codecs import packers
 from storage.errors import CorruptFileError, RolloutDataError, RolloutDataWarning, UsageError
 from tests.files import coded

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
-from rollout_data.format.header import DATA, read_header
-from rollout_data.format.rows import BlockContent, frames_per_chunk
-from rollout_data.frames.coded import RowCache
+from rollout_data.blocks.block_content import BlockContent, frames_per_chunk
+from rollout_data.blocks.block_header import DATA, read_header
+from rollout_data.sources.chunk_decoder import RowCache
 from storage.codecs.packers import PACKERS
 from storage.core.fields import Schema, flatten
 from storage.errors import UsageError

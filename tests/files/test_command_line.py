@@ -19,10 +19,10 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutWriter
-from rollout_data.foreign.formats import EXPORTS, WRITERS
-from rollout_data.tools import answers
-from rollout_data.tools.command import COMMANDS, main
-from rollout_data.tools.selecting import selected
+from rollout_data.formats.registry import EXPORTS, WRITERS
+from rollout_data.tools.cli import commands
+from rollout_data.tools.cli.command_line import COMMANDS, main
+from rollout_data.tools.cli.select_option import selected
 from storage.errors import RolloutDataWarning
 
 LENGTHS = (3, 5, 8)
@@ -222,11 +222,11 @@ def test_long_work_shows_its_progress_on_a_terminal_and_json_stays_alone(
 
 
 def test_warnings_are_one_line_each_on_stderr(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    def warn(options: object) -> answers.Answer:
+    def warn(options: object) -> commands.Answer:
         warnings.warn("two\nlines", RolloutDataWarning)
-        return answers.Answer({}, [])
+        return commands.Answer({}, [])
 
-    monkeypatch.setattr(answers, "info", warn)
+    monkeypatch.setattr(commands, "info", warn)
     assert says(["info", walk, "--json"]) == (0, "{}\n", "rollout-data info: warning: two\\nlines\n")
 
 
@@ -234,18 +234,19 @@ def test_ctrl_c_is_one_line_and_130(walk: Path, says: Says, monkeypatch: pytest.
     def stop(options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(answers, "info", stop)
+    monkeypatch.setattr(commands, "info", stop)
     assert says(["info", walk]) == (130, "", "rollout-data info: stopped\n")
 
 
 def test_an_error_of_ours_keeps_its_traceback(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "info", lambda options: 1 / 0)
+    monkeypatch.setattr(commands, "info", lambda options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["info", str(walk)])
 
 
 def test_help_is_quick_because_it_takes_no_torch_along() -> None:
-    script = "import sys; from rollout_data.tools.command import main; main(['--help']); print('torch' in sys.modules)"
+    call = "from rollout_data.tools.cli.command_line import main; main(['--help'])"
+    script = f"import sys; {call}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stdout.endswith("\nFalse\n")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.streaming.cursor import Deal, StreamState, deal_next, plan_steps, share_of
+from rollout_data.playback.step_planner import Deal, StreamState, deal_next, plan_steps, share_of
 
 
 class NaiveStream:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_data.format.header import DROPPED, FRAGMENT_DTYPE, MAX_HOLLOW_BYTES, layouts_of, open_block
-from rollout_data.format.rows import ArrayRows, BlockContent
-from rollout_data.format.schema import RowLayout
-from rollout_data.format.write import write_block
-from rollout_data.index.folder import BlockFolder
-from rollout_data.index.metadata import load_metadata
+from rollout_data.blocks.block_content import ArrayRows, BlockContent
+from rollout_data.blocks.block_folder import BlockFolder
+from rollout_data.blocks.block_header import DROPPED, FRAGMENT_DTYPE, MAX_HOLLOW_BYTES, layouts_of, open_block
+from rollout_data.blocks.folder_metadata import load_metadata
+from rollout_data.blocks.row_layout import RowLayout
+from rollout_data.blocks.write_block import write_block
 from storage import AdvancedReplayBuffer
 from storage.core.fields import MAX_FIELDS, Field, Schema
 from storage.errors import CorruptFileError, SchemaError

@@ -135,7 +135,7 @@ def test_wrong_components_raise_an_error_that_names_them(traj_data, error, text)
 
 def recorded_at_the_first_look(monkeypatch, folder, lengths):
     """Record into a folder as soon as a dataset waits for it."""
-    import rollout_data.streaming.passes as passes
+    import rollout_data.playback.passes as passes
 
     started = threading.Event()
 

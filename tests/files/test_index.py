@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data.format.header import (
+from rollout_data.blocks.block import Block
+from rollout_data.blocks.block_header import (  # fmt: skip
     DATA,
     DROPPED,
     FIRST,
@@ -21,10 +22,9 @@ from rollout_data.format.header import (
     TERMINATED,
     TRUNCATED,
     layouts_of,
-)  # fmt: skip
-from rollout_data.frames.cached import FileFrames
-from rollout_data.index.block import Block
-from rollout_data.index.index import End, LostBlockError, TrajectoryIndex
+)
+from rollout_data.blocks.trajectory_index import End, LostBlockError, TrajectoryIndex
+from rollout_data.sources.cached_frames import FileFrames
 from storage.core.fields import Field, Schema
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutDataset, WindowDataset
-from rollout_data.frames.source import Source
-from rollout_data.index.folder import INDEX_CACHE_NAME, save_index_cache
+from rollout_data.blocks.block_folder import INDEX_CACHE_NAME, save_index_cache
+from rollout_data.sources.source import Source
 from storage.errors import DataFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import record
 from tests.formats.folders import NaiveFolder, values
@@ -23,7 +23,7 @@ def opened(data_dir, num_envs=1, **options):
 def when_waiting(monkeypatch, *actions):
     """Do these one after the other, each time that a dataset would sleep until there is more."""
     left = list(actions)
-    monkeypatch.setattr("rollout_data.streaming.passes.time.sleep", lambda _: left.pop(0)() if left else None)
+    monkeypatch.setattr("rollout_data.playback.passes.time.sleep", lambda _: left.pop(0)() if left else None)
 
 
 def refuse_to_list(refused, monkeypatch):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutDataset, RolloutWriter
-from rollout_data.index.folder import INDEX_CACHE_NAME, save_index_cache
-from rollout_data.tools.rewrite import check_folder, repair_folder
+from rollout_data.blocks.block_folder import INDEX_CACHE_NAME, save_index_cache
+from rollout_data.tools.edit.pack_folder import check_folder, repair_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning
 from tests.files.recorded import drain, frames_of, record
 

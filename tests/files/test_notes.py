@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset, WindowMixture, prune
-from rollout_data.format.header import open_block, read_header
-from rollout_data.format.notes import EPISODES, MAX_NOTE_BYTES, TEXTS, text_id
-from rollout_data.format.rows import BlockContent, gathered
-from rollout_data.format.write import write_block
-from rollout_data.tools.rewrite import check_folder, pack_dataset, repair_folder
+from rollout_data.blocks.annotation_table import EPISODES, MAX_NOTE_BYTES, TEXTS, text_id
+from rollout_data.blocks.block_content import BlockContent, gathered
+from rollout_data.blocks.block_header import open_block, read_header
+from rollout_data.blocks.write_block import write_block
+from rollout_data.tools.edit.pack_folder import check_folder, pack_dataset, repair_folder
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
 from tests.files.notes_there import notes_of
 from tests.files.test_block_file_damage import used_bytes

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import rollout_data
 from rollout_data import RolloutDataset
-from rollout_data.format.header import FRAGMENT_DTYPE
-from rollout_data.frames.sights import Sights
-from rollout_data.index.agreement import Shard, agreement_of
-from rollout_data.index.block import Block
+from rollout_data.blocks.block import Block
+from rollout_data.blocks.block_header import FRAGMENT_DTYPE
+from rollout_data.sources.listing_messages import Sights
+from rollout_data.sources.process_group import Shard, agreement_of
 from storage.errors import RolloutDataError, UsageError
 from tests.files.recorded import record
 

@@ -20,7 +20,7 @@ from rollout_data import (
     load_expert_trajectories,
     prune,
 )
-from rollout_data.tools.command import main
+from rollout_data.tools.cli.command_line import main
 from storage.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

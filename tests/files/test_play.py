@@ -11,10 +11,10 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutWriter
-from rollout_data.foreign.pictures import axes_of
-from rollout_data.tools.command import main
-from rollout_data.tools.pictures import save_gif, save_mp4
-from rollout_data.tools.play import ASCII_BARS, BARS, describe_episode, play
+from rollout_data.formats.encoded_images import axes_of
+from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.cli.export_images import save_gif, save_mp4
+from rollout_data.tools.cli.play_command import ASCII_BARS, BARS, describe_episode, play
 from storage.errors import UsageError
 
 LENGTHS, SIDES = (8, 100), (12, 17)
@@ -98,7 +98,7 @@ def test_an_unknown_episode_or_field_is_named(walk: Path, episode: str | None, f
 
 def test_long_episodes_are_read_in_parts(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = describe_episode(walk, "1", ["observation/ramp", "action"])
-    monkeypatch.setattr("rollout_data.tools.play._PART_BYTES", 1)  # no data of this size is made for a test
+    monkeypatch.setattr("rollout_data.tools.cli.play_command._PART_BYTES", 1)  # no data of this size is made for a test
     assert describe_episode(walk, "1", ["observation/ramp", "action"]) == whole
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
-from rollout_data.format.header import METADATA_NAME, open_block, read_header
-from rollout_data.frames import kind
-from rollout_data.frames.source import Source
-from rollout_data.index import folder
-from rollout_data.index.folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
-from rollout_data.index.metadata import ENDS, UNKNOWN
+from rollout_data.blocks import block_folder
+from rollout_data.blocks.block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
+from rollout_data.blocks.block_header import METADATA_NAME, open_block, read_header
+from rollout_data.blocks.folder_metadata import ENDS, UNKNOWN
+from rollout_data.sources import source_kind
+from rollout_data.sources.source import Source
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import drain, frames_of, record
 
@@ -357,7 +357,7 @@ def test_blocks_are_opened_after_an_interrupted_look(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return open_block(path, **options)
 
-    monkeypatch.setattr(folder, "open_block", interrupted)
+    monkeypatch.setattr(block_folder, "open_block", interrupted)
     (tmp_path / INDEX_CACHE_NAME).unlink(missing_ok=True)
     looking = BlockFolder(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -377,7 +377,7 @@ def test_a_block_that_is_removed_before_its_notes_are_read_is_left_out(tmp_path,
         gone.unlink(missing_ok=True)
         return read_header(path)
 
-    monkeypatch.setattr(kind, "read_header", late)
+    monkeypatch.setattr(source_kind, "read_header", late)
     with pytest.warns(UserWarning):
         dataset = WindowDataset(tmp_path, 1)
     assert 0 < dataset.num_trajectories < 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_data.writing.recording import RecordingWrapper, record_demonstrations
+from rollout_data.writing.record_environments import RecordingWrapper, record_demonstrations
 from tests.files.notes_there import notes_of
 from tests.files.readback import end_of, trajectories_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_data.writing.recording import RecordingWrapper, record_demonstrations
+from rollout_data.writing.record_environments import RecordingWrapper, record_demonstrations
 from storage.errors import UsageError
 from tests.files.readback import end_of, trajectories_of
 

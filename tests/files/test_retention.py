@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter, TrajectoryReplayBuffer, WindowDataset, prune
-from rollout_data.tools.command import main
+from rollout_data.tools.cli.command_line import main
 from storage.errors import RolloutDataWarning, UsageError
 
 LENGTH = 10

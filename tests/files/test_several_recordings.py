@@ -13,7 +13,7 @@ import pytest
 
 import rollout_data
 from rollout_data import convert, drop, edits_of, keep, tag, undrop, untag
-from rollout_data.tools.command import COMMANDS, main
+from rollout_data.tools.cli.command_line import COMMANDS, main
 from storage.errors import UsageError
 from tests.editing.folders import files, folder_of
 

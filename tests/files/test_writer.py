@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rollout_data import RolloutWriter
-from rollout_data.format.header import FINAL_OBSERVATION_ONLY
-from rollout_data.index.folder import read_metadata
+from rollout_data.blocks.block_folder import read_metadata
+from rollout_data.blocks.block_header import FINAL_OBSERVATION_ONLY
 from storage import QueueRolloutStorage
 from storage.errors import FieldTypeError, SchemaError, UsageError
 from tests.files.readback import blocks_of, end_of, trajectories_of

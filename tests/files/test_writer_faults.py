@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from rollout_data import RolloutDataWarning, RolloutWriter
-from rollout_data.index.folder import read_metadata
-from rollout_data.index.metadata import Metadata, publish_metadata
+from rollout_data.blocks.block_folder import read_metadata
+from rollout_data.blocks.folder_metadata import Metadata, publish_metadata
 from storage.core.fields import Field, Schema
 from storage.errors import BackgroundError, DataFileError, RolloutDataError, SchemaError, UsageError
 from tests.faults import instead_of

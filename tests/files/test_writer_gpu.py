@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_data.writing.writer import RolloutWriter
+from rollout_data.writing.rollout_writer import RolloutWriter
 from tests.files.readback import trajectories_of
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.writing.writer import RolloutWriter
+from rollout_data.writing.rollout_writer import RolloutWriter
 from tests.files.readback import end_of, trajectories_of
 
 SETTINGS = settings(max_examples=12, deadline=None)

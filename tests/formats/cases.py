@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rollout_data
-from rollout_data.foreign.formats import FORMATS
+from rollout_data.formats.registry import FORMATS
 
 ROOT = Path(__file__).parents[1] / "data" / "formats"
 CASES = sorted(ROOT.glob("*/*.case.json"))

@@ -9,8 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_data.format.header import DATA, FIRST, OPEN, TERMINATED, TRUNCATED, layouts_of
-from rollout_data.trajectory_folders.trajectory_folder import FolderScan, read_chunk_rows, scan_trajectory_folder
+from rollout_data.blocks.block_header import DATA, FIRST, OPEN, TERMINATED, TRUNCATED, layouts_of
+from rollout_data.formats.trajectory_folders.trajectory_folder import (
+    FolderScan,
+    read_chunk_rows,
+    scan_trajectory_folder,
+)
 from storage.errors import DataFileError
 
 KINDS = TERMINATED | TRUNCATED | OPEN

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 import rollout_data  # noqa: E402
 from rollout_data import WindowDataset  # noqa: E402
-from rollout_data.foreign.pictures import encode_picture  # noqa: E402
+from rollout_data.formats.encoded_images import encode_picture  # noqa: E402
 from storage.errors import CorruptFileError, DataFileError, UsageError  # noqa: E402
 from tests.formats.cases import ROOT  # noqa: E402
 from tests.formats.lerobot_sets import FIRST, FPS, TASKS, LeRobotSet, check, feature, lists  # noqa: E402

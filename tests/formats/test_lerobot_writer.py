@@ -19,8 +19,8 @@ pa = pytest.importorskip("pyarrow", reason="the extra `formats` is missing")
 import pyarrow.parquet as pq  # noqa: E402
 
 import rollout_data  # noqa: E402
-from rollout_data.foreign.formats import writer_class  # noqa: E402
-from rollout_data.recordings.converting import convert  # noqa: E402
+from rollout_data.formats.convert import convert  # noqa: E402
+from rollout_data.formats.registry import writer_class  # noqa: E402
 from storage.errors import UsageError  # noqa: E402
 from tests.formats.cases import ROOT  # noqa: E402
 from tests.formats.lerobot_sets import FIRST, TASKS, LeRobotSet, check, feature, lists  # noqa: E402
@@ -85,7 +85,7 @@ def test_pictures_become_video_when_asked(tmp_path: Path, version: str, video: s
     pytest.importorskip("av", reason="the extra `video` is missing")
 
     def smooth(episode: int, length: int) -> Any:
-        from rollout_data.foreign.pictures import encode_picture
+        from rollout_data.formats.encoded_images import encode_picture
 
         return pa.array([{"bytes": encode_picture(one), "path": ""} for one in picture(episode, length, 64, 96)])
 
@@ -209,11 +209,11 @@ def test_statistics_of_pictures_and_depth_are_those_of_all_pixels(tmp_path: Path
 
 def test_statistics_of_large_columns_are_the_same_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits are internals: a column of 64 MiB would make the test slow."""
-    from rollout_data.foreign.lerobot import statistics
+    from rollout_data.formats.lerobot import lerobot_statistics
 
     written(ROOT / "lerobot_v3/vectors", tmp_path / "in_memory")
-    monkeypatch.setattr(statistics, "_MEMORY_BYTES", 0)
-    monkeypatch.setattr(statistics, "_NUM_SUMMED", 3)
+    monkeypatch.setattr(lerobot_statistics, "_MEMORY_BYTES", 0)
+    monkeypatch.setattr(lerobot_statistics, "_NUM_SUMMED", 3)
     written(ROOT / "lerobot_v3/vectors", tmp_path / "in_files")
     found = [json.loads((tmp_path / name / "meta" / "stats.json").read_text()) for name in ("in_memory", "in_files")]
     assert found[0].keys() == found[1].keys()
@@ -479,7 +479,7 @@ def test_a_folder_of_others_is_not_written_over_and_a_refused_option_leaves_noth
 
 KILLED = """
 import sys
-from rollout_data.recordings.converting import convert
+from rollout_data.formats.convert import convert
 convert(sys.argv[1], sys.argv[2], "lerobot", progress=False, version=sys.argv[3])
 """
 

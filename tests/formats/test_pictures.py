@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_data.foreign.guards import file_inside, read_object
-from rollout_data.foreign.pictures import decode_picture, encode_picture, picture_format
+from rollout_data.formats.encoded_images import decode_picture, encode_picture, picture_format
+from rollout_data.formats.input_checks import file_inside, read_object
 from storage.errors import CorruptFileError, UnsafeFileError
 
 Image = pytest.importorskip("PIL.Image", reason="the extra `formats` is missing")

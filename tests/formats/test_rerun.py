@@ -73,7 +73,7 @@ def test_a_missing_sdk_is_named_with_its_extra(walk: Path, monkeypatch: pytest.M
 
 def test_every_value_is_there_with_its_frame_and_time(walk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)")
-    monkeypatch.setattr("rollout_data.foreign.writers.rerun._PORTION_BYTES", 5000)  # some rows each
+    monkeypatch.setattr("rollout_data.formats.rerun_writer._PORTION_BYTES", 5000)  # some rows each
     done = convert(walk, walk.parent / "walk.rrd", to="rerun", progress=False)
     assert done.num_episodes == 3 and done.changes == {
         "field 'observation/matrix' is flattened: scalars of a step are a list": rollout_data.open(walk).ids,
@@ -110,7 +110,7 @@ def test_a_stopped_conversion_goes_on_and_a_whole_one_is_not_replaced(
     walk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rerun.chunk", reason="needs pip install 'rollout-data[rerun]' (500 MB)")
-    from rollout_data.foreign.writers.rerun import Writer
+    from rollout_data.formats.rerun_writer import Writer
 
     target, add = walk.parent / "new" / "walk.rrd", Writer.add
 

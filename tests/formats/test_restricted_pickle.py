@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_data.trajectory_folders.restricted_pickle import MAX_OPERATIONS, describe_pickle
+from rollout_data.formats.trajectory_folders.restricted_pickle import MAX_OPERATIONS, describe_pickle
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError
 
 PATH = Path("chunk.pickle")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import rollout_data
-from rollout_data.foreign.records.tfrecord import crc32c
+from rollout_data.formats.records.tfrecord import crc32c
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
 from tests.formats.values import action, picture, reward, state
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rollout_data
-from rollout_data.foreign.formats import open_foreign
+from rollout_data.formats.registry import open_foreign
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError, UsageError
 from tests.formats.cases import ROOT
 from tests.formats.hdf5_files import LENGTHS, STORAGE, actions, edited, pixels, replace, rewards, robomimic, values

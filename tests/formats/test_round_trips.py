@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rollout_data
 from rollout_data import RolloutDataWarning, RolloutWriter
-from rollout_data.foreign.formats import FORMATS, WRITERS
+from rollout_data.formats.registry import FORMATS, WRITERS
 
 OURS = "rollout-data"
 OPTIONS: dict[str, dict[str, Any]] = {"robomimic": {"next_obs": True}, "lerobot": {"fps": 30}}

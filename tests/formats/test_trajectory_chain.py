@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_data.format.header import FIRST, OPEN, TERMINATED, TRUNCATED
-from rollout_data.trajectory_folders.trajectory_folder import read_chunk_rows
+from rollout_data.blocks.block_header import FIRST, OPEN, TERMINATED, TRUNCATED
+from rollout_data.formats.trajectory_folders.trajectory_folder import read_chunk_rows
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_data.format.header import OPEN, TERMINATED, TRUNCATED
-from rollout_data.trajectory_folders.trajectory_folder import read_chunk_rows, scan_trajectory_folder
+from rollout_data.blocks.block_header import OPEN, TERMINATED, TRUNCATED
+from rollout_data.formats.trajectory_folders.trajectory_folder import read_chunk_rows, scan_trajectory_folder
 from storage.errors import ForeignFileError
 from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of, write_metadata
 

@@ -15,9 +15,9 @@ import torch
 
 import rollout_data
 from rollout_data import RolloutWriter
-from rollout_data.foreign.formats import EXPORTS, FORMATS, WRITERS, writer_class
-from rollout_data.format.header import read_header
-from rollout_data.recordings.own_writer import OWN
+from rollout_data.blocks.block_header import read_header
+from rollout_data.formats.block_episode_writer import OWN
+from rollout_data.formats.registry import EXPORTS, FORMATS, WRITERS, writer_class
 from storage.errors import UsageError
 
 LENGTHS = [5, 1, 3, 12]

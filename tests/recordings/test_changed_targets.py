@@ -13,10 +13,10 @@ import h5py
 import pytest
 
 import rollout_data
-from rollout_data.foreign import target_files
-from rollout_data.foreign.writers import hdf5_file
-from rollout_data.recordings import own_writer
-from rollout_data.tools.rewrite import pack_dataset
+from rollout_data.formats import block_episode_writer as own_writer
+from rollout_data.formats.hdf5 import hdf5_writer as hdf5_file
+from rollout_data.tools.edit.pack_folder import pack_dataset
+from rollout_data.writing import target_files
 from storage.errors import UsageError
 from tests.recordings.conversions import (
     IN_HDF5,

@@ -13,8 +13,8 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter
-from rollout_data.format.header import read_header
-from rollout_data.tools.command import main
+from rollout_data.blocks.block_header import read_header
+from rollout_data.tools.cli.command_line import main
 from storage.errors import RolloutDataWarning, UsageError
 from tests.files.recorded import record
 from tests.formats.cases import CASES, load, open_case

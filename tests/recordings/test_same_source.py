@@ -19,8 +19,8 @@ import pytest
 
 import rollout_data
 from rollout_data import Episode
-from rollout_data.foreign.formats import writer_class
-from rollout_data.recordings.own_writer import OwnWriter
+from rollout_data.formats.block_episode_writer import OwnWriter
+from rollout_data.formats.registry import writer_class
 from storage.core.locks import only_writer_of
 from storage.errors import UsageError
 from tests.formats.lerobot_sets import LeRobotSet, feature

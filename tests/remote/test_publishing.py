@@ -19,7 +19,7 @@ import fsspec
 
 import rollout_data
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, push
-from rollout_data.tools.command import main
+from rollout_data.tools.cli.command_line import main
 from storage.errors import DataFileError, SchemaError, UsageError
 
 from .places import Store, check_epoch, far_windows, in_memory, store_at, uneven

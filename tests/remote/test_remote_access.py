@@ -12,7 +12,7 @@ pytest.importorskip("fsspec")
 import rollout_data
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, WindowDataset, WindowLoader, loader, push
-from rollout_data.remote.denial import AccessError, denial
+from rollout_data.remote.access_errors import AccessError, denial
 from storage.errors import DataFileError, UnansweredError
 from tests.files.recorded import drain, record
 

@@ -17,8 +17,8 @@ pytest.importorskip("fsspec")
 
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, loader, prune, push
-from rollout_data.index.folder import BlockFolder
-from rollout_data.remote.pieces import parse, spans_of, sums_of
+from rollout_data.blocks.block_folder import BlockFolder
+from rollout_data.remote.piece_checksums import parse, spans_of, sums_of
 from storage.errors import DataFileError, RolloutDataWarning
 from tests.files.recorded import drain, record
 

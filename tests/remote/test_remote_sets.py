@@ -15,9 +15,9 @@ import fsspec
 import rollout_data
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset
-from rollout_data.foreign.formats import FORMATS
-from rollout_data.remote.denial import AccessError
-from rollout_data.remote.mirror import COPIED
+from rollout_data.formats.registry import FORMATS
+from rollout_data.remote.access_errors import AccessError
+from rollout_data.remote.local_copy import COPIED
 from storage.errors import ForeignFileError, UsageError
 
 WRITTEN = {"lerobot": {"fps": 10}, "robomimic": {}, "isaaclab": {}, "minari": {}, "d4rl": {}}

@@ -16,7 +16,7 @@ import fsspec
 
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
-from rollout_data.remote.access import remote_path
+from rollout_data.remote.locations import remote_path
 from storage.errors import DataFileError, UsageError
 from tests.files.recorded import record
 

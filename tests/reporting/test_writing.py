@@ -10,10 +10,10 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutWriter, report
-from rollout_data.recordings.recording import Recording
-from rollout_data.reporting import page as pages
-from rollout_data.tools.command import main
-from rollout_data.tools.play import BARS
+from rollout_data.sources.recording import Recording
+from rollout_data.tools.cli.command_line import main
+from rollout_data.tools.cli.play_command import BARS
+from rollout_data.tools.report import report_page as pages
 from storage.errors import UsageError
 from tests.reporting.reading import embedded
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from tests.killed import Counter
 from tests.trajectory_replay.recorded import drawn, equal, trajectory
 

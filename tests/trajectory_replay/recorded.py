@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 
 
 def code(number: int, num_steps: int, num_envs: int) -> torch.Tensor:

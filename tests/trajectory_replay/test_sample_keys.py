@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import UsageError
 from tests.trajectory_replay.recorded import equal, trajectory
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import BufferEmptyError, ClosedError, FieldTypeError, SchemaError, UsageError
 from tests.trajectory_replay.recorded import check_sample, code, drawn, equal, trajectory
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_data.trajectories.cache import TrajectoryCache
+from rollout_data.trajectories.trajectory_cache import TrajectoryCache
 from storage.errors import MissingFieldError, UsageError
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import BackgroundError, CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError
 from storage.live.monitors import PerformanceMonitor
 from tests.trajectory_replay.recorded import drawn, equal, trajectory
@@ -394,7 +394,7 @@ def test_files_are_sampled_alike_where_they_cannot_be_mapped_side_by_side(tmp_pa
 
 
 def test_more_files_than_can_be_mapped_are_mapped_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_data.trajectories.live.MAX_MAPPED_FILES", 4)  # instead of 20,000
+    monkeypatch.setattr("rollout_data.trajectories.live_trajectories.MAX_MAPPED_FILES", 4)  # instead of 20,000
     options = {"auto_save": True, "auto_save_path": tmp_path, "enable_cache": False, "sample_window_size": 3}
     with TrajectoryReplayBuffer(**options) as buffer:
         for one in range(12):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import BackgroundError
 from tests.killed import kill_one, workers
 from tests.trajectory_replay.crash import WORK, check_what_is_left

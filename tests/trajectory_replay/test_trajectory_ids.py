@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from tests.trajectory_replay.recorded import equal, trajectory
 
 INDEX_NAME = "trajectory_index.json"

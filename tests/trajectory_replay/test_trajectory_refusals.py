@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
-from rollout_data.trajectories.cache import TrajectoryCache
+from rollout_data.trajectories.trajectory_cache import TrajectoryCache
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import ClosedError, SchemaError, UsageError
 from storage.live.monitors import PerformanceMonitor
 from tests.trajectory_replay.recorded import trajectory

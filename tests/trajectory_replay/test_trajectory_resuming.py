@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout_data.trajectories.buffer import TrajectoryReplayBuffer
+from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import RolloutDataWarning
 from tests.trajectory_replay.recorded import drawn, equal, trajectory
 

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from rollout_data import RolloutDataset, RolloutDataWarning, WindowDataset, WindowLoader, WindowMixture
-from rollout_data.format.header import open_block
+from rollout_data.blocks.block_header import open_block
 from storage.errors import CorruptFileError, DataFileError, MissingFieldError, RolloutDataError, UsageError
 from tests.files import coded, recorded
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
-from rollout_data.windows.shared import NUM_PLACES
+from rollout_data.windows.worker_batches import NUM_PLACES
 from storage.core.fields import flatten
 from storage.errors import DataFileError, UsageError
 from tests.files import coded, recorded

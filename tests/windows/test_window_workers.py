@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
-from rollout_data.windows import shared
-from rollout_data.windows.shared import NUM_PLACES, WorkerMemory
+from rollout_data.windows import worker_batches
+from rollout_data.windows.worker_batches import NUM_PLACES, WorkerMemory
 from storage.errors import MissingFieldError
 from tests.files import recorded
 
@@ -145,8 +145,8 @@ def test_larger_batches_get_larger_places(dataset):
 def test_memory_of_workers_goes_with_them(dataset):
     loader = DataLoader(dataset, 4, collate_fn=dataset.collate, num_workers=2, persistent_workers=True)
     kept = list(loader)[-1]
-    assert shared.mapped
+    assert worker_batches.mapped
     del loader
     gc.collect()
-    assert not shared.mapped
+    assert not worker_batches.mapped
     check_same(kept, dataset.__getitems__(range(len(dataset))[4 * ((len(dataset) - 1) // 4) :]))

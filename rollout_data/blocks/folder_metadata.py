@@ -1,0 +1,195 @@
+"""metadata.json: the schema and the context of a data folder, written once.
+
+One rule: the first writer writes it, atomically and exclusively; all later ones must match it. What grows
+(totals) is counted in the blocks when it is read (`folder.py`), never written.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.core.durable import read_text, sync_path
+from storage.core.fields import Schema
+from storage.errors import RolloutDataError, SchemaError
+
+from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
+from .write_block import TEMPORARY_PREFIX
+
+#: What file systems without hard links say.
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+#: What reading a damaged metadata.json raises.
+BAD_METADATA = (
+    OSError, LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, RolloutDataError,
+)  # fmt: skip
+#: Of metadata.json and of notes of episodes: what they came from does not tell how (all of) them ended.
+ENDS, UNKNOWN = "ends", "unknown"
+#: Keys that are ours to fill; the context of a caller cannot set them.
+RESERVED_KEYS = (
+    "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "total_timesteps", "total_trajectories",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What is known of a data folder as a whole.
+
+    Attributes:
+        schema: Fields of its blocks; empty for folders of other formats.
+        obs_segments: Component -> shape, in the order of concatenation; empty without components.
+        obs_disassemble_mapping: Component -> codec, of the coded components.
+        context: Every other key, as found: env, policy, config, frame_rate_hz, ...
+    """
+
+    schema: Schema
+    obs_segments: Mapping[str, tuple[int, ...]]
+    obs_disassemble_mapping: Mapping[str, str]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_schema(cls, schema: Schema, context: Mapping[str, Any] | None = None) -> Metadata:
+        """Derive segments and codecs from the fields below "observation"."""
+        below = schema.below("observation")
+        components = {name.partition("/")[2]: item for name, item in below.items() if name != "observation"}
+        segments = {name: item.shape for name, item in components.items()}
+        codecs = {name: item.codec for name, item in components.items() if item.codec != "raw"}
+        return cls(schema, segments, codecs, dict(context or {}))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "fields": self.schema.to_json(),
+            "obs_segments": {name: list(shape) for name, shape in self.obs_segments.items()},
+            "obs_disassemble_mapping": dict(self.obs_disassemble_mapping),
+            **{key: value for key, value in self.context.items() if key not in RESERVED_KEYS},
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Metadata:
+        """Read `to_json`'s form, or the same keys of the trajectory-folder layout (no "fields")."""
+        segments = {name: _shape(shape) for name, shape in (document.get("obs_segments") or {}).items()}
+        codecs = {str(name): str(codec) for name, codec in (document.get("obs_disassemble_mapping") or {}).items()}
+        context = {key: value for key, value in document.items() if key not in RESERVED_KEYS}
+        return cls(Schema.from_json(document.get("fields") or []), segments, codecs, context)
+
+
+def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
+    """Read a folder's metadata; rebuild it from a block where the file is missing or damaged.
+
+    Returns:
+        None if there is neither a usable metadata.json nor a readable block.
+    """
+    found = _from_file(Path(data_dir) / METADATA_NAME)
+    if found is not None and len(found.schema):
+        return found
+    for path in sorted(Path(data_dir).glob("rollout_*.h5")):
+        try:
+            return Metadata.of_schema(read_header(path).schema, found.context if found else {})
+        except (RolloutDataError, OSError):
+            continue
+    return found
+
+
+def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: bool = True) -> Metadata:
+    """Write metadata.json if there is none; otherwise check that it agrees.
+
+    Returns:
+        The metadata that hold for the folder.
+
+    Raises:
+        SchemaError: The folder holds data of another schema; the text names the difference.
+        OSError: The folder cannot be written.
+    """
+    path = folder / METADATA_NAME
+    present = load_metadata(folder)
+    if present is not None:
+        _check_same(folder, present, metadata)
+        if _schema_of(path) is not None:
+            return present
+    temporary = folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            json.dump(metadata.to_json(), file, indent=2, default=_plain)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if os.path.lexists(path) and _schema_of(path) is None:
+            os.replace(temporary, path)  # a damaged one, or a link to nothing
+        elif not _link(temporary, path):
+            return publish_metadata(folder, metadata, writer, durable)  # another writer was faster: match it
+    finally:
+        temporary.unlink(missing_ok=True)
+    if durable:
+        sync_path(folder)
+    return metadata
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give `source` a second name if that is free, in one step."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(target):
+            return False
+        os.rename(source, target)
+    return True
+
+
+def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
+    where = f"into {str(folder)!r}"
+    advice = "Record other data into another folder"
+    if not len(present.schema):
+        raise SchemaError("record", where, f"a {METADATA_NAME} of this format", "one of another format", advice)
+    if difference := present.schema.difference(mine.schema):
+        raise SchemaError("record", where, "the fields that it already holds", difference, advice)
+    for name in ("obs_segments", "obs_disassemble_mapping"):
+        there, here = getattr(present, name), getattr(mine, name)
+        if list(there.items()) != list(here.items()):
+            raise SchemaError("record", where, f"{name} {dict(there)}", str(dict(here)), advice)
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a metadata.json as it is.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        One of `BAD_METADATA`: It is no JSON object, or too large.
+    """
+    document = json.loads(read_text(path, max_bytes=MAX_METADATA_BYTES))
+    if not isinstance(document, dict):
+        raise ValueError("no JSON object")
+    return document
+
+
+def _from_file(path: Path) -> Metadata | None:
+    try:
+        return Metadata.from_json(read_document(path))
+    except BAD_METADATA:
+        return None
+
+
+def _schema_of(path: Path) -> Schema | None:
+    found = _from_file(path)
+    return found.schema if found is not None and len(found.schema) else None
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    return (int(shape),) if isinstance(shape, int) else tuple(int(size) for size in shape)
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers and arrays of numpy as JSON holds them; the text of other objects."""
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)

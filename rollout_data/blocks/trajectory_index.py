@@ -1,0 +1,429 @@
+"""The trajectory index: which frames exist, and in which rows of which block they lie.
+
+One rule: arrays, never a Python object per trajectory or frame. All trajectories stand one after
+the other in a virtual frame axis, in the order in which they were completed; a prefix sum over
+fragments turns virtual frames into rows. `folder.py` finds the blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from fractions import Fraction
+from functools import cached_property
+from math import floor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from storage.core.durable import crc32
+from storage.errors import DataFileError
+
+from .block import Block, Key
+from .block_header import COMPLETE, DROPPED, END_UNKNOWN, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
+
+Int64s = np.ndarray[Any, np.dtype[np.int64]]
+_NUM_NAMED = 3
+
+
+class End(IntEnum):
+    """How a trajectory ended: UNKNOWN if it is in progress, was cut off, or its file does not tell."""
+
+    UNKNOWN, TERMINATED, TRUNCATED = 0, 1, 2
+
+
+class LostBlockError(DataFileError):
+    """A block that an index knows is gone or damaged: its trajectories cannot be played to their end.
+
+    Attributes:
+        key: The block's.
+        block: Its number in the index that knows it.
+    """
+
+    key: Key = Path(), ""
+    block = -1
+
+
+class Runs(NamedTuple):
+    """Consecutive rows of one block each, in the order of their destination.
+
+    Each array is int64 `[R]`: `target` is the first row of the output, then block, first row of
+    the block and number of rows.
+    """
+
+    target: Int64s
+    block: Int64s
+    row: Int64s
+    num_rows: Int64s
+
+
+#: What is computed for an index, and kept in the index cache.
+_COMPUTED = [
+    "first_frame", "fragment_frame", "fragment_block", "fragment_row", "flags", "end_time_ns", "env", "writer",
+    "number", "final_block", "final_row",
+]  # fmt: skip
+#: What is computed when it is first asked for.
+_LAZY = ("lengths", "first_fragment", "_name_keys")
+_ALL, _TERMINATED = slice(None), int(End.TERMINATED)
+_END_OF_FLAGS = np.full(1 + (TERMINATED | TRUNCATED), End.UNKNOWN, np.uint8)
+_END_OF_FLAGS[TERMINATED] = End.TERMINATED
+_END_OF_FLAGS[[TRUNCATED, TERMINATED | TRUNCATED]] = End.TRUNCATED
+
+
+class TrajectoryIndex:
+    """An immutable snapshot of all trajectories, in the order of their completion.
+
+    Attributes:
+        blocks: The files, in the numbering of `fragment_block` and `final_block`.
+        first_frame: int64 `[M + 1]`, where each trajectory starts on the virtual frame axis.
+        flags: int64 `[M]`, the flags of `blocks/block_header.py` of all its fragments together.
+        end: uint8 `[M]`, an `End`.
+        env, number, end_time_ns: int64 `[M]`, recorded env, number within the writer, end.
+        writer: int64 `[M]`, position in `writers`.
+        final_block, final_row: int64 `[M]`, where the true final observation lies, -1 if nowhere.
+        num_present: The blocks from this position on are gone from their folder.
+        num_dropped: Trajectories that a writer declared void.
+        num_broken: Trajectories left out because a part of them is missing.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], num_present: int | None = None, built: Mapping[str, Int64s] | None = None
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self.num_present = len(self.blocks) if num_present is None else num_present
+        self.writers = sorted({block.writer for block in self.blocks})
+        self._broken_writers = np.zeros(0, np.int64)
+        if built is None:
+            self._build()
+        else:
+            vars(self).update({name: built[name] for name in _COMPUTED})
+            self.num_dropped, self.num_broken = map(int, built["counts"])
+        self.end = _END_OF_FLAGS[self.flags & (TERMINATED | TRUNCATED)]
+
+    def _build(self) -> None:
+        """Choose the trajectories and their order; lay their frames one after the other."""
+        table, number = joined_fragments(self.blocks), {name: place for place, name in enumerate(self.writers)}
+        sizes = [len(block.fragments) for block in self.blocks]
+        writer = np.repeat(np.array([number[block.writer] for block in self.blocks], np.int64), sizes)
+        order = np.lexsort((table["end_time_ns"], table["start"], table["trajectory"], writer))
+        block, writer = np.repeat(np.arange(len(sizes)), sizes)[order], writer[order]
+        trajectory, env, flag, start, length, row, final_row, end_time_ns, _ = (
+            np.ascontiguousarray(table[name])[order] for name in FRAGMENT_DTYPE.names or ()
+        )
+        # Fragments of one trajectory follow each other now; `first` is the first one of each.
+        is_head = _changes(writer, trajectory)
+        first, group = np.flatnonzero(is_head), np.cumsum(is_head) - 1
+        flags = np.bitwise_or.reduceat(flag, first)
+        lengths, ends = np.add.reduceat(length, first), np.maximum.reduceat(end_time_ns, first)
+        finals = np.maximum.reduceat(np.where(final_row >= 0, np.arange(len(group)), -1), first)
+        before = np.cumsum(length) - length
+        is_gap = (length > 0) & (start != before - before[first][group])
+        is_dropped = (flags & DROPPED) > 0
+        is_broken = np.logical_or.reduceat(is_gap, first) & ~is_dropped
+        is_undecided = ((flags & TENTATIVE) > 0) & ((flags & (TERMINATED | TRUNCATED)) == 0)
+        self._broken_writers = np.unique(writer[first[is_broken]])
+        self.num_dropped, self.num_broken = int(is_dropped.sum()), int(is_broken.sum())
+        kept = np.flatnonzero(~is_broken & ~is_dropped & ~is_undecided & (lengths > 0))
+        heads = first[kept]
+        order = np.lexsort((trajectory[heads], writer[heads], ends[kept]))
+        kept, heads = kept[order], heads[order]
+        self.flags, self.end_time_ns, finals = flags[kept].astype(np.int64), ends[kept], finals[kept]
+        self.env, self.writer, self.number = env[heads], writer[heads], trajectory[heads]
+        self.final_block = np.where(finals >= 0, block[finals], -1)
+        self.final_row = np.where(finals >= 0, final_row[finals], -1)
+        rank = np.full(len(first), -1, np.int64)
+        rank[kept] = np.arange(len(kept))
+        rank = rank[group]
+        used = np.flatnonzero((rank >= 0) & (length > 0))
+        used = used[stable_order(rank[used])]
+        rank, block, row, length = rank[used], block[used], row[used], length[used]
+        # Fragments that follow each other in a trajectory and in a block are one.
+        frame, num_frames = np.cumsum(length) - length, int(length.sum())
+        is_head = _changes(rank)
+        is_start = is_head | _changes(block, row - frame)
+        self.fragment_block, self.fragment_row = block[is_start], row[is_start]
+        self.fragment_frame = np.append(frame[is_start], num_frames)
+        self.first_frame = np.append(frame[is_head], num_frames)
+
+    def arrays(self) -> dict[str, Int64s]:
+        """All that was computed, in the form that `__init__` takes as `built` for the same blocks."""
+        return {
+            "counts": np.array([self.num_dropped, self.num_broken]),
+            **{name: vars(self)[name] for name in _COMPUTED},
+        }
+
+    def is_valid(self, num_rows: Int64s, num_finals: Int64s) -> bool:
+        """Check an index that was `built` elsewhere; int64 `[B]`, rows in the two tables of each block."""
+        sizes, block, row = np.diff(self.fragment_frame), self.fragment_block, self.fragment_row
+        per_trajectory = (self.env, self.writer, self.number, self.final_block, self.final_row, self.end_time_ns)
+        final_block, final_row = self.final_block[self.final_row >= 0], self.final_row[self.final_row >= 0]
+        return (
+            all(len(column) == len(self) == len(self.first_frame) - 1 for column in per_trajectory)
+            and len(sizes) == len(block) == len(row)
+            and self.fragment_frame[0] == self.first_frame[0] == 0
+            and self.fragment_frame[-1] == self.first_frame[-1]
+            and bool((sizes > 0).all() and (np.diff(self.first_frame) > 0).all())
+            and bool((self.fragment_frame[self.first_fragment] == self.first_frame).all())
+            and _within(self.writer, len(self.writers))
+            and _within(block, len(num_rows))
+            and _within(final_block, len(num_rows))
+            and bool((row >= 0).all() and (row <= num_rows[block] - sizes).all())
+            and bool((final_row < num_finals[final_block]).all())
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All that is ever computed: those who map a copy (`sources/shared_memory.py`) add nothing of their own."""
+        return {**vars(self), **{name: getattr(self, name) for name in _LAZY}}
+
+    def __len__(self) -> int:
+        return len(self.flags)
+
+    @property
+    def num_frames(self) -> int:
+        return int(self.first_frame[-1])
+
+    @cached_property
+    def lengths(self) -> Int64s:
+        """int64 `[M]`: frames of each trajectory."""
+        return np.diff(self.first_frame)
+
+    @cached_property
+    def first_fragment(self) -> Int64s:
+        """int64 `[M + 1]`: where the fragments of each trajectory begin."""
+        first: Int64s = self.fragment_frame.searchsorted(self.first_frame)
+        return first
+
+    def is_complete(self) -> np.ndarray:
+        """bool `[M]`: the trajectory will not grow any more."""
+        return (self.flags & COMPLETE) > 0
+
+    def is_present(self) -> np.ndarray:
+        """bool `[M]`: all its blocks are still in their folder."""
+        present = np.ones(len(self), bool)
+        if self.num_present < len(self.blocks):
+            gone = np.flatnonzero(self.fragment_block >= self.num_present)
+            present[np.searchsorted(self.first_frame, self.fragment_frame[gone], side="right") - 1] = False
+        return present
+
+    def broken_problem(self, where: str) -> DataFileError:
+        """Build the error for trajectories that were left out; it names the blocks that are not here."""
+        named = []
+        for writer in (self.writers[number] for number in TrajectoryIndex(self.blocks)._broken_writers.tolist()):
+            present = sorted(block.sequence for block in self.blocks if block.writer == writer)
+            gaps = [(before + 1, after) for before, after in zip([-1, *present], present, strict=False)]
+            texts = [f"{first}" if stop == first + 1 else f"{first}:{stop}" for first, stop in gaps if stop > first]
+            named.append(f"{', '.join(texts[:4])} of writer {writer!r}")
+        more = f" and of {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
+        which = "; ".join(named[:_NUM_NAMED])
+        got = f"{self.num_broken} without all of their blocks, where there is no block {which}{more}"
+        advice = "They are left out; bring the blocks back, unless they were removed on purpose"
+        return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
+
+    def trajectories_in(self, blocks: Sequence[int]) -> Int64s:
+        """Trajectories with a frame or the final observation in one of these blocks, int64, ascending."""
+        frames = self.fragment_frame[:-1][np.isin(self.fragment_block, blocks)]
+        played = np.searchsorted(self.first_frame, frames, side="right") - 1
+        return np.union1d(played, np.flatnonzero(np.isin(self.final_block, blocks)))
+
+    def blocks_of(self, trajectories: Int64s) -> list[Block]:
+        """The blocks that hold frames or final observations of these trajectories."""
+        used = set(self.final_block[trajectories].tolist()) - {-1}
+        for trajectory in trajectories.tolist():
+            first, stop = self.first_fragment[trajectory : trajectory + 2].tolist()
+            used.update(self.fragment_block[first:stop].tolist())
+        return [self.blocks[block] for block in sorted(used)]
+
+    def writers_upto(self) -> dict[str, int]:
+        """Writer -> the last sequence number among the blocks that are present, edits left out."""
+        found: dict[str, int] = {}
+        for block in self.blocks[: self.num_present]:
+            if not block.is_edit:
+                found[block.writer] = max(found.get(block.writer, -1), block.sequence)
+        return found
+
+    def edits(self) -> dict[str, int]:
+        """Writer -> the number of its block of edits, of those that have one."""
+        return {block.writer: number for number, block in enumerate(self.blocks) if block.is_edit}
+
+    def lost_block(self, block: int, got: str, is_gone: bool = True) -> LostBlockError:
+        """Build the error for a block that is gone, or damaged; it names the trajectories."""
+        keys = self.keys(self.trajectories_in([block]))
+        named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
+        named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
+        action = f"play trajectory {', '.join(named)}" if named else "read the block"
+        expected = "the file as it was when it was found"
+        advice = "A stream goes on with other trajectories"
+        advice += "; for windows, open the dataset again" if is_gone else ""
+        lost = LostBlockError(action, f"in {str(self.blocks[block].path)!r}", expected, got, advice)
+        lost.key, lost.block = self.blocks[block].key, block
+        return lost
+
+    def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
+        """bool, for each of these: the value after its last frame counts: ended by a limit, or cut there."""
+        is_timeout: np.ndarray = (self.end[trajectories] != _TERMINATED) & ~self.is_end_unknown(trajectories)
+        return is_timeout
+
+    @cached_property
+    def has_unknown_ends(self) -> bool:
+        """Whether there is a trajectory whose file does not tell how it ended."""
+        return bool(self.is_end_unknown().any())
+
+    def is_end_unknown(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
+        """bool, for each of these: its file does not tell how it ended."""
+        is_unknown: np.ndarray = (self.flags[trajectories] & END_UNKNOWN) > 0
+        return is_unknown
+
+    def random_keys(self, trajectories: Int64s, seed: int, with_folder: bool = True) -> np.ndarray:
+        """uint64, a random number for each of these: see `random_keys`.
+
+        With several folders, `with_folder` tells trajectories of equal names in two of them apart.
+        """
+        keys = self._name_keys if with_folder else self._keys_of([name[name.find(":") + 1 :] for name in self.writers])
+        return random_keys(keys[trajectories], seed)
+
+    @cached_property
+    def _name_keys(self) -> np.ndarray:
+        return self._keys_of(self.writers)
+
+    def _keys_of(self, writers: Sequence[str]) -> np.ndarray:
+        return name_keys(writers, self.writer, self.number)
+
+    def name(self, trajectory: int) -> list[Any]:
+        """Name a trajectory so that its place in the order is known when it is gone: end, writer, number."""
+        writer = self.writers[int(self.writer[trajectory])]
+        return [int(self.end_time_ns[trajectory]), writer, int(self.number[trajectory])]
+
+    def num_before(self, end_time_ns: int, writer: str, number: int) -> int:
+        """Count the trajectories that come before one of this name, whether or not it is here."""
+        first, stop = _equal(self.end_time_ns, end_time_ns)
+        place = bisect_left(self.writers, writer)
+        first, stop = (first + near for near in _equal(self.writer[first:stop], place))
+        if place < len(self.writers) and self.writers[place] == writer:
+            first += int(self.number[first:stop].searchsorted(number))
+        return first
+
+    def keys(self, trajectories: Int64s | slice = _ALL) -> list[tuple[str, int]]:
+        """Name trajectories so that another snapshot of the same folders can find them."""
+        writers, numbers = self.writer[trajectories].tolist(), self.number[trajectories].tolist()
+        return [(self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)]
+
+    def places_in(self, other: TrajectoryIndex, trajectories: Int64s) -> Int64s:
+        """Positions in another index of trajectories of this one, int64; -1 for those that are not there."""
+        number_of = {name: number for number, name in enumerate(other.writers)}
+        translated = np.array([number_of.get(name, -1) for name in self.writers], np.int64)
+        number = np.concatenate([other.number, self.number[trajectories]])
+        writer = np.concatenate([other.writer, translated[self.writer[trajectories]]])
+        order = np.lexsort((number, writer))  # stable: the other's come first
+        is_new = _changes(writer[order], number[order]) if len(order) else np.zeros(0, bool)
+        places = np.empty(len(order), np.int64)
+        places[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
+        found = places[len(other) :]
+        return np.where(found < len(other), found, -1)
+
+    def find(self, keys: Sequence[tuple[str, int]]) -> Int64s:
+        """Positions of trajectories named by `keys`, int64; -1 for those that are not here."""
+        near = np.flatnonzero(np.isin(self.number, np.array([number for _, number in keys], np.int64)))
+        at = dict(zip(self.keys(near), near.tolist(), strict=True))
+        return np.array([at.get(key, -1) for key in keys], np.int64)
+
+    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
+        """Turn pieces of trajectories into runs of rows, vectorized.
+
+        Args:
+            trajectory, frame, count: int64 `[P]`: `count` frames from `frame` on, within the trajectory.
+            target: int64 `[P]`, ascending: the first output row of each piece.
+
+        Returns:
+            Runs sorted by target; a piece makes one run for each fragment that it touches.
+        """
+        start = self.first_frame[trajectory] + frame
+        stop = start + count
+        fragment = self.first_fragment[trajectory]
+        # A search goes through all fragments: 4,096 of 10^6 take 1.8 ms, where a look at the first one takes 0.1.
+        if len(later := (start >= self.fragment_frame[fragment + 1]).nonzero()[0]):
+            fragment[later] = self.fragment_frame.searchsorted(start[later], side="right") - 1
+        if (stop > self.fragment_frame[fragment + 1]).any():
+            num_runs = self.fragment_frame.searchsorted(stop - 1, side="right") - fragment
+            piece, fragment = np.repeat(np.arange(len(start)), num_runs), counted_from(fragment, num_runs)
+            start, stop, target = start[piece], stop[piece], target[piece]
+            low = np.maximum(self.fragment_frame[fragment], start)
+            stop = np.minimum(self.fragment_frame[fragment + 1], stop)
+            target, start = target + low - start, low
+        row = self.fragment_row[fragment] + start - self.fragment_frame[fragment]
+        return Runs(target, self.fragment_block[fragment], row, stop - start)
+
+
+def name_keys(names: Sequence[str], writer: Int64s, number: Int64s) -> np.ndarray:
+    """uint64, one number for (name of its writer, number within it) of each trajectory."""
+    sums = np.array([crc32(name.encode()) for name in names], np.uint64)
+    keys: np.ndarray = sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
+    return keys
+
+
+def random_keys(keys: np.ndarray, seed: int) -> np.ndarray:
+    """uint64, a random number for each of the `name_keys`: a function of it and the seed alone."""
+    return mixed(keys ^ mixed(np.full(1, seed % 2**64, np.uint64)))
+
+
+def mixed(x: np.ndarray) -> np.ndarray:
+    """Scramble uint64 numbers, one to one: the finalizer of splitmix64 (Steele et al. 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def stable_order(keys: np.ndarray) -> Int64s:
+    """Sort keys in [0, 2**32), equal ones as they stand: int64 `[len(keys)]`, which comes first, second, ...
+
+    Key and place are sorted as one number, which numpy does in vector instructions: 34 us for 10,000 keys; its stable
+    `argsort` takes 600, torch's sort 480.
+    """
+    packed = keys.astype(np.uint64) << np.uint64(32) | np.arange(len(keys), dtype=np.uint64)
+    packed.sort()
+    order: Int64s = (packed & np.uint64((1 << 32) - 1)).view(np.int64)
+    return order
+
+
+def share_of(number: int, *shares: float) -> int:
+    """Return the sum of some shares of a number, rounded to the nearest integer, halves up.
+
+    A share is the decimal number that Python shows for it: 0.3 is 3/10, although its float is a little less.
+    """
+    exact = sum((Fraction(repr(float(share))) for share in shares), Fraction())
+    return floor(number * exact + Fraction(1, 2))
+
+
+def counted_from(first: Int64s, count: Int64s) -> Int64s:
+    """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
+    numbers: Int64s = (first - count.cumsum() + count).repeat(count)
+    return numbers + np.arange(len(numbers))
+
+
+def _equal(values: Int64s, value: int) -> tuple[int, int]:
+    """Between which places ascending values are equal to this one."""
+    return int(values.searchsorted(value)), int(values.searchsorted(value, "right"))
+
+
+def _within(values: Int64s, stop: int) -> bool:
+    return bool(((values >= 0) & (values < stop)).all())
+
+
+def joined_fragments(blocks: Sequence[Block]) -> np.ndarray:
+    """The fragments of all blocks, one block after the other: a new array of `FRAGMENT_DTYPE`."""
+    # As bytes: joining structured arrays compares their fields block by block, which takes longer than the rest.
+    parts = [np.ascontiguousarray(block.fragments, FRAGMENT_DTYPE).view(np.uint8) for block in blocks]
+    return np.concatenate([np.zeros(0, np.uint8), *parts]).view(FRAGMENT_DTYPE)
+
+
+def _changes(*columns: Int64s) -> np.ndarray:
+    """bool, the row differs from the one before it in one of the columns; True for the first."""
+    is_new = np.ones(len(columns[0]), bool)
+    is_new[1:] = False
+    for column in columns:
+        is_new[1:] |= column[1:] != column[:-1]
+    return is_new

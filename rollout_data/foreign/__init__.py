@@ -1,1 +1,0 @@
-"""Other systems' files as plain arrays and tables; executes nothing that a file contains."""

@@ -1,1 +1,0 @@
-"""Writers of other systems' files."""

@@ -1,1 +1,0 @@
-"""Reads and writes the bytes of block files, with all checks."""

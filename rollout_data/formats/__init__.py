@@ -1,0 +1,1 @@
+"""Readers and writers of other formats; nothing that a file contains is executed."""

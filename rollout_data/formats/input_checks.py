@@ -1,0 +1,107 @@
+"""What readers ask before they touch a file: does it lie within, is it small enough, is the package there.
+
+One rule: a name that a file gives leads to no other place than the folder that was opened.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from storage.core.durable import MAX_JSON_BYTES, read_text
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
+
+from ..sources.natural_order import natural
+
+
+def optional(module: str, package: str, extra: str, what: str) -> Any:
+    """Import the module of a package that reads `what`, for example "video".
+
+    Raises:
+        UsageError: The package is not installed; names the extra that brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as cause:
+        advice = f"Install it with: pip install 'rollout-data[{extra}]'"
+        raise UsageError(f"read {what}", "", f"the package {package}", str(cause), advice) from cause
+
+
+def file_inside(root: Path, name: str) -> Path:
+    """Give the path of a regular file `name` below `root`, links followed.
+
+    A folder of the Hugging Face cache, `snapshots/<revision>`, may link to `blobs` beside `snapshots`.
+
+    Raises:
+        UnsafeFileError: It lies elsewhere.
+        CorruptFileError: It is not there, or no regular file.
+    """
+    path, real_root = Path(os.path.abspath(root / name)), os.path.realpath(root)
+    places = [real_root]
+    if os.path.basename(os.path.dirname(real_root)) == "snapshots":
+        places.append(os.path.join(os.path.dirname(os.path.dirname(real_root)), "blobs"))
+    if "\0" in name or not any(_is_below(os.path.realpath(path), place) for place in places):
+        raise UnsafeFileError("open", repr(name), f"a file below {str(root)!r}", "a path that leads out of it")
+    if not path.is_file():
+        got = "something else" if path.exists() else "nothing of that name"
+        raise CorruptFileError("open", repr(str(path)), "a file", got)
+    return path
+
+
+def _is_below(real_path: str, real_root: str) -> bool:
+    return real_path.startswith(real_root.rstrip(os.sep) + os.sep)
+
+
+def listed(folder: Path, endings: tuple[str, ...] = ("",)) -> list[Path]:
+    """List what lies in a folder by the numbers in its names, hidden ones left out; nothing is opened."""
+    names = (one.name for one in folder.iterdir() if one.name.endswith(endings) and not one.name.startswith("."))
+    return [folder / name for name in sorted(names, key=natural)]
+
+
+def parse_json(text: str, path: Path) -> Any:
+    """Parse JSON; infinities and NaN, as Python writes them, are numbers."""
+    try:
+        return json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as cause:
+        raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)[:200]).of("metadata") from cause
+
+
+def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object of another system: in its order, with all its keys.
+
+    Raises:
+        CorruptFileError: It is too large, or no JSON object.
+    """
+    found = parse_json(read_text(path, max_bytes=max_bytes), path)
+    if not isinstance(found, dict):
+        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__).of("metadata")
+    return found
+
+
+@contextmanager
+def of_kind(kind: str) -> Iterator[None]:
+    """Say what kind of defect it is that is found within; also a decorator."""
+    try:
+        yield
+    except DataFileError as problem:
+        problem.of(kind)
+        raise
+
+
+@contextmanager
+def damage_named(action: str, where: str, expected: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn what a library raises because of a damaged file into one error."""
+    try:
+        yield
+    except kinds as cause:
+        if isinstance(cause, RolloutDataError):
+            raise
+        got = f"{type(cause).__name__}: {cause}".split("\n")[0][:200]
+        raise CorruptFileError(action, where, expected, got) from cause
+    except MemoryError as cause:
+        raise DataFileError(action, where, expected, "more than the memory holds") from cause

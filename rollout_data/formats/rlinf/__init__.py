@@ -1,0 +1,1 @@
+"""RLinf's trajectory checkpoints: reading and writing them."""

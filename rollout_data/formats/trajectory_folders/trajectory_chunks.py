@@ -1,0 +1,256 @@
+"""The chunks of a trajectory folder: what each holds, which are kept, and which trajectories they make.
+
+One rule: a chunk is described once, as a `Chunk`; what its folder makes of it is decided on descriptions alone. A
+folder is meant to be one trajectory; where it holds more, or less than all of it, that is repaired and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedIOBase, BufferedReader, FileIO
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from storage.core.fields import dtype_name
+from storage.errors import CorruptFileError, DataFileError
+
+from ...blocks.block_header import FIRST, FRAGMENT_DTYPE, OPEN, TERMINATED, TRUNCATED
+from .pickled_arrays import StoredArray
+from .restricted_pickle import describe_pickle
+from .trajectory_listing import ChunkFile
+
+OBSERVATIONS, COMPONENT_PREFIX = "observations", "obs_"
+PRIVILEGED, ACTIONS, REWARDS, DONES = "privileged_observations", "actions", "rewards", "dones"
+TIMEOUTS = ("timeouts", "timeout")
+_UNREAD = {"values"}
+#: The ends of a chunk are read into memory while a dataset is opened.
+MAX_FRAMES = 1 << 26
+#: Something put right in a chunk: expected, got, what was done.
+Repair = tuple[str, str, str]
+
+
+class StoredField(NamedTuple):
+    """One array of a chunk: its key, the shape of one row, its dtype's name."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.dtype}{list(self.shape)}"
+
+
+Signature = tuple[StoredField, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is known of a readable chunk.
+
+    Attributes:
+        file: Its name, place and time.
+        num_frames: Length of its arrays.
+        signature: The arrays that are fields.
+        ends: int64, rows at which a trajectory ends.
+        is_timeout: bool, for each end.
+        repairs: What had to be put right in it.
+    """
+
+    file: ChunkFile
+    num_frames: int
+    signature: Signature
+    ends: np.ndarray
+    is_timeout: np.ndarray
+    repairs: tuple[Repair, ...]
+
+
+class OpenChunk(NamedTuple):
+    """A chunk open for reading; only its description is in memory."""
+
+    file: BufferedIOBase
+    path: Path
+    arrays: dict[str, StoredArray]
+    num_frames: int
+    repairs: list[Repair]
+
+    @property
+    def signature(self) -> Signature:
+        """The arrays that are fields; components are flat."""
+        shapes = {key: array.shape[1:] for key, array in self.arrays.items() if key not in (DONES, *TIMEOUTS)}
+        return tuple(
+            StoredField(key, (prod(shape),) if _is_component(key) else shape, dtype_name(self.arrays[key].dtype))
+            for key, shape in shapes.items()
+        )
+
+    def read(self, key: str) -> np.ndarray:
+        return self.arrays[key].read(self.file, self.path)
+
+
+@contextmanager
+def open_chunk(path: Path) -> Iterator[OpenChunk]:
+    """Open a chunk and describe its arrays.
+
+    Raises:
+        DataFileError: It is not a chunk of this layout; the subclass and the text say why.
+        OSError: It cannot be opened.
+    """
+    with BufferedReader(FileIO(path), 1 << 15) as file:
+        arrays, repairs = _known_arrays(path, describe_pickle(file, path))
+        yield OpenChunk(file, path, arrays, _num_frames(path, arrays), repairs)
+
+
+def scan_chunk(file: ChunkFile) -> Chunk:
+    """Read what must be known of a chunk before its rows are wanted: a few kilobytes of it."""
+    with open_chunk(file.path) as chunk:
+        is_done = _flags(chunk, DONES)
+        timeout_keys = [key for key in TIMEOUTS if key in chunk.arrays]
+        is_timeout = _flags(chunk, timeout_keys[0]) if timeout_keys else np.zeros_like(is_done)
+        if (is_timeout & ~is_done).any():
+            chunk.repairs.append(("timeouts only where dones are", "one without", "Taken as the end of a trajectory"))
+        ends = np.flatnonzero(is_done | is_timeout)
+        return Chunk(file, chunk.num_frames, chunk.signature, ends, is_timeout[ends], tuple(chunk.repairs))
+
+
+def chunk_problem(path: Path, expected: str, got: str, advice: str = "") -> DataFileError:
+    """Build the error for a chunk that is not what this layout says."""
+    return DataFileError("read the chunk", repr(str(path)), expected, got, advice)
+
+
+def _is_component(key: str) -> bool:
+    return key.startswith(COMPONENT_PREFIX) and len(key) > len(COMPONENT_PREFIX) and "/" not in key
+
+
+def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, StoredArray], list[Repair]]:
+    """Pick the arrays of this layout: observation or its components, then the rest, in one order for all chunks.
+
+    Optional arrays whose rows have no values are left out: they were not recorded.
+    """
+    repairs: list[Repair] = []
+    observations = [OBSERVATIONS] if OBSERVATIONS in content else [key for key in content if _is_component(key)]
+    required, there = [*observations, ACTIONS, DONES], f"{', '.join(map(repr, content))}"[:200]
+    for key in (ACTIONS, DONES):
+        if key not in content:
+            raise chunk_problem(path, f"an array {key!r}", f"only {there}")
+    if not observations:
+        raise chunk_problem(path, f"{OBSERVATIONS!r} or components 'obs_*'", there)
+    wanted = [*observations, PRIVILEGED, ACTIONS, REWARDS, DONES, *TIMEOUTS]
+    if ignored := [key for key in content if key not in wanted and key not in _UNREAD]:
+        repairs.append(("the arrays of this layout", f"also {', '.join(map(repr, ignored))}"[:200], "Left out"))
+    arrays = {}
+    for key in wanted:
+        value = content.get(key)
+        if type(value) is tuple:  # the older writer leaves a trailing comma behind it
+            repairs.append((f"{key!r} as an array", "a tuple that holds it", "Taken as the array"))
+            value = value[0] if len(value) == 1 else value
+        if not isinstance(value, StoredArray):
+            if value is not None or key in required:
+                raise chunk_problem(path, f"{key!r} as an array", type(value).__name__)
+        elif prod(value.shape[1:]):
+            arrays[key] = value
+        elif key not in (PRIVILEGED, REWARDS):
+            raise chunk_problem(path, f"{key!r} with at least one value per frame", f"the shape {list(value.shape)}")
+    return arrays, repairs
+
+
+def _num_frames(path: Path, arrays: dict[str, StoredArray]) -> int:
+    lengths = {key: array.shape[0] if array.shape else -1 for key, array in arrays.items()}
+    num_frames = lengths[DONES]
+    for key, length in lengths.items():
+        if length != num_frames or length < 0:
+            got = f"{length}" if length >= 0 else "a single value"
+            expected = f"{num_frames} frames in {key!r}, as in {DONES!r}"
+            raise chunk_problem(path, expected, got).of("counts")
+    if num_frames > MAX_FRAMES:
+        raise chunk_problem(path, f"at most {MAX_FRAMES} frames", str(num_frames))
+    return num_frames
+
+
+def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
+    """Read dones or timeouts of any numeric dtype, `[T]` or `[T, 1]`, as bool `[T]`."""
+    shape = chunk.arrays[key].shape
+    if shape[1:] not in ((), (1,)):
+        raise chunk_problem(chunk.path, f"{key!r} of shape [T] or [T, 1]", f"{list(shape)}")
+    values = chunk.read(key).reshape(-1)
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise chunk_problem(chunk.path, f"finite {key!r}", "NaN or infinity")
+    flags: np.ndarray = values.view(np.uint8) != 0 if values.dtype == bool else values != 0
+    return flags
+
+
+def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[DataFileError]]:
+    """Choose the chunks that make one run of frames from 0 on; report all others.
+
+    Of chunks with equal START the newest is kept (a resumed collector writes the same frames
+    again). The length of the arrays rules over END in the name.
+    """
+    problems: list[DataFileError] = []
+    newest: dict[int, Chunk] = {}
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.file.mtime_ns, chunk.file.stop, chunk.file.path)):
+        start = chunk.file.start
+        if chunk.num_frames == 0:
+            problems.append(chunk_problem(chunk.file.path, "at least one frame", "none", "Left out"))
+            continue
+        if start in newest:
+            got = f"also the newer {chunk.file.path.name!r}"
+            advice = "The older one is left out"
+            wrong = chunk_problem(newest[start].file.path, f"one chunk from frame {start} on", got, advice)
+            problems.append(wrong.of("overlap", folder.name))
+        newest[start] = chunk
+    kept: list[Chunk] = []
+    position = 0
+    while position in newest:
+        kept.append(newest.pop(position))
+        position += kept[-1].num_frames
+        file, num_frames = kept[-1].file, kept[-1].num_frames
+        if file.stop - file.start != num_frames:
+            expected, advice = f"{file.stop - file.start} frames, as its name says", "Read at the length of its arrays"
+            problems.append(chunk_problem(file.path, expected, f"{num_frames}", advice).of("counts", folder.name))
+    if newest:
+        more = f" and {len(newest) - 1} more" if len(newest) > 1 else ""
+        advice = f"Read the first {position} frames and left out the rest" if position else "Skipped the folder"
+        expected, got = f"a chunk from frame {position} on", f"only {newest[min(newest)].file.path.name!r}{more}"
+        kind = "overlap" if min(newest) < position else "gap"
+        wrong = CorruptFileError("read the trajectory", repr(str(folder)), expected, got, advice)
+        problems.append(wrong.of(kind, folder.name))
+    return kept, problems
+
+
+def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray, np.ndarray, list[DataFileError]]:
+    """Cut the joined chunks of a folder at every recorded end.
+
+    A last trajectory without an end is open: the recording stopped before it ended.
+
+    Returns:
+        The fragments, one for each run of frames in one chunk and one trajectory: `FRAGMENT_DTYPE`, `trajectory`
+        counts from 0, times are 0; int64, position of each fragment's chunk, ascending; and what is to be reported.
+    """
+    lengths = np.array([chunk.num_frames for chunk in chunks], np.int64)
+    total = int(lengths.sum())
+    chunk_starts = np.cumsum(lengths) - lengths
+    ends = np.concatenate([chunk.ends + start for chunk, start in zip(chunks, chunk_starts, strict=True)])
+    kinds = np.where(np.concatenate([chunk.is_timeout for chunk in chunks]), TRUNCATED, TERMINATED)
+    stops = ends + 1
+    if not len(stops) or stops[-1] < total:
+        stops, kinds = np.append(stops, total), np.append(kinds, OPEN)
+    firsts = np.append(0, stops[:-1])
+    starts = np.union1d(chunk_starts, firsts)
+    chunk = np.searchsorted(chunk_starts, starts, side="right") - 1
+    trajectory = np.searchsorted(firsts, starts, side="right") - 1
+    fragments = np.zeros(len(starts), FRAGMENT_DTYPE)
+    fragments["trajectory"], fragments["start"] = trajectory, starts - firsts[trajectory]
+    fragments["length"], fragments["row"] = np.diff(np.append(starts, total)), starts - chunk_starts[chunk]
+    fragments["final_row"] = fragments["policy_version"] = -1
+    is_last = starts + fragments["length"] == stops[trajectory]
+    fragments["flags"] = np.where(fragments["start"] == 0, FIRST, 0) | np.where(is_last, kinds[trajectory], 0)
+    if len(firsts) == 1:
+        return fragments, chunk, []
+    inside = int((stops < total).sum())
+    got = f"{inside} inside" + (f", the first at frame {int(ends[0])}" if inside else "")
+    action, advice = "read as one trajectory", f"Split into {len(firsts)} trajectories"
+    wrong = DataFileError(action, repr(str(folder)), "an end at the last frame", got, advice)
+    return fragments, chunk, [wrong.of("inside", folder.name)]

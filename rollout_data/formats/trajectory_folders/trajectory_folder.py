@@ -1,0 +1,334 @@
+"""The older layout, `trajectory_K/traj_START_END.pickle` beside `metadata.json`, read only.
+
+One rule: nothing on disk is changed and nothing in it is run. What is repaired, skipped or refused is one entry in
+`problems`, and the good data beside it loads. The chunks say which fields there are (keys, widths, dtypes), and the
+metadata what they mean (order, shape and codec of components). Names are the subject of `trajectory_listing.py`, chunks
+and what makes trajectories of them that of `trajectory_chunks.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.codecs.codecs import VALUE_CODECS
+from storage.core.fields import Field, Schema
+from storage.core.threads import each
+from storage.errors import CorruptFileError, DataFileError, ForeignFileError, nearest
+
+from ...blocks.block_header import DATA, FRAGMENT_DTYPE, layouts_of
+from .pickled_arrays import TruncatedPickleError
+from .trajectory_chunks import (
+    ACTIONS,
+    COMPONENT_PREFIX,
+    OBSERVATIONS,
+    PRIVILEGED,
+    REWARDS,
+    Chunk,
+    Repair,
+    Signature,
+    chunk_problem,
+    cut_trajectories,
+    join_chunks,
+    open_chunk,
+    scan_chunk,
+)
+from .trajectory_listing import MAPPING, METADATA_NAME, SEGMENTS, ChunkFile, list_trajectory_folders, read_metadata
+
+_FIELD_OF_KEY = {
+    OBSERVATIONS: "observation",
+    PRIVILEGED: "privileged_observation",
+    ACTIONS: "action",
+    REWARDS: "reward",
+}
+_COMPONENT = "observation/"
+
+#: Threads cost 30 % where the pages are in memory, as walking a pickle holds the interpreter's lock, and help where the
+#: disk is waited for. The first chunks tell which.
+_NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
+#: The older writer writes chunks in place: a last one that breaks off is left alone while it has changed so lately.
+_WRITING_NS = 10 * 10**9
+#: Of a folder: what orders it among others, the chunks that were kept, and what `cut_trajectories` gives.
+_Joined = tuple[tuple[int, int, str], list[Chunk], np.ndarray, np.ndarray]
+_CUT = "Left out, with what follows it in its trajectory"
+
+
+@dataclass(frozen=True, eq=False)
+class FolderScan:
+    """What is known of a dataset of trajectory folders without keeping a row of it.
+
+    Attributes:
+        data_dir: The folder.
+        schema: The fields as users see them; empty if nothing could be read.
+        metadata: metadata.json with its order and unknown keys; {} if missing or half-written.
+        chunk_paths: The files that hold kept frames; fragments refer to them by position.
+        fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
+            `row` is the first row within the chunk; trajectories are numbered in their order
+            (modification time of the last chunk, number of the folder, path), and
+            `end_time_ns` freezes that order as strictly increasing numbers.
+        chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
+        problems: All that was repaired, skipped or refused, each naming the file and what was done.
+        known: Every readable chunk by name, size and time, for the next scan.
+        signature: The arrays that the kept chunks have; () as long as there is none.
+    """
+
+    data_dir: Path
+    schema: Schema
+    metadata: dict[str, Any]
+    chunk_paths: tuple[Path, ...]
+    fragments: np.ndarray
+    chunk_of: np.ndarray
+    problems: tuple[DataFileError, ...]
+    known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
+    signature: Signature = ()
+
+
+def scan_trajectory_folder(
+    data_dir: str | os.PathLike[str], *, previous: FolderScan | None = None, without: Collection[ChunkFile] = ()
+) -> FolderScan:
+    """Look at every chunk once and say which trajectories are there.
+
+    Args:
+        data_dir: The folder; all folders below it are searched.
+        previous: An earlier scan of this folder: only chunks that are new or have changed are opened, and
+            once there was one, the fields stay as they were.
+        without: Files to leave out, as they could not be read to their end.
+
+    Raises:
+        UsageError: `data_dir` is not a folder.
+        DataFileError: It may not be listed.
+        ForeignFileError: The observation is coded in an unknown way.
+    """
+    data_dir = Path(data_dir)
+    folders, problems = list_trajectory_folders(data_dir)
+    metadata, metadata_problems = read_metadata(data_dir, folders)
+    files = [file for folder in folders for file in folder.files if file not in without]
+    known = previous.known if previous else {}
+    known_paths = {file.path for file in known}
+    scanned = _scan_chunks([file for file in files if file not in known])
+    scanned = {file: known[file] if file in known else scanned[file] for file in files}
+    readable = {file: chunk for file, chunk in scanned.items() if isinstance(chunk, Chunk)}
+    chunks = readable.values()
+    signature, schema, contradictions = _fields(chunks, metadata, data_dir / METADATA_NAME, previous)
+    problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
+    joined: list[_Joined] = []
+    for folder in folders:
+        good = []
+        for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
+            if isinstance(found, DataFileError):
+                is_new_end = file == folder.files[-1] and file.path not in known_paths
+                is_recent = abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
+                is_cut = isinstance(found.__cause__, TruncatedPickleError)
+                problems += [] if is_new_end and is_cut and is_recent else [found]  # the next scan takes or reports it
+            elif found.signature != signature:
+                expected, got = _difference(signature, found.signature)
+                advice = f"{_CUT}; move it to a dataset of its own to read it"
+                wrong = chunk_problem(file.path, f"{expected}, as in most chunks", got, advice)
+                problems.append(wrong.of("fields", folder.path.name))
+            else:
+                good.append(found)
+        kept, chain_problems = join_chunks(folder.path, good)
+        problems += chain_problems
+        if kept:
+            fragments, chunk_of, cut_problems = cut_trajectories(folder.path, kept)
+            problems += cut_problems
+            order = kept[-1].file.mtime_ns, folder.number, str(folder.path)
+            joined.append((order, kept, fragments, chunk_of))
+    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable, signature)
+
+
+def _fields(
+    chunks: Iterable[Chunk], metadata: Mapping[str, Any], path: Path, previous: FolderScan | None
+) -> tuple[Signature, Schema, list[DataFileError]]:
+    """Choose the arrays that are read, and the fields they make: those of before, if there were any."""
+    if previous is None or not previous.signature:
+        frames = Counter[Signature]()  # so that one odd chunk cannot rule out all others
+        for chunk in chunks:
+            frames[chunk.signature] += chunk.num_frames
+        signature = max(frames, key=frames.__getitem__, default=())
+        return signature, *_build_schema(signature, metadata, path)
+    signature, schema = previous.signature, previous.schema
+    try:
+        described, problems = _build_schema(signature, metadata, path)
+    except ForeignFileError as problem:
+        return signature, schema, [problem]
+    if metadata and (difference := schema.difference(described)):
+        advice = "Read as before; to read it by these, open the dataset again"
+        expected = "the same description as when the dataset was opened"
+        problems = [DataFileError("use the metadata", repr(str(path)), expected, difference, advice)]
+    return signature, schema, problems
+
+
+def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
+    """Say in words where two signatures differ first: (expected, got)."""
+    mine, theirs = ({field.key: field for field in signature} for signature in (expected, got))
+    for key in {**mine, **theirs}:
+        if mine.get(key) != theirs.get(key):
+            return str(mine.get(key, f"no {key}")), str(theirs.get(key, f"no {key}"))
+    return f"the order {', '.join(mine)}", ", ".join(theirs)
+
+
+def _build_schema(
+    signature: Signature, metadata: Mapping[str, Any], metadata_path: Path
+) -> tuple[Schema, list[DataFileError]]:
+    """Declare the fields as users see them; say where metadata and chunks contradict each other (the chunks rule).
+
+    Raises:
+        ForeignFileError: A component that was recorded is coded in an unknown way.
+    """
+    problems: list[DataFileError] = []
+
+    def report(expected: str, got: str, advice: str = "The chunks rule") -> None:
+        wrong = DataFileError("use the metadata", repr(str(metadata_path)), expected, got, advice)
+        problems.append(wrong.of("description"))
+
+    segments: Any = metadata.get(SEGMENTS)
+    mapping: Any = metadata.get(MAPPING)
+    if segments is not None and not _are_shapes(segments):
+        advice = "Read without them: the components stand in the order of the chunks"
+        report(f"{SEGMENTS} as an object of name -> shape", "something else", advice)
+    segments = segments if _are_shapes(segments) else {}
+    mapping = mapping if isinstance(mapping, dict) else {}
+    rank = {COMPONENT_PREFIX + name: position for position, name in enumerate(segments)}
+    components = [stored for stored in signature if stored.key not in _FIELD_OF_KEY]
+    fields = []
+    for stored in sorted(components, key=lambda stored: rank.get(stored.key, len(rank))):
+        name = stored.key.removeprefix(COMPONENT_PREFIX)
+        shape = tuple(segments.get(name, stored.shape))
+        if segments and (name not in segments or prod(shape) != prod(stored.shape)):
+            report(f"{SEGMENTS} as in the chunks", f"{name!r} of {prod(stored.shape)} values in the chunks")
+            shape = stored.shape
+        codec = mapping.get(name, "raw")
+        if not isinstance(codec, str) or codec not in VALUE_CODECS:
+            action, known = f"decode the component {name!r} of", nearest(str(codec), VALUE_CODECS)
+            raise ForeignFileError(action, repr(str(metadata_path)), known, repr(codec))
+        if codec == "raw" and not segments and stored.dtype == "uint8":
+            codec, advice = "normalized_image", "Taken as 'normalized_image', the only codec of this layout"
+            report(f"{MAPPING} for the uint8 {stored.key}", "none", advice)
+        elif codec != "raw" and stored.dtype != (needed := VALUE_CODECS[codec].stored_dtype):
+            expected = f"{needed} in {stored.key}, coded as {codec!r}"
+            report(expected, f"{stored.dtype} in the chunks", "Read as it is, without decoding")
+            codec = "raw"
+        fields.append(Field(_COMPONENT + name, shape, stored.dtype if codec == "raw" else "float32", codec))
+    missing = [key for key in rank if key not in {stored.key for stored in components}]
+    if components and missing:
+        report(f"{SEGMENTS} as in the chunks", f"no {missing[0]} in them")
+    fields += [Field(_FIELD_OF_KEY[s.key], s.shape, s.dtype) for s in signature if s.key in _FIELD_OF_KEY]
+    return Schema(fields), problems
+
+
+def _are_shapes(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(shape, list) for shape in value.values()):
+        return False
+    return all(type(size) is int and size > 0 for shape in value.values() for size in shape)
+
+
+def _scan_chunks(files: list[ChunkFile]) -> dict[ChunkFile, Chunk | DataFileError]:
+    start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+    found = [_try_scan(file) for file in files[:_NUM_TRIAL_CHUNKS]]
+    is_waiting = time.perf_counter() - start_s > 2 * (time.thread_time() - start_cpu_s)
+    found += each(_try_scan, files[_NUM_TRIAL_CHUNKS:], _NUM_THREADS if is_waiting else 1)
+    return dict(zip(files, found, strict=True))
+
+
+def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
+    try:
+        return scan_chunk(file)
+    except DataFileError as error:
+        advice = f"{error.advice}. {_CUT}" if error.advice else _CUT
+        kind = CorruptFileError if isinstance(error, TruncatedPickleError) else type(error)
+        problem = kind(error.action, error.where, error.expected, error.got, advice)
+        problem.__cause__ = error.__cause__ or error
+        problem.of(error.kind)
+    except OSError as error:
+        problem = chunk_problem(file.path, "a readable file", error.strerror or str(error), _CUT)
+        problem.__cause__ = error
+    return problem.of("", file.path.parent.name)
+
+
+def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
+    """Report each kind of repair once, with the first file and the number of the others."""
+    paths: dict[Repair, list[Path]] = {}
+    for chunk in chunks:
+        for repair in chunk.repairs:
+            paths.setdefault(repair, []).append(chunk.file.path)
+    problems = []
+    for repair, repaired in paths.items():
+        more = f" and {len(repaired) - 1} more" if len(repaired) > 1 else ""
+        problems.append(DataFileError("read as it is the chunk", f"{str(repaired[0])!r}{more}", *repair))
+    return problems
+
+
+def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
+    """Number chunks and trajectories in the order of the folders, and freeze that order as times."""
+    paths: list[Path] = []
+    tables, chunk_of = [np.zeros(0, FRAGMENT_DTYPE)], [np.zeros(0, np.int64)]
+    num_trajectories, time_ns = 0, -1
+    for _, chunks, fragments, chunk in sorted(joined, key=itemgetter(0)):
+        time_ns = max(time_ns + 1, chunks[-1].file.mtime_ns)
+        fragments["end_time_ns"] = time_ns + fragments["trajectory"]
+        time_ns = int(fragments["end_time_ns"][-1])
+        fragments["trajectory"] += num_trajectories
+        num_trajectories = int(fragments["trajectory"][-1]) + 1
+        tables.append(fragments)
+        chunk_of.append(chunk + len(paths))
+        paths += [chunk.file.path for chunk in chunks]
+    return tuple(paths), np.concatenate(tables), np.concatenate(chunk_of)
+
+
+def _key_of(field_name: str) -> str:
+    keys = [key for key, name in _FIELD_OF_KEY.items() if name == field_name]
+    return keys[0] if keys else COMPONENT_PREFIX + field_name.removeprefix(_COMPONENT)
+
+
+def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """Read all rows of a chunk.
+
+    Args:
+        scan: Where the chunk was found.
+        chunk: Position in `scan.chunk_paths`.
+        columns: Which columns to read; None for all. The bytes of the others are not touched.
+
+    Returns:
+        Column name (`rollout_data.blocks.row_layout`) -> new uint8 `[num_rows, row_bytes]`.
+
+    Raises:
+        DataFileError: The chunk has changed since it was scanned.
+        OSError: It cannot be opened any more.
+    """
+    layout = layouts_of(scan.schema)[DATA]
+    with open_chunk(scan.chunk_paths[chunk]) as opened:
+        used = scan.fragments[scan.chunk_of == chunk]
+        there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
+        is_same = all(there.get(_key_of(one.name)) == (one.dtype, one.num_elements) for one in layout.stored.values())
+        num_rows = int((used["row"] + used["length"]).max(initial=0))
+        if opened.num_frames < num_rows or not is_same:
+            expected = f"at least {num_rows} frames of {scan.schema}"
+            got = f"{opened.num_frames} of {', '.join(map(str, opened.signature))}"
+            advice = "It has changed since the dataset was opened; open the dataset again"
+            raise CorruptFileError("read the chunk", repr(str(opened.path)), expected, got, advice)
+        rows = {}
+        for name in layout.columns if columns is None else columns:
+            column = layout.columns[name]
+            table = np.zeros(opened.num_frames, layout.numpy_dtype(column))
+            for field_name in column.offsets:
+                shape = (opened.num_frames, *scan.schema[field_name].shape)
+                table[field_name] = opened.read(_key_of(field_name)).reshape(shape)
+            rows[name] = table.view(np.uint8).reshape(opened.num_frames, column.row_bytes)
+    return rows
+
+
+def numbers_within(folder: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
+    """Number trajectories within their folder, 0 in all but the folders that hold several."""
+    _, folder_number = np.unique(folder, return_inverse=True)
+    pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
+    return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)

@@ -1,0 +1,148 @@
+"""Folders of the older layout as a kind of source: a chunk is a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.core.fields import Schema
+from storage.errors import DataFileError
+
+from ...blocks.block import Block, Key
+from ...blocks.block_folder import block_entries
+from ...blocks.block_header import DATA, layouts_of
+from ...blocks.missing_trajectories import NONE_GONE, Lengths
+from ...blocks.trajectory_index import TrajectoryIndex
+from ...sources.cached_frames import FileFrames
+from ...sources.frame_store import GONE, FrameStore, Place
+from ...sources.shared_memory import Spot
+from ...sources.source_kind import BlocksInUse, Choice, Kind, Origins, control_modes
+from ..import_errors import copied_actions
+from .trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
+from .trajectory_listing import ChunkFile, is_trajectory_folder
+
+#: What only sets of labelled states have in metadata.json.
+_DAGGER = {"training_policy_logdir", "update_times_scale", "action_sample_std"}
+
+
+class Chunks(Kind):
+    """Folders of the older `trajectory_K/traj_START_END.pickle` layout.
+
+    A chunk is a block. One that cannot be read is left out until it has changed, and the fields stay those of the
+    first chunks that were found.
+    """
+
+    format, about = "trajectory-folders", "trajectory folders"
+
+    def __init__(self, source: Origins) -> None:
+        self._source = source
+        self._unreadable: set[ChunkFile] = set()
+        self._mixed: set[Path] = set()
+        self._scans = [scan_trajectory_folder(path) for path in source.paths]
+        self._sight, self._last = (Chunks, self._scans), self._store()
+        self._report_left_out()
+        if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
+            where, advice = repr(str(labelled[0])), "They label the states that another policy reached (DAgger)"
+            source.advise(DataFileError("take the actions", f"of {where}", "those executed", "a teacher's", advice))
+        for scan in self._scans:
+            self._report_copies(scan)
+
+    @staticmethod
+    def is_there(path: Path) -> bool:
+        # An empty one beside blocks says nothing.
+        return is_trajectory_folder(path, with_chunk=bool(block_entries(path)))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return dict(self._scans[0].metadata)
+
+    @property
+    def modes(self) -> set[str]:
+        return control_modes(scan.metadata for scan in self._scans)
+
+    def refresh(self, in_use: BlocksInUse) -> None:
+        scans = [scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) for old in self._scans]
+        before, self._scans = self._scans, scans
+        if [_contents(scan) for scan in scans] != [_contents(scan) for scan in before]:
+            present = {(file.path, "") for scan in scans for file in scan.known}
+            self._source.count_lost({block.key for block in self._last.index.blocks} - present, present)
+            self._last, self._sight = self._store(), (Chunks, scans)
+        self._report_left_out()
+
+    def sight(self) -> Any:
+        return self._sight
+
+    def adopt(self, sight: Any, spot: Spot | None) -> bool:
+        if sight is not None and sight is not self._sight:
+            _, self._scans = self._sight = sight
+            self._last = self._store()
+        return sight is not None
+
+    def leave_out(self, key: Key) -> None:
+        self._unreadable.update(file for scan in self._scans for file in scan.known if file.path == key[0])
+
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
+        return self._last
+
+    def _report_copies(self, scan: FolderScan) -> None:
+        """Report actions that command nothing, by the first chunk of two frames; see `copied_actions`."""
+        listed = np.flatnonzero(scan.fragments["length"] > 1)
+        if not len(listed):
+            return
+        one, chunk, layout = scan.fragments[listed[0]], int(scan.chunk_of[listed[0]]), layouts_of(scan.schema)[DATA]
+
+        def read(name: str, count: int) -> np.ndarray:
+            column = layout.column_of[name].name
+            rows = read_chunk_rows(scan, chunk, columns=[column])[column][one["row"] : one["row"] + count]
+            found: np.ndarray = layout.decoded(name, torch.from_numpy(rows)).numpy()
+            return found
+
+        with suppress(DataFileError, OSError):  # reading it raises it again
+            for problem in copied_actions(layout.schema, int(one["length"]), read):
+                where = f"the actions of {str(scan.chunk_paths[chunk])!r}"
+                self._source.advise(DataFileError("take as commands", where, *problem))
+
+    def _report_left_out(self) -> None:
+        for scan in self._scans:
+            for problem in scan.problems:
+                self._source.report(problem)
+        for path in self._source.paths:
+            found = [] if path in self._mixed else block_entries(path)
+            if count := sum(entry.name.startswith("rollout_") for entry in found):
+                self._mixed.add(path)
+                got = f"{count} block file{'s' if count > 1 else ''} beside trajectory folders"
+                advice = "Only the trajectory folders are read; move one or the other to a folder of their own"
+                problem = DataFileError("read all of", repr(str(path)), "data of one kind", got, advice)
+                self._source.report(problem)
+
+    def _store(self) -> FrameStore:
+        chunks: dict[Key, tuple[FolderScan, int]] = {}
+        blocks: list[Block] = []
+        for number, scan in enumerate(self._scans):
+            if scan.signature:
+                self._source.check_schema(scan.schema, scan.data_dir)
+            fragments = scan.fragments.copy()
+            folder_of = [path.parent.relative_to(scan.data_dir).as_posix() for path in scan.chunk_paths]
+            fragments["trajectory"] = numbers_within(np.array(folder_of)[scan.chunk_of], fragments["trajectory"])
+            of_folder: list[Block] = []
+            parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
+            for chunk, path in enumerate(scan.chunk_paths):
+                of_folder.append(Block(path, f"{number}:{folder_of[chunk]}", chunk, parts[chunk]))
+                chunks[of_folder[-1].key] = scan, chunk
+            blocks += Choice(self._source.origins[number], f"{number}:").of(of_folder)
+
+        def read(block: Block, place: Place) -> np.ndarray:
+            scan, chunk = chunks[block.key]
+            return read_chunk_rows(scan, chunk, columns=[place[1]])[place[1]]
+
+        layouts = layouts_of(self._source.schema or Schema([]))
+        return FileFrames(TrajectoryIndex(blocks), layouts, read, losses=(*GONE, DataFileError))
+
+
+def _contents(scan: FolderScan) -> Any:
+    return scan.chunk_paths, list(scan.known)

@@ -1,0 +1,218 @@
+"""Writing the older layout: `trajectory_K/traj_START_END.pickle` beside `metadata.json`.
+
+One rule: the original reader lists every file of a trajectory and orders trajectories by the times of their folders, so
+that chunks are made outside and renamed, and times are set in the order of the episodes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from storage.core.durable import replace_file
+from storage.core.fields import Schema
+from storage.errors import UsageError
+
+from ...sources.episode_reader import ABSENT
+from ..episode_writer import DERIVED, Array, EpisodeToWrite, ForeignWriter, SharedFields, plain, shared_fields
+
+_KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
+#: The codec of this layout: uint8 counts of 1/255.
+_COUNTS = "normalized_image"
+#: Folders are this many seconds apart.
+_STEP_S = 1
+
+
+class Writer(ForeignWriter):
+    """Trajectory folders of float32 arrays; parts of an observation become coded components' keys `obs_<name>`.
+
+    Options:
+        env, policy: Names for `metadata.json`.
+        missing_reward: What episodes without rewards get; None refuses them.
+    """
+
+    format = "trajectory-folders"
+    HOLDS = None
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"env": "", "policy": "", "missing_reward": None}
+
+    MADE, LAST = ("trajectory_*",), "metadata.json"
+
+    @classmethod
+    def is_finished(cls, path: Path) -> bool:
+        return (path / "metadata.json").exists()
+
+    @classmethod
+    def effective(
+        cls,
+        options: Mapping[str, Any],
+        path: Path,
+        episodes: Sequence[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        return {**options, **{name: _named(name, options, metadata) for name in ("env", "policy")}}
+
+    def begin(self) -> set[str]:
+        self._folders = {one.id: self.path / f"trajectory_{number}" for number, one in enumerate(self.episodes)}
+        self._fields = self._chosen_fields()
+        for episode in self.episodes:
+            if "action" not in self._fields.schema or not self._fields.schema.below("observation"):
+                expected = "an observation and an action of one dtype and shape in all episodes"
+                reasons = [f"{name!r}: {why}" for name, why in self._fields.left_out.items()]
+                got = "; ".join(reasons) or repr(episode.schema)
+                raise UsageError("write", f"episode {episode.id!r} as a trajectory folder", expected, got)
+            parts = Counter(_component(name.partition("/")[2]) for name in self._fields.schema.below("observation"))
+            if twice := [part for part, count in parts.items() if count > 1]:
+                where, got = f"episode {episode.id!r} as a trajectory folder", f"several called {twice[0]!r}"
+                raise UsageError("write", where, "parts of an observation that stay apart without '/'", got)
+            if "reward" not in self._fields.schema and self.options["missing_reward"] is None:
+                where, advice = f"episode {episode.id!r} as a trajectory folder", "Say missing_reward="
+                reason = self._fields.left_out.get("reward")
+                got = f"none that can be written: {reason}" if reason else "none"
+                raise UsageError("write", where, "a reward in all episodes", got, advice)
+        self.path.mkdir(parents=True, exist_ok=True)
+        for left in self.path.glob(".tmp_*"):
+            left.unlink()
+        return {one.id for one in self.episodes if self._file(one).exists()}
+
+    def _file(self, episode: EpisodeToWrite) -> Path:
+        return self._folders[episode.id] / f"traj_{0:06d}_{episode.length:06d}.pickle"
+
+    def _name(self, episode: EpisodeToWrite) -> str:
+        """Return the name of the file of an episode in the target."""
+        return self._file(episode).relative_to(self.path).as_posix()
+
+    def _chosen_fields(self) -> SharedFields:
+        """Choose the fields of every chunk; no NaN fits into the bytes of a coded component."""
+        shared = shared_fields(self.episodes)
+        coded = [name for name, field in shared.schema.items() if _COUNTS in field.codec]
+        lacking = {name for episode in self.episodes for name in coded if name not in episode.schema}
+        left_out = {**shared.left_out, **dict.fromkeys(sorted(lacking), "not all episodes have it")}
+        if self.options["missing_reward"] is not None:
+            left_out.pop("reward", None)
+        written = [name for name in shared.schema if _is_written(name) and name not in lacking]
+        kept = Schema(shared.schema[name] for name in written)
+        return SharedFields(kept, shared.texts, left_out)
+
+    def add(self, episode: EpisodeToWrite) -> None:
+        folder, chunk = self._folders[episode.id], self._chunk(episode)
+        temporary = self.path / f".tmp_{folder.name}.pickle"
+        with open(temporary, "wb") as out:
+            pickle.dump(chunk, out, protocol=4)
+            out.flush()
+            os.fsync(out.fileno())
+        self.note(episode, {self._name(episode): temporary})
+        folder.mkdir(exist_ok=True)
+        os.rename(temporary, self._file(episode))
+        self.written.add(episode.id)
+        if episode.texts or episode.task or episode.metadata:
+            self.changed("texts and metadata of episodes are left out", episode)
+        if episode.final:
+            self.changed("the observation after the last step is left out", episode)
+
+    def _chunk(self, episode: EpisodeToWrite) -> dict[str, Any]:
+        length = episode.length
+        chunk: dict[str, Any] = {}
+        for change in self._fields.changes(episode):
+            self.changed(change, episode)
+        for name in episode.schema:
+            self.changed(f"the field {name!r} is left out", episode, not _is_written(name))
+        for name, field in self._fields.schema.items():
+            head, _, rest = name.partition("/")
+            flat = np.array(self._fields.read(episode, name)).reshape(length, -1)
+            if len(field.shape) > 1 and name in (*_KEYS, "reward"):
+                self.changed(f"{name!r} is flattened", episode)
+            if head == "observation" and rest:
+                if _COUNTS in field.codec and field.dtype != "uint8":
+                    flat = np.rint(flat * 255).astype(np.uint8)  # as they are stored, to the bit
+                chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, name, episode, keeps_bytes=True)
+                if field.dtype == "uint8":
+                    self.changed(f"{name!r} is read as float32, a 255th of each value", episode)
+                if "/" in rest:
+                    self.changed(f"{name!r} is called {_component(rest)!r}", episode)
+            elif name in _KEYS:
+                chunk[_KEYS[name]] = self._narrowed(flat, name, episode)
+        if "reward" in episode.schema:
+            rewards = np.array(episode.read("reward")).reshape(length, -1)
+            chunk["rewards"] = self._narrowed(rewards, "reward", episode)
+        else:
+            widths = (one.schema["reward"].num_elements for one in self.episodes if "reward" in one.schema)
+            shape = length, next(widths, 1)
+            chunk["rewards"] = np.full(shape, self.options["missing_reward"], np.float32)
+            self.changed("rewards are made up by missing_reward", episode)
+        chunk["values"] = np.zeros_like(chunk["rewards"])
+        is_last = np.arange(length) == length - 1
+        has_end = bool(episode.terminated) or bool(episode.truncated)
+        chunk["dones"] = (is_last & has_end).astype(np.uint8)[:, None]
+        chunk["timeouts"] = is_last & bool(episode.truncated)
+        return chunk
+
+    def _narrowed(self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False) -> Array:
+        """Give what the original reader takes: float32, or bytes of a coded component."""
+        if values.dtype == np.float32 or (keeps_bytes and values.dtype == np.uint8):
+            return values
+        self.changed(f"{values.dtype} is written as float32", episode)
+        return self.cast(values, np.dtype(np.float32), name, episode)
+
+    def close(self) -> None:
+        if not self.is_complete or self.is_finished(self.path):
+            return
+        episodes = [one for one in self.episodes if one.id in self.written]
+        first = self._fields.schema if episodes else Schema([])
+        components = {
+            _component(name.partition("/")[2]): field
+            for name, field in first.items()
+            if name.startswith("observation/")
+        }
+        about = {
+            **plain({name: value for name, value in self.metadata.items() if name not in DERIVED}),
+            "config": self.metadata.get("config"),
+            "env": _named("env", self.options, self.metadata),
+            "policy": _named("policy", self.options, self.metadata),
+            "rollout_storage_length": max((one.length for one in episodes), default=0),
+            "success_traj_only": False,
+            "min_timesteps": 0,
+            "min_episodes": 0,
+            "use_critic_obs": "privileged_observation" in first,
+            "total_timesteps": sum(one.length for one in episodes),
+            "total_trajectories": len(episodes),
+        }
+        absent = {self._folders[one.id].name: self._fields.absent(one) for one in episodes}
+        if noted := {folder: names for folder, names in absent.items() if names}:
+            about[ABSENT] = noted
+        if components:
+            about["obs_segments"] = {name: list(field.shape) for name, field in components.items()}
+            coded = [name for name, one in components.items() if _COUNTS in one.codec or one.dtype == "uint8"]
+            about["obs_disassemble_mapping"] = dict.fromkeys(coded, _COUNTS)
+        folders = [self._folders[one.id] for one in episodes]
+        last_s = max((folder.stat().st_mtime for folder in folders), default=0)
+        for number, folder in enumerate(folders):
+            time_s = last_s - _STEP_S * (len(folders) - number)
+            os.utime(folder, (time_s, time_s))
+            for file in folder.iterdir():
+                os.utime(file, (time_s, time_s))
+        with replace_file(self.path / "metadata.json") as temporary:
+            temporary.write_text(json.dumps(about, indent=1), "utf-8")
+            files = {self._name(one): self._file(one) for one in episodes}  # their times are new
+            self.note_files({**files, "metadata.json": temporary})
+        self.note_finish()
+
+
+def _named(name: str, options: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
+    return options[name] or str(metadata.get(name, ""))
+
+
+def _is_written(name: str) -> bool:
+    """Return whether a chunk has a place for a field."""
+    return name in _KEYS or name == "reward" or name.startswith("observation/")
+
+
+def _component(name: str) -> str:
+    """Name a part of an observation: the layout has no nested ones."""
+    return name.replace("/", "_")

@@ -1,0 +1,197 @@
+"""What lies in a data folder of the older layout: trajectory folders, chunk files, metadata.
+
+One rule: names, times and links only; no chunk is opened here. Links that lead out of the data
+folder are refused, and folders are never reached through a link, so that nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.core.durable import read_json
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
+
+from ...blocks.block_folder import entries_of
+
+METADATA_NAME = "metadata.json"
+SEGMENTS, MAPPING = "obs_segments", "obs_disassemble_mapping"
+FOLDER_PREFIX = "trajectory_"
+_CHUNK_NAME = re.compile(r"traj_(\d{1,18})_(\d{1,18})\.(?:pickle|pkl)", re.ASCII)
+_FOLDER_NUMBER = re.compile(r"trajectory_(\d{1,18})", re.ASCII)
+_NO_NUMBER = 1 << 62
+MAX_METADATA_BYTES = 1 << 24
+#: The older writer rewrites metadata.json in place; what is half-written now is whole a moment later.
+_NUM_READS, _RETRY_S = 4, 0.02
+
+
+@dataclass(frozen=True, order=True)
+class ChunkFile:
+    """One chunk by its name: frames `start:stop` of its trajectory, so the name says."""
+
+    start: int
+    stop: int
+    path: Path
+    mtime_ns: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class TrajectoryFolder:
+    """A folder `trajectory_K` with at least one chunk file; `number` is K."""
+
+    path: Path
+    number: int
+    files: tuple[ChunkFile, ...]
+
+
+def chunk_frames(path: str) -> tuple[int, int] | None:
+    """Return the frames `(start, stop)` that the name of a chunk file states; None if it is no such name."""
+    match = _CHUNK_NAME.fullmatch(os.path.basename(path))
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
+    """Tell whether any folder in it, at any depth, is called `trajectory_*` and holds a chunk, or nothing yet.
+
+    With `with_chunk` an empty one does not count.
+    """
+    return any(
+        path.name.startswith(FOLDER_PREFIX)
+        and ((not entries and not with_chunk) or any(_CHUNK_NAME.fullmatch(entry.name) for entry in entries))
+        for path, entries in _walk(Path(data_dir), [])
+    )
+
+
+def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], list[DataFileError]]:
+    """List every trajectory folder below `data_dir`, itself included, in natural order; and what was not listed.
+
+    Raises:
+        UsageError: `data_dir` is not a folder.
+        DataFileError: It may not be listed.
+    """
+    problems: list[DataFileError] = []
+    folders = []
+    root = os.path.realpath(data_dir)
+    for path, entries in _walk(data_dir, problems):
+        if path.name.startswith(FOLDER_PREFIX) and (files := _chunk_files(path, entries, root, problems)):
+            match = _FOLDER_NUMBER.fullmatch(path.name)
+            folders.append(TrajectoryFolder(path, int(match[1]) if match else _NO_NUMBER, tuple(sorted(files))))
+    folders.sort(key=lambda folder: (str(folder.path.parent), folder.number, folder.path.name))
+    return folders, problems
+
+
+def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+    """Give every folder with what is not a folder in it; links to folders are reported, not followed."""
+    root = os.path.realpath(data_dir)
+    waiting = [data_dir]
+    while waiting:
+        path = waiting.pop()
+        try:
+            entries = sorted(entries_of(path), key=lambda entry: entry.name)
+        except RolloutDataError as cause:
+            if path == data_dir:
+                raise
+            problems.append(_skipped(path, "a readable folder", cause.got))
+            problems[-1].__cause__ = cause
+            continue
+        others = []
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(Path(entry.path))
+            elif entry.is_symlink() and os.path.isdir(entry.path):
+                if not is_inside(entry.path, root):
+                    problems.append(_outside(entry.path))
+                elif entry.name.startswith(FOLDER_PREFIX):
+                    advice = "Skipped; its target is read where it lies, if that is a trajectory folder"
+                    problems.append(_skipped(entry.path, "a folder", "a link to one", advice))
+            else:
+                others.append(entry)
+        yield path, others
+
+
+def _chunk_files(
+    folder: Path, entries: list[os.DirEntry[str]], root: str, problems: list[DataFileError]
+) -> list[ChunkFile]:
+    files, strangers = [], []
+    for entry in entries:
+        match = _CHUNK_NAME.fullmatch(entry.name)
+        try:
+            if match is None:
+                strangers += [] if entry.name.startswith(".") else [entry.name]
+            elif entry.is_symlink() and not is_inside(entry.path, root):
+                problems.append(_outside(entry.path))
+            elif not entry.is_file():  # a pipe would be waited for
+                problems.append(_skipped(entry.path, "a plain file", "something else"))
+            else:
+                stat = entry.stat()
+                files.append(ChunkFile(int(match[1]), int(match[2]), Path(entry.path), stat.st_mtime_ns, stat.st_size))
+        except OSError:  # removed since it was listed
+            continue
+    if strangers:
+        got = repr(strangers[0]) + (f" and {len(strangers) - 1} more" if len(strangers) > 1 else "")
+        wrong = _skipped(folder, "chunks called traj_START_END.pickle", got, "Skipped these files")
+        problems.append(wrong.of("stray", folder.name))
+    return files
+
+
+def is_inside(path: str | Path, root: str) -> bool:
+    """Tell whether a path, all links followed, lies below the real path `root`."""
+    real = os.path.realpath(path)
+    return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
+
+
+def read_metadata(data_dir: Path, folders: list[TrajectoryFolder]) -> tuple[dict[str, Any], list[DataFileError]]:
+    """Read metadata.json of the data folder, or of the folders that hold its trajectories; {} if there is none.
+
+    Order and unknown keys are kept. A file that stays half-written counts as none and is reported.
+    """
+    root = os.path.realpath(data_dir)
+    parents = dict.fromkeys([data_dir, *(folder.path.parent for folder in folders if folder.path != data_dir)])
+    problems: list[DataFileError] = []
+    found: dict[str, Any] = {}
+    for path in (parent / METADATA_NAME for parent in parents):
+        if not os.path.lexists(path):
+            continue
+        if not is_inside(path, root):
+            problems.append(_outside(path))
+            continue
+        try:
+            content = _read_json(path)
+        except DataFileError as problem:
+            problems.append(problem)
+            continue
+        if not found:
+            found = content
+        elif any(json.dumps(found.get(key)) != json.dumps(content.get(key)) for key in (SEGMENTS, MAPPING)):
+            expected, advice = f"the {SEGMENTS} and {MAPPING} beside it", "Read with those; or open it by itself"
+            problems.append(_skipped(path, expected, "others", advice))
+    return found, problems
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    for attempt in range(_NUM_READS):
+        if attempt:
+            time.sleep(_RETRY_S)
+        try:
+            return read_json(path, MAX_METADATA_BYTES)
+        except (OSError, CorruptFileError) as error:
+            cause = error
+    advice = "Read without it: names, shapes and codecs are taken from the chunks"
+    got = cause.got if isinstance(cause, CorruptFileError) else str(cause)
+    raise CorruptFileError("read", repr(str(path)), "a JSON object", got[:200], advice).of("metadata") from cause
+
+
+def _skipped(path: str | Path, expected: str, got: str, advice: str = "Skipped") -> DataFileError:
+    return DataFileError("read", repr(str(path)), expected, got, advice)
+
+
+def _outside(path: str | Path) -> DataFileError:
+    expected, got = "a file below the data folder", "a link that leads out of it"
+    return UnsafeFileError("read", repr(str(path)), expected, got, "Skipped")

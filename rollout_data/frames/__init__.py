@@ -1,1 +1,0 @@
-"""Rows of frames as tensors, from files or from memory."""

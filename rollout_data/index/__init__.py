@@ -1,1 +1,0 @@
-"""Which frames exist, where they are, which process reads them."""

@@ -1,0 +1,330 @@
+"""Batches: carry out a plan, that is gather rows and give them as a `Transition`; and have the next ones read ahead.
+
+One rule: one gather per kind of row moves the bytes, and lays them out time first; everything after it is views,
+except coded components (decoded into new memory) and next observations with a true final one among them. Reading ahead
+is advice to the kernel, given only while a few sampled pages are not all in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.core.fields import map_leaves, unflatten
+from storage.core.memory import BufferPool
+from storage.errors import SchemaError, UsageError
+
+from ..blocks.annotation_table import TASK
+from ..blocks.annotations import Notes
+from ..blocks.block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
+from ..blocks.row_layout import FrameRows, Grid, RowLayout, leaves_of, put
+from ..blocks.trajectory_index import Int64s, TrajectoryIndex, counted_from
+from ..sources.frame_store import FrameStore, MappedFrames
+from ..sources.remote_frames import RemoteFrames
+from .step_planner import Bools, Deal, DealPart, Pieces, Plan, StreamState, plan_steps
+from .transition import Transition
+
+OBSERVATION, PRIVILEGED = "observation", "privileged_observation"
+#: Fields that have a place of their own in a `Transition`; all others are extras.
+_NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
+#: The last one only where an end may be unknown.
+_FLAGS = ("done", "timeout", "is_first", "valid", "is_last", "end_unknown")
+#: How much of a trajectory is read ahead at once.
+_STRETCH_BYTES = 256 * 1024
+#: How many rows are looked at to see whether the files are in memory, and how often.
+_NUM_SAMPLES, _BATCHES_BETWEEN_LOOKS = 16, {True: 64, False: 16}
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """How batches look; see `RolloutDataset`."""
+
+    device: torch.device
+    flatten_observations: bool = True
+    mark_first_frame: bool = True
+    contiguous: bool = False
+    notes: Notes | None = None  # which tell the task of each frame
+
+
+class BatchReader:
+    """Turns plans into batches; holds reusable memory, and what follows from the layout of the rows."""
+
+    def __init__(self, options: BatchOptions) -> None:
+        self.options, self._pool = options, BufferPool(24)  # with `contiguous` a batch takes a dozen
+        self._layouts: Mapping[str, RowLayout] | None = None
+
+    def _know(self, layouts: Mapping[str, RowLayout]) -> None:
+        """Decide where each leaf of a batch lies in rows of these layouts."""
+        if layouts is not self._layouts:
+            cuts = [
+                leaves_of(layouts[table], (OBSERVATION, PRIVILEGED), self.options.flatten_observations)
+                for table in (DATA, FINAL)
+            ]
+            self._layouts, self._cuts, self._final_cuts = layouts, *cuts
+
+    def read(self, plan: Plan, stream_id: int = 0, without_time: bool = False) -> Transition:
+        """Gather what a plan says: a `Transition` of `[T, N, ...]`; `without_time` of its one step, `[N, ...]`."""
+        assert plan.parts, "a plan covers its envs"
+        self._know(plan.parts[0].deal.source.layouts)
+        flags = _flags(plan, self.options.mark_first_frame)
+        rows = self._gather(plan, flags[_FLAGS.index("valid")])
+        # How many rows the next step, and the next env, are away: time first; one step lies beside the next.
+        steps = (len(plan.num_valid), 1) if plan.num_steps > 1 else (1, 2)
+        grid = Grid((len(plan.num_valid),), steps[1:]) if without_time else Grid(flags.shape[1:], steps)
+        following = grid._replace(first=steps[0])
+        own = {name: cut(rows, grid) for name, cut in self._cuts.items()}
+        if self.options.notes is not None:
+            tasks = _tasks(plan, self.options.notes)[..., 0] if without_time else _tasks(plan, self.options.notes).T
+            own.setdefault(TASK, torch.from_numpy(np.ascontiguousarray(tasks)).to(self.options.device))
+        nexts = {name: self._cuts[name](rows, following) for name in self._final_cuts}
+        has_own: set[str] = set()
+        for part in plan.parts:
+            self._put_finals(part, nexts, has_own, without_time)
+        tensors = torch.from_numpy(flags[:, 0] if without_time else flags).to(self.options.device).unbind()
+        batch = _transition(own, nexts, tensors, stream_id)
+        return map_batch(self._owned, batch) if self.options.contiguous else batch
+
+    def _gather(self, plan: Plan, valid: Bools) -> FrameRows:
+        """Gather the rows of a plan on the target device; those of lost trajectories are zeros, and not `valid`."""
+        store: FrameStore = plan.parts[0].deal.source
+        num_envs, length = len(plan.num_valid), plan.num_steps + 1
+        located, num_lost = [], 0
+        for source, pieces in ((part.deal.source, part.pieces) for part in plan.parts):
+            lost = source.is_lost[pieces.trajectory]
+            if lost.any():
+                for env, time, _, _, count in zip(*(column[lost] for column in pieces), strict=True):
+                    valid[time : time + count, env] = False
+                num_lost += 1
+                pieces = Pieces(*(column[~lost] for column in pieces))
+            target = pieces.env * length + pieces.time
+            located.append((source, source.locate(pieces.trajectory, pieces.frame, pieces.num_frames, target)))
+        covers = len(located) == 1 and not num_lost
+        gathered = {}
+        for name, column in store.layouts[DATA].columns.items():
+            memory = self._allocate(num_envs * length, column.row_bytes // 4, store.device)
+            sizes = (num_envs, length, -1) if plan.num_steps == 1 else (length, num_envs, -1)
+            windows = memory.view(sizes) if plan.num_steps == 1 else memory.view(sizes).transpose(0, 1)
+            if num_lost:
+                memory.zero_()
+            for source, runs in located:
+                if len(runs.target):
+                    source.copy((DATA, name), runs, length if covers else 0, windows)
+            gathered[name] = memory.to(self.options.device, non_blocking=True)
+        return FrameRows(gathered)
+
+    def _allocate(self, num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and self.options.device.type != "cuda":
+            return self._pool.empty((num_rows, num_words), torch.int32)
+        return torch.empty((num_rows, num_words), dtype=torch.int32, device=device, pin_memory=device.type == "cpu")
+
+    def _put_finals(self, part: DealPart, nexts: dict[str, Any], has_own: set[str], without_time: bool) -> None:
+        """Put the true final observations of a part into next observations, which get memory of their own."""
+        store: FrameStore = part.deal.source
+        index, ends = store.index, part.ends
+        if not len(ends.trajectory):
+            return
+        which = ((index.final_row[ends.trajectory] >= 0) & ~store.is_lost[ends.trajectory]).nonzero()[0]
+        if not len(which):
+            return
+        trajectory, device = ends.trajectory[which], self.options.device
+        rows = FrameRows({name: store.finals(name, trajectory).to(device) for name in store.layouts[FINAL].columns})
+        # Without a recorded privileged part, the next privileged observation is that of the stream.
+        is_whole = torch.from_numpy((index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0).to(device)
+        at = [torch.from_numpy(places[which]).to(device) for places in (ends.time, ends.env)][without_time:]
+        for name, cut in self._final_cuts.items():
+            if name not in has_own:
+                nexts[name] = self._copied(nexts[name])
+                has_own.add(name)
+            chosen = is_whole if name.split("/")[0] == PRIVILEGED else is_whole | True
+            values = cut(rows, Grid((len(which),), (1,)))
+            put(nexts[name], tuple(places[chosen] for places in at), values[chosen])
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return self._pool.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give contiguous memory that nothing else is in."""
+        is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if is_own else self._copied(tensor)
+
+    def empty(self, store: FrameStore, num_steps: int | None, num_envs: int) -> Transition:
+        """A batch of zeros, `[T, num_envs, ...]`, or `[num_envs, ...]` for None; every field has memory of its own."""
+        self._know(store.layouts)
+        sizes = (num_envs,) if num_steps is None else (num_steps, num_envs)
+        rows = FrameRows({
+            name: torch.zeros((1, column.row_bytes // 4), dtype=torch.int32, device=self.options.device)
+            for name, column in store.layouts[DATA].columns.items()
+        })  # fmt: skip
+        own = {name: cut(rows, Grid(sizes, (0,) * len(sizes))) for name, cut in self._cuts.items()}
+        if self.options.notes is not None:
+            own.setdefault(TASK, torch.zeros(sizes, dtype=torch.int64, device=self.options.device))
+        flags = torch.zeros(
+            (len(_FLAGS) - (not store.index.has_unknown_ends), *sizes), dtype=torch.bool, device=self.options.device
+        )
+        return map_batch(self._copied, _transition(own, {name: own[name] for name in self._final_cuts}, flags))
+
+    def frames_at(self, deal: Deal, trajectory: Int64s, position: np.ndarray, linear: bool) -> Transition:
+        """Read single frames of trajectories, int64 `[K]`, at positions counted in frames, float64 `[K]`: `[K, ...]`.
+
+        The nearer frame is taken; with `linear`, floating-point fields are interpolated between the two around it.
+        """
+        nearest = self._single(deal, trajectory, np.floor(position + 0.5))
+        if not linear:
+            return nearest
+        lower = np.floor(position)
+        below, above = (self._single(deal, trajectory, frame) for frame in (lower, lower + 1))
+        weight = torch.from_numpy(position - lower).to(self.options.device)
+        return Transition(*(_mix(*values, weight) for values in zip(below, above, nearest, strict=True)))
+
+    def _single(self, deal: Deal, trajectory: Int64s, frame: np.ndarray) -> Transition:
+        at = np.minimum(frame.astype(np.int64), deal.lengths[trajectory] - 1)
+        none = np.zeros(0, np.int64)
+        state = StreamState(trajectory, deal.lengths[trajectory] - at, at == 0, np.zeros(len(at), bool))
+        only = Deal(deal.lengths, none, none, deal.number, deal.source)  # nothing comes after these
+        return self.read(plan_steps(state, only, 1, lambda *_: None)[0], without_time=True)
+
+
+def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
+    """The flags of a plan, bool `[F, T, N]`, of the first F `_FLAGS`."""
+    has_unknown = any(part.deal.source.index.has_unknown_ends for part in plan.parts)
+    flags = np.zeros((len(_FLAGS) - (not has_unknown), plan.num_steps, len(plan.num_valid)), bool)
+    done, timeout, is_first, valid, is_last = flags[:5]
+    for deal, _, (env, time, trajectory) in plan.parts:
+        if len(env):
+            done[time, env] = is_last[time, env] = True
+            timeout[time, env] = deal.source.index.is_timeout(trajectory)
+            if has_unknown:
+                flags[5, time, env] = deal.source.index.is_end_unknown(trajectory)
+    if len(plan.first_env):
+        is_first[plan.first_time, plan.first_env] = True
+        done[plan.first_time, plan.first_env] |= mark_first_frame
+    np.less(np.arange(plan.num_steps)[:, None], plan.num_valid, out=valid)
+    return flags
+
+
+def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
+    """The `text_id` of the task of each transition of a plan, int64 `[N, T]`; 0 where nothing is played."""
+    num_envs, length = len(plan.num_valid), plan.num_steps + 1
+    found = np.zeros(num_envs * length, np.int64)
+    for part in plan.parts:
+        env, time, trajectory, _, count = part.pieces
+        found[counted_from(env * length + time, count)] = notes.tasks(part.deal.source)[trajectory].repeat(count)
+    return found.reshape(num_envs, length)[:, :-1]
+
+
+def _transition(own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterable[Any], stream_id: int = 0) -> Any:
+    tree, following = unflatten(own), unflatten(nexts)
+    named: dict[str, Any] = {name: tree.pop(name, None) for name in _NAMED}
+    named |= {f"next_{name}": following.get(name) for name in (OBSERVATION, PRIVILEGED)}
+    named |= zip(_FLAGS, flags, strict=False)
+    return Transition(**named, stream_id=stream_id, extras=tree or None)
+
+
+def map_batch(function: Any, batch: Transition) -> Transition:
+    """Apply `function` to every tensor of a batch."""
+    values: Any = (value if value is None or isinstance(value, int) else map_leaves(function, value) for value in batch)
+    return Transition(*values)
+
+
+def write_into(action: str, buffer: Transition, batch: Transition, rows: torch.Tensor | None) -> None:
+    """Copy every tensor of `batch` into `buffer`: into its first-axis `rows`, or all of it for None."""
+    if not isinstance(buffer, Transition):
+        raise UsageError(action, "", "buffer as returned by get_buffer()", type(buffer).__name__)
+    for name, target, source in zip(Transition._fields, buffer, batch, strict=True):
+        if isinstance(source, (torch.Tensor, Mapping)):
+            _write(action, name, target, source, rows)
+
+
+def _write(action: str, name: str, target: Any, source: Any, rows: torch.Tensor | None) -> None:
+    if isinstance(source, Mapping):
+        for key, value in source.items():
+            if target is not None and key not in target:
+                raise SchemaError(action, "", f"buffer with the field '{name}/{key}'", "none of that name")
+            _write(action, f"{name}/{key}", None if target is None else target[key], value, rows)
+        return
+    if target is None:
+        return
+    shape = target.shape if rows is None else (len(rows), *target.shape[1:])
+    if tuple(shape) != tuple(source.shape):
+        expected = f"buffer with {name!r} of shape {tuple(source.shape)}"
+        raise SchemaError(action, "", expected, str(tuple(shape)))
+    if rows is None:
+        target.copy_(source)
+    else:
+        target[rows.to(target.device)] = source.to(target.device, target.dtype)
+
+
+def _mix(below: Any, above: Any, nearest: Any, weight: torch.Tensor) -> Any:
+    if isinstance(below, Mapping):
+        return {key: _mix(value, above[key], nearest[key], weight) for key, value in below.items()}
+    if not isinstance(below, torch.Tensor) or not below.dtype.is_floating_point:
+        return nearest
+    share = weight.to(below.dtype).view(-1, *[1] * (below.dim() - 1))
+    return torch.lerp(below, above, share.expand_as(below))
+
+
+class ReadAhead:
+    """Advises the kernel about the rows that a stream reads next; files behind a network are asked for them."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._index: TrajectoryIndex | None = None
+        self._begin = np.zeros(num_envs, np.int64)
+        self._end = np.zeros(num_envs, np.int64)
+        self._num_batches = 0
+        self._is_warm = True
+
+    def before(self, plan: Plan) -> None:
+        """Ask for the frames of a plan and those after them, as far as they were not asked for."""
+        for part in plan.parts:
+            store = part.deal.source
+            if isinstance(store, (MappedFrames, RemoteFrames)):
+                self._look(store)
+                if not self._is_warm:
+                    self._advise(store, part.pieces)
+
+    def _look(self, store: MappedFrames | RemoteFrames) -> None:
+        """See now and then whether the files are in memory."""
+        if store.index is not self._index:
+            self._index = store.index
+            self._end[:] = 0
+            self._num_batches = 0
+        if self._num_batches % _BATCHES_BETWEEN_LOOKS[self._is_warm] == 0 and len(store.index):
+            frames = np.linspace(0, store.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
+            # Counted from the first trajectory on, as all stand one after the other.
+            runs = store.locate(np.zeros_like(frames), frames, np.ones_like(frames), np.arange(len(frames)))
+            self._is_warm = store.is_resident(runs)
+        self._num_batches += 1
+
+    def _advise(self, store: MappedFrames | RemoteFrames, pieces: Pieces) -> None:
+        index = store.index
+        is_there = ~store.is_lost[pieces.trajectory]
+        if index.num_present < len(index.blocks):
+            is_there &= index.fragment_block[index.first_fragment[pieces.trajectory]] < index.num_present
+        pieces = Pieces(*(column[is_there] for column in pieces))
+        env, _, trajectory, frame, count = pieces
+        start = index.first_frame[trajectory] + frame
+        stop = index.first_frame[trajectory + 1]
+        begin, end, needed = self._begin[env], self._end[env], np.minimum(start + 2 * count, stop)
+        is_due = (start < begin) | (needed > end)
+        if not is_due.any():
+            return
+        # Envs that are due soon are included: with single frames some env would be due at nearly every batch.
+        stretch_bytes = store.stretch_bytes(len(self._end)) if isinstance(store, RemoteFrames) else _STRETCH_BYTES
+        num_frames = stretch_bytes // store.layouts[DATA].frame_bytes
+        new = np.flatnonzero(is_due | (np.minimum(needed + num_frames // 4, stop) > end))
+        stretch = np.maximum(num_frames, 2 * count[new])
+        # What was asked for already is not asked for again.
+        is_next = (start[new] >= self._begin[env[new]]) & (start[new] < self._end[env[new]])
+        first = np.where(is_next, self._end[env[new]], start[new])
+        last = np.minimum(start[new] + stretch, stop[new])
+        wanted = last > first
+        new, first, last = new[wanted], first[wanted], last[wanted]
+        self._begin[env[new]], self._end[env[new]] = start[new], last
+        inside = first - index.first_frame[trajectory[new]]
+        store.will_need(store.locate(trajectory[new], inside, last - first, np.arange(len(new)) * (1 << 32)))

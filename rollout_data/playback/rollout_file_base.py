@@ -1,0 +1,251 @@
+"""The template of datasets that play recorded rollouts back, env by env and in order.
+
+One rule: how a stream is driven (reset, batches, iteration, lookup by time) is written here once; where the frames come
+from, in a subclass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from storage.core import arguments
+from storage.core.arguments import whole
+from storage.core.shown import Shown
+from storage.errors import UsageError
+
+from ..remote.locations import DataDirs
+from ..sources.process_group import is_in_worker
+
+#: More streams than this are a mistake; each costs some memory before a frame is read.
+_MAX_ENVS = 1 << 24
+
+EnvIds = Sequence[int] | torch.Tensor | None
+#: What a stream gives: for `RolloutDataset` a `Transition`.
+Batch = TypeVar("Batch")
+
+
+class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
+    """An endless or finite stream of `[T, num_envs, ...]` batches from files.
+
+    A subclass implements `reset_all`, `refresh_handlers`, `get_buffer` and `fill_transition`; a
+    frame at a time is enough, as `get_batch(T)` then calls `fill_transition` for each step. A
+    subclass that can fill many steps at once overrides `fill_rollout`.
+
+    Args:
+        data_dir: A folder, a file or a `Recording`, or several.
+        num_envs: How many parallel streams a batch holds.
+        device: Where batches are delivered; None is CUDA if there is one, otherwise the CPU.
+            Inside a DataLoader worker batches are always on the CPU.
+
+    Attributes:
+        data_dir: As given.
+        num_envs: As given.
+        all_env_ids: int64 `[num_envs]` on the CPU, 0, 1, ...
+        num_transitions_per_env: Steps of the batches of iteration; None is one step without a
+            time axis.
+    """
+
+    num_transitions_per_env: int | None = None
+
+    def __init__(
+        self,
+        data_dir: DataDirs,
+        num_envs: int,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.data_dir = data_dir
+        self.num_envs = whole(arguments.creating(self), "num_envs", num_envs, 1, _MAX_ENVS)
+        self._wanted_device: torch.device | None = None
+        if device is not None:
+            self._wanted_device = arguments.device(arguments.creating(self), "device", device)
+        self.all_env_ids = torch.arange(self.num_envs, device="cpu")
+        self._is_started = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are delivered."""
+        if is_in_worker():
+            return torch.device("cpu")
+        if self._wanted_device is None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return self._wanted_device
+
+    @abstractmethod
+    def reset_all(self) -> None:
+        """Start every env at the first trajectories."""
+
+    @abstractmethod
+    def refresh_handlers(self, env_ids: torch.Tensor) -> None:
+        """Give each of `env_ids` (int64, unique, in range) the next trajectory; the others are not disturbed."""
+
+    @abstractmethod
+    def get_buffer(self, num_transitions_per_env: int | None = None) -> Batch:
+        """Allocate a batch, a named tuple or a mapping of tensors: `[T, num_envs, ...]`; `[num_envs, ...]` for None."""
+
+    @abstractmethod
+    def fill_transition(self, buffer: Batch, env_ids: torch.Tensor | None = None) -> Batch:
+        """Write the next step of `env_ids` (None: all) into rows of a `[num_envs, ...]` buffer and move on."""
+
+    def fill_rollout(self, buffer: Batch, num_transitions_per_env: int) -> Batch:
+        """Write the next T steps of all envs into a `[T, num_envs, ...]` buffer; gives the buffer."""
+        action = arguments.calling(self, "fill_rollout")
+        for step in range(whole(action, "num_transitions_per_env", num_transitions_per_env, 1)):
+            self.fill_transition(_at_step(buffer, step))
+        return buffer
+
+    def reset(self, env_ids: EnvIds = None) -> None:
+        """Start again: all envs (None or all ids), or only `env_ids`, which take the next trajectories.
+
+        Raises:
+            UsageError: An id is out of range or given twice.
+        """
+        ids = self._checked_ids("reset", env_ids)
+        if len(ids) == self.num_envs or not self._is_started:
+            self.reset_all()
+            self._is_started = True
+        else:
+            self.refresh_handlers(ids)
+
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Batch:
+        """Give the next batch, `[T, num_envs, ...]`, or `[num_envs, ...]` without T; resets lazily.
+
+        Raises:
+            DatasetExhausted: Every pass was delivered; also a `StopIteration`.
+        """
+        steps = self._checked_steps(num_transitions_per_env)
+        self._ensure_started()
+        buffer = self.get_buffer(steps)
+        if steps is None:
+            filled = self.fill_transition(buffer)
+            return buffer if filled is None else filled
+        return self.fill_rollout(buffer, steps)
+
+    def get_transition_batch(self) -> tuple[Any, Any, Any, torch.Tensor, dict[str, Any]]:
+        """Return the next step as `(observation, action, reward, done, info)`; `get_batch()` returns it as one object.
+
+        Fields that were not recorded are None. `info` holds `transition`, the whole batch of that step; `time_outs`,
+        where timeouts are known; and `end_unknown`, where some ends are unknown.
+        """
+        transition = self.get_batch()
+        field = transition.get if isinstance(transition, Mapping) else partial(getattr, transition)
+        flags = {"time_outs": field("timeout", None), "end_unknown": field("end_unknown", None)}
+        info: dict[str, Any] = {name: flag for name, flag in flags.items() if flag is not None}
+        info["transition"] = transition
+        done: Any = field("done", None)
+        return field("observation", None), field("action", None), field("reward", None), done, info
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Reset all envs to the first pass and give this object, whose cursors all iterators share.
+
+        For a look that does not disturb a stream use another dataset; `get_batch` goes on without a reset.
+        """
+        refuse_collation()
+        self.reset()
+        return self
+
+    def __next__(self) -> Batch:
+        return self.get_batch(self.num_transitions_per_env)
+
+    def get_batch_by_time(
+        self, time_s: float | Sequence[float] | torch.Tensor, env_ids: EnvIds = None
+    ) -> tuple[Any, torch.Tensor]:
+        """Look the trajectories of `env_ids` up at given times, without moving any cursor.
+
+        Args:
+            time_s: Seconds since the start of each env's trajectory: a number, or `[len(env_ids)]`.
+            env_ids: Which envs; None is all.
+
+        Returns:
+            A batch `[len(env_ids), ...]`, and bool `[len(env_ids)]`, False where the time lies outside
+            the trajectory; such rows hold its nearest frame.
+
+        Raises:
+            UsageError: The data do not tell their frame rate.
+        """
+        self._ensure_started()
+        action = arguments.calling(self, "get_batch_by_time")
+        ids = self._checked_ids("get_batch_by_time", env_ids)
+        try:
+            times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to((len(ids),))
+        except (TypeError, ValueError, RuntimeError) as cause:
+            expected = f"time_s in seconds, one number or {len(ids)}, one for each env"
+            raise UsageError(action, "", expected, repr(time_s)[:100]) from cause
+        last = self.reference_num_frames(ids) - 1
+        position = times * self.frame_rate_hz
+        # Times are often made by dividing frame numbers by the rate: allow for its rounding.
+        valid = (position >= -1e-6) & (position <= last + 1e-6)
+        inside = torch.minimum(torch.nan_to_num(position).clamp(min=0.0), last.to(torch.float64))
+        return self.read_frames_at(ids, inside), valid.to(self.device)
+
+    def reference_length_s(self, env_ids: EnvIds = None) -> torch.Tensor:
+        """Seconds from the first to the last frame of each env's trajectory, float32 `[len(env_ids)]`."""
+        self._ensure_started()
+        frames = self.reference_num_frames(self._checked_ids("reference_length_s", env_ids))
+        return ((frames - 1).to(torch.float64) / self.frame_rate_hz).to(torch.float32).to(self.device)
+
+    @property
+    def frame_rate_hz(self) -> float:
+        """Frames per second of the recording."""
+        raise UsageError("look frames up by time", f"in {self.data_dir!r}", "a known frame rate", "none")
+
+    def reference_num_frames(self, env_ids: torch.Tensor) -> torch.Tensor:
+        """Frames of each env's trajectory, int64 `[len(env_ids)]`."""
+        where = f"with {type(self).__name__}"
+        raise UsageError("look frames up by time", where, "a reader that can", "one that cannot")
+
+    def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
+        """Give a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
+        return self.reference_num_frames(env_ids)  # raises
+
+    def _ensure_started(self) -> None:
+        if not self._is_started:
+            self.reset()
+
+    def _checked_ids(self, method: str, env_ids: EnvIds) -> torch.Tensor:
+        if env_ids is None or env_ids is self.all_env_ids:
+            return self.all_env_ids
+        action = arguments.calling(self, method)
+        ids = arguments.env_ids(action, "env_ids", env_ids, self.num_envs)
+        if len(np.unique(ids)) != len(ids):
+            raise UsageError(action, expected="env_ids with each id once", got=str(ids.tolist()))
+        return torch.from_numpy(ids)
+
+    def _checked_steps(self, steps: int | None, method: str = "get_batch") -> int | None:
+        action = arguments.calling(self, method)
+        return None if steps is None else whole(action, "num_transitions_per_env", steps, 1)
+
+
+def refuse_collation() -> None:
+    """Raise `UsageError` if a `DataLoader` iterates that collates what it gets; a stream yields whole batches.
+
+    torch tells a dataset nothing about its loader. The arguments are read from the function that called `__iter__`.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name in ("refuse_collation", "__iter__"):
+        frame = frame.f_back
+    loading = {} if frame is None else frame.f_locals
+    if loading.get("auto_collation") and loading.get("collate_fn") is default_collate:
+        expected, got = "batch_size=None, as the dataset gives whole batches", "a DataLoader that collates them"
+        raise UsageError("read the dataset", "", expected, got, "Write DataLoader(dataset, batch_size=None)")
+
+
+def _at_step(buffer: Any, step: int) -> Any:
+    """View one step of a buffer: tensors lose their first axis, everything else stays."""
+    if isinstance(buffer, torch.Tensor):
+        return buffer[step]
+    if isinstance(buffer, Mapping):
+        return {key: _at_step(value, step) for key, value in buffer.items()}
+    if isinstance(buffer, tuple) and hasattr(buffer, "_fields"):
+        return type(buffer)(*(_at_step(value, step) for value in buffer))
+    if isinstance(buffer, (tuple, list)):
+        return type(buffer)(_at_step(value, step) for value in buffer)
+    return buffer

@@ -1,0 +1,451 @@
+"""A stream of recorded trajectories: epochs, passes, batches and resuming: plan, read, commit.
+
+One rule: every process plans the envs of all ranks with integers, reads its own share of what the plan says, and only
+then moves on; a failed read leaves every cursor where it was.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from storage.core.arguments import whole
+from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError
+from storage.live.prefetch import PrefetchedItems
+
+from ..blocks.trajectory_index import Int64s
+from ..remote.locations import Origin
+from ..sources import process_group
+from ..sources.process_group import Agree, Board, Shard, current_shard, current_worker, is_in_worker
+from ..sources.source import Source
+from .batch_reader import BatchOptions, BatchReader, ReadAhead
+from .passes import Dealer, PassOptions, Undecided
+from .rollout_file_base import RolloutFileBase, refuse_collation
+from .step_planner import ALL, Deal, Plan, Position, StreamState, deal_next, plan_steps, share_of
+from .stream_state import Misfit, check_settings, position_in, state_at
+from .transition import Transition
+from .unreadable_trajectories import ReadableCheck, leave_out
+
+Even = Literal["pad", "drop", "none"]
+_CONTINUE = "call RolloutDataset.load_state_dict"
+
+
+class RolloutStream(RolloutFileBase[Transition]):
+    """What `RolloutDataset` delivers, and in which order; made and documented there."""
+
+    _origins: list[Origin]
+    _passes: PassOptions
+    _look: dict[str, Any]
+    even: Even
+    cache: str
+    on_error: str
+    drop_last: bool
+    verify_on_open: bool
+    _chunk_cache_bytes: int
+    _remote: Any
+    as_dict: bool
+    is_for_workers = False  # a loader has workers, which read what this process has in memory
+
+    def _begin_unread(self, shard: Shard | None) -> None:
+        """Be a new stream; `shard`: see `checked_shard`."""
+        self._chosen_shard = shard
+        self._travelled = process_group.ALONE  # the rank of the process that sent this copy to a worker
+        self._epoch, self._is_used = 0, False  # whether a batch of that epoch was delivered
+        self.lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
+        self._board, self._num_iterations = Board(), 0
+        self.agree: Agree = process_group.alone  # how this process learns what is in the folders
+        self._is_told = False  # by the process with a `RolloutLoader`
+        self.num_dropped_frames = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as before the first batch."""
+        self._source: Source | None = None
+        self._dealer: Any = None  # a `Dealer` from the first batch on
+        self._position: Position | None = None
+        self._shard = current_shard(self._chosen_shard)
+        self._mine = ALL
+        self._saved: dict[str, Any] | None = None  # the state just loaded, until a batch was delivered
+        self._saved_name = ""
+        self._skip: int | None = None
+        self._is_continued = False  # in a worker: iterating goes on with the state that was loaded
+        self._is_started = False
+        self._readable = ReadableCheck()
+        self.losses: list[Any] = []  # names of trajectories that could not be read, and why
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
+        made_anew = {"_source", "_dealer", "_position", "_readahead", "reader", "lent_to"}
+        state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
+        state["_travelled"] = self._rank()
+        state["agree"] = self.agree if self._is_told else process_group.alone
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.lent_to = None
+        self._forget()
+        self._saved, self._saved_name = state["_saved"], state["_saved_name"]
+        self._is_continued = state["_is_continued"]
+
+    def _rank(self) -> Shard:
+        """The share of this process; a worker that was not forked knows it from the process that made it."""
+        shard = current_shard(self._chosen_shard)
+        if shard.total > 1:
+            process_group.refuse_second_split()
+        is_unknown = self._chosen_shard is None and shard == process_group.ALONE
+        return self._travelled if is_unknown and is_in_worker() else shard
+
+    # What there is
+
+    @property
+    def source(self) -> Source:
+        """The opened folders."""
+        if self._source is None:
+            self._source = self.new_source()
+        return self._source
+
+    def new_source(self) -> Source:
+        """Open the folders again; they may be missing as long as data are announced."""
+        is_awaited = self._passes.are_data_coming
+        return Source(self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote, is_awaited=is_awaited)
+
+    @property
+    def problems(self) -> list[RolloutDataError]:
+        """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
+        return self.source.problems
+
+    @property
+    def advice(self) -> list[RolloutDataError]:
+        """Remarks on data that are read as they are stored, such as copied actions; see `Recording.advice`."""
+        return self.source.advice
+
+    @property
+    def num_lost_trajectories(self) -> int:
+        """Trajectories that could not be read to their end."""
+        return self.source.num_lost_trajectories
+
+    @property
+    def num_dataset_looped(self) -> int:
+        """How many passes were dealt out completely."""
+        if self._position is None:
+            return 0
+        state, deal, _ = self._position
+        return deal.number + int(state.is_exhausted.any() and not self._passes.has_pass(deal.number + 1))
+
+    # Epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the number of the next epoch; those after it count on from there.
+
+        Epochs differ in their permutations and starting frames, equal ones are equal. Each reset, hence each
+        iteration, begins the next epoch by itself. Workers that live on from epoch to epoch are reached too.
+        """
+        epoch = whole(f"call {type(self).__name__}.set_epoch", "epoch", epoch, 0)
+        if self._saved is not None and self._saved["epoch"] == epoch:
+            return  # of which the state is: it goes on
+        if self._saved is not None:
+            self._forget()
+        self._epoch, self._is_used = epoch, False
+        if self._noted() is not None:
+            self._note(self._epoch, self._saved_name)
+
+    def _new_dealer(self, num_envs: int) -> Dealer:
+        """What orders passes for this process, of `num_envs` envs in all; made anew when rank or epoch may differ."""
+        self._shard = self._rank()
+        self._mine = self._shard.part_of(num_envs)
+        if not self._is_told:
+            self.agree = process_group.agreement_of(self._shard)
+            if is_in_worker():
+                self.agree = partial(self._board.agree, self._group())
+        keeps_on = {"none": None, "ram": torch.device("cpu"), "device": self.device}[self.cache]
+        stream = weakref.proxy(self)  # without a circle of references, files are unmapped with the last one
+        options = (self._passes, self._epoch, keeps_on, self.on_error == "skip")
+        told = self._shard.total > 1 and is_in_worker() and not self._is_told, self.is_for_workers or is_in_worker()
+        dealer = self._dealer = Dealer(self.source, *options, lambda number, look: stream.agree(number, look), *told)
+        return dealer
+
+    def _undecided(self, deal: Deal, in_use: Int64s) -> None:
+        """Stand for the pass after `deal`, at whose beginning the folders are looked at."""
+        if self._passes.has_pass(deal.number + 1):
+            raise Undecided
+
+    def reset_all(self) -> None:
+        if not is_in_worker() and (noted := self._noted()) is not None:  # workers have read
+            self._epoch, self._is_used = noted[0], False
+            self._note()
+        if self._is_used:
+            self._epoch, self._is_used = self._epoch + 1, False
+        num_envs = self.num_envs * self._rank().total
+        dealer = self._new_dealer(num_envs)
+        deal = dealer.first()
+        self._check_enough(deal, num_envs)
+        state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deal, dealer.following)
+        self._saved, self.num_dropped_frames = None, 0
+        self._go_to(Position(state, deal, left=1))
+
+    def _check_enough(self, deal: Deal, num_envs: int) -> None:
+        num, loops = len(deal.order), max(1, self._passes.dataset_loops)
+        if num and (self._passes.is_endless or num * loops >= num_envs):
+            return
+        among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
+        left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
+        expected, got = f"at least {num_envs} trajectories{among}", f"{num}{left_out}"
+        advice = "Use fewer envs, more passes (dataset_loops) or more data"
+        raise UsageError(f"start {num_envs} envs", f"on {self.data_dir!r}", expected, got, advice)
+
+    def refresh_handlers(self, env_ids: torch.Tensor) -> None:
+        ids = self._checked_ids("refresh_handlers", env_ids)
+        self._check_alone("reset some envs")
+        self._ensure_started()
+        state, deal, left = self.position
+        self._position = Position(*deal_next(state, np.sort(ids.numpy()), deal, self._dealer.following), left)
+
+    def _check_alone(self, action: str) -> None:
+        """Raise where other processes plan the same stream: they would not know."""
+        if self._shard.total * current_worker().total > 1:
+            got = f"{self._shard.total} ranks and {current_worker().total} workers, which share one plan"
+            advice = "Reset all envs, or open the dataset with shard='none' and a seed for each rank"
+            raise UsageError(action, f"of {self.data_dir!r}", "one process that plays it", got, advice)
+
+    def plan_next(
+        self, num_steps: int, envs: Int64s | None = None, after: Position | None = None, is_read: bool = True
+    ) -> tuple[Plan, Position]:
+        """Plan the next steps of `envs` (None: all) of this process: what to read, and where the stream stands then.
+
+        Where another process reads what was planned (`is_read` False), the plan is of no env.
+
+        Raises:
+            DatasetExhausted: There is no further batch.
+            Undecided: It is not the next one, but that `after` a position, and the folders are to be looked at.
+        """
+        position = after or self.position
+        if self._dealer.is_due(position, self.agree is process_group.alone):
+            if after is not None:
+                raise Undecided
+            position = self._position = self._dealer.refreshed(position)
+        state, deal, num_left = position
+        if self._is_over(state):
+            got = f"all {self.num_dataset_looped} passes were delivered"
+            raise DatasetExhausted(
+                "read another batch", f"from {self.data_dir!r}", got=got, advice="reset() starts again"
+            )
+        following = self._dealer.following if after is None else self._undecided
+        share = self._mine if is_read or self.drop_last else slice(0)
+        plan, state, deal = plan_steps(state, deal, num_steps, following, envs, share)
+        if self.drop_last and not plan.is_full:
+            self.num_dropped_frames = int((plan.num_valid + state.left[self._mine]).sum())
+            got, advice = f"{self.num_dropped_frames} frames are left", "drop_last=False delivers them"
+            raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
+        return plan, Position(state, deal, max(0, num_left - 1))
+
+    def _is_over(self, state: StreamState) -> bool:
+        """True if this rank has nothing more to deliver in this epoch."""
+        if self.even == "pad" or self._shard.total == 1:
+            return bool(state.is_exhausted.all())
+        ranks = [self._shard.number] if self.even == "none" else range(self._shard.total)
+        shares = [Shard(rank, self._shard.total).part_of(len(state.is_exhausted)) for rank in ranks]
+        return any(bool(state.is_exhausted[share].all()) for share in shares)
+
+    def get_batch(self, num_transitions_per_env: int | None = None) -> Transition:
+        """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
+
+        It lies in memory time first, so that `flatten(0, 1)` is a view. With `as_dict`, a dict of its tensors.
+
+        Raises:
+            DatasetExhausted: Everything was delivered; also a `StopIteration`.
+        """
+        steps = self._checked_steps(num_transitions_per_env)
+        self._ensure_started()
+        plan, position = self.plan_next(steps or 1)
+        batch = self.read(plan, position, without_time=steps is None)
+        self.commit(position)
+        return cast(Transition, batch.tensors()) if self.as_dict else batch
+
+    def read(
+        self, plan: Plan, position: Position, envs: Int64s | None = None, without_time: bool = False
+    ) -> Transition:
+        """Read what was planned; give up files that are gone and that no env plays at the position behind it."""
+        chosen = plan if envs is None else share_of(plan, envs)
+        while True:
+            try:
+                self._readahead.before(plan)
+                batch = self.reader.read(chosen, self._shard.number, without_time)
+            except DataFileError as problem:
+                self.losses += leave_out(self.source, plan, problem, self.on_error == "skip")
+            else:
+                self._readable.check(self.source, position, batch, self.on_error == "skip")
+                self.release(position)
+                return batch
+
+    def release(self, position: Position) -> None:
+        """Give up files that are gone and not needed at a position."""
+        index = position.deal.source.index
+        self.source.release(lambda: index.blocks_of(self._dealer.needed(position)))
+
+    def commit(self, position: Position) -> None:
+        """Count what lies before a position as delivered."""
+        self._position, self._saved, self._is_used = position, None, True
+
+    def next_position(self) -> Position | None:
+        """Plan the next batch of iteration without reading it: the position behind it, None if there is none."""
+        self._ensure_started()
+        try:
+            return self.plan_next(self.num_transitions_per_env or 1, is_read=False)[1]
+        except DatasetExhausted:
+            return None
+
+    def __next__(self) -> Transition:
+        """Give the next batch; in a DataLoader worker the next one that is its turn."""
+        self._is_continued = False  # torchdata may load a state behind `iter`
+        worker = current_worker()
+        if worker.total > 1:
+            for _ in range(worker.number if self._skip is None else self._skip):
+                if (position := self.next_position()) is None:
+                    raise StopIteration
+                self.commit(position)
+            self._skip = worker.total - 1
+        return super().__next__()
+
+    # Resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream of all ranks stands: a few integers per env, plain data, alike in every rank.
+
+        Nothing that was only read ahead counts as delivered.
+
+        Raises:
+            UsageError: Workers of a DataLoader did the reading, of which this process knows nothing.
+        """
+        if not is_in_worker() and self._noted() is not None:
+            raise UsageError(
+                "say where the stream stands", f"of {self.data_dir!r}", "batches that this process has read",
+                "workers of a DataLoader", "Iterate over rollout_data.loader(dataset, num_workers=...) and ask it, or "
+                "use torchdata's StatefulDataLoader",
+            )  # fmt: skip
+        if self._saved is not None:
+            return dict(self._saved)
+        if not self._is_started or (not self._is_used and self.is_over()):  # the next epoch has a number, and no more
+            return {"version": 1, "is_started": False, "epoch": self._epoch + int(self._is_used)}
+        state = state_at(self.position, self._passes, self._dealer.epoch)
+        return state if current_worker().total == 1 else {**state, "skip": self._skip}
+
+    @property
+    def position(self) -> Position:
+        """Where the stream stands."""
+        assert self._position is not None
+        return self._position
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken, on any number of ranks and workers: the next batches are the same.
+
+        It does not matter what was recorded since, or which trajectories were deleted that were delivered or begun:
+        what is left of these is not `valid`. `num_envs` must be this rank's share of the envs in the state. The next
+        iteration (`iter(dataset)`) continues too, instead of starting again, or begins the next epoch if one is over.
+
+        Raises:
+            UsageError: The state belongs to another dataset, number of envs or setting.
+        """
+        if not isinstance(state, Mapping):
+            raise UsageError(_CONTINUE, "", "state as returned by state_dict()", repr(state)[:100])
+        self._forget()
+        if state.get("is_started", True):
+            self._restore(state)
+            self._saved, self._saved_name = dict(state), secrets.token_hex(8)
+        else:
+            self._epoch, self._is_used = whole(_CONTINUE, "epoch", state.get("epoch", 0), 0), False
+        if is_in_worker():  # of torchdata's StatefulDataLoader; the next epoch has other workers
+            self._is_continued = True
+            self._note(self._epoch + self._is_used, "")
+        else:
+            if self._noted() is not None:  # workers that live on
+                self._board.write(f"state_{self._rank().number}", (self._saved, self._saved_name))
+            self._note()
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        saved = dict(saved)
+        try:
+            skip = saved.pop("skip", None)
+            if skip is not None and not is_in_worker():
+                raise Misfit("the state of a whole stream", "that of a DataLoader worker")
+            num_envs = whole(_CONTINUE, "num_envs", saved["settings"]["num_envs"], 1)
+            check_settings(saved, self._passes, self.num_envs, self._rank().part_of(num_envs))
+            self._epoch = whole(_CONTINUE, "epoch", saved["epoch"], 0)
+            position = position_in(saved, self._new_dealer(num_envs))
+        except (Misfit, KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as cause:
+            what = "state as returned by state_dict()", f"{type(cause).__name__}: {cause}"
+            expected, got = cause.args if isinstance(cause, Misfit) else what
+            advice = "Load the state into a dataset like the one that gave it"
+            raise UsageError(_CONTINUE, f"of {self.data_dir!r}", expected, got, advice) from cause
+        self._is_used, self._skip = True, skip
+        self._go_to(position)
+
+    def __iter__(self) -> Iterator[Transition]:
+        refuse_collation()
+        if is_in_worker():
+            return self._begin_in_worker()
+        noted = self._noted()
+        is_new = self._saved is not None and (noted is None or noted[1] != self._saved_name)
+        return self if is_new and not self.is_over() else super().__iter__()
+
+    def _ensure_started(self) -> None:
+        if not self._is_started and self._saved is not None:  # a copy
+            self._restore(self._saved)
+        super()._ensure_started()
+
+    def is_over(self) -> bool:
+        """True if the epoch has no further batch."""
+        return self.next_position() is None
+
+    def _noted(self) -> Any:
+        """What workers of this rank have noted, if any: the next epoch, and the state that they have continued."""
+        return self._board.read(f"next_{self._rank().number}")
+
+    def _note(self, *note: Any) -> None:
+        """Note the same; nothing takes the note away."""
+        self._board.write(f"next_{self._rank().number}", note or None)
+
+    def _group(self) -> str:
+        """Name the workers that read this epoch together."""
+        worker: Any = get_worker_info()
+        return f"{self._rank().number}_{worker.seed - worker.id}_{self._num_iterations}"
+
+    def _begin_in_worker(self) -> Iterator[Transition]:
+        """Begin the epoch that the workers of this loader agree on."""
+        if self._is_continued:
+            self._ensure_started()
+            self._is_continued = False
+            return self
+        self._shard, self._skip = self._rank(), None
+        while not self._board.write(f"{self._group()}_of_{current_worker().number}", None, is_final=True):
+            self._num_iterations += 1  # it took part in that one: an earlier epoch, perhaps of the same seed
+        if (sent := self._board.read(f"state_{self._shard.number}")) is not None:
+            self._saved, self._saved_name = sent
+        epoch = self._epoch + self._is_used if self._saved is None else self._saved["epoch"]
+        while (begun := self._board.read(self._group())) is None:
+            following, continued = self._noted() or (epoch, "")
+            is_resumed = self._saved_name not in ("", continued)
+            if self._board.write(self._group(), (epoch if is_resumed else following, is_resumed), is_final=True):
+                self._note(1 + (epoch if is_resumed else following), self._saved_name)
+        (self._epoch, is_resumed), self._is_used = begun, False
+        if is_resumed and self._saved is not None:
+            self._restore(self._saved)
+            if not self.is_over():
+                return self
+            self._note(self._epoch + 2, self._saved_name)
+        return super().__iter__()
+
+    def follow(self, saved: dict[str, Any], agree: Agree) -> None:
+        """Be what a worker of `rollout_data.loader` reads: from a state on, as it is told."""
+        self._saved, self.agree, self._is_told, self._is_continued = saved, agree, True, True
+
+    def _go_to(self, position: Position) -> None:
+        self._position, self._is_started = position, True
+        self._readahead, self.reader = ReadAhead(self.num_envs), BatchReader(BatchOptions(self.device, **self._look))

@@ -1,0 +1,50 @@
+"""What cannot be read of a plan: trajectories that are left out, and the error where nothing is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from storage.errors import DataFileError, UnansweredError
+
+from ..sources.source import Source
+from .step_planner import Plan, Position
+from .transition import Transition
+
+
+def leave_out(source: Source, plan: Plan, problem: DataFileError, skips: bool) -> list[Any]:
+    """Mark the trajectories of a plan that cannot be read.
+
+    Returns:
+        Their names and why, as `Source.note_loss` takes them.
+
+    Raises:
+        DataFileError: `problem`, if it is none of them.
+    """
+    for part in plan.parts:
+        played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
+        try:
+            lost = source.leave_out(store, played, problem, skips)
+        except UnansweredError:
+            raise
+        except DataFileError:
+            continue
+        return [(store.index.keys(left), why) for left, why in lost]
+    raise problem
+
+
+class ReadableCheck:
+    """Raises if a batch lacks every frame, and no trajectory of the pass can be read any more."""
+
+    def __init__(self) -> None:
+        self._checked = 0, 0  # losses and pass for which some trajectory could still be read
+
+    def check(self, source: Source, position: Position, batch: Transition, skips: bool) -> None:
+        num_lost = source.num_lost_trajectories
+        state, deal, _ = position
+        if not num_lost or self._checked == (num_lost, deal.number) or bool(batch.valid.any()):
+            return
+        playing = state.trajectory[state.trajectory >= 0]
+        source.check_readable(deal.source, np.union1d(playing, deal.order), skips)
+        self._checked = source.num_lost_trajectories, deal.number

@@ -1,1 +1,0 @@
-"""Recordings of any format as episodes that one can list, select and hold."""

@@ -1,0 +1,309 @@
+"""Where data are: paths and URLs, the fsspec file systems behind those, and how they are asked.
+
+One rule: a URL travels through the library as a `RemotePath`, and only this room opens it.
+`fetching.py` sends the requests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PosixPath
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from storage.core.arguments import is_url, real, whole
+from storage.core.arguments import path as path_of
+from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError
+
+from .fetcher import Fetcher, Request
+from .piece_checksums import PieceSums
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where data are, and which of them are meant.
+
+    Attributes:
+        path: A file or folder, or a `RemotePath`.
+        format: Its format; None where its content tells.
+        options: Of the format.
+        ids: Names of the trajectories that are read; None is all.
+        remote: How it is read if it is a URL; None leaves that to who reads it.
+    """
+
+    path: Path
+    format: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ids: tuple[str, ...] | None = None
+    remote: RemoteOptions | None = None
+
+
+class HasOrigin(Protocol):
+    """What knows where its data are, such as a `Recording`."""
+
+    @property
+    def origin(self) -> Origin:
+        """Where they are."""
+
+
+DataDir = str | os.PathLike[str] | HasOrigin | Origin
+DataDirs = DataDir | Sequence[DataDir]
+#: What file systems call that which changes with a file's content.
+_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+
+_FETCH = "fetch the bytes"
+#: A listing of this age in seconds shows that access is granted.
+_RECENT_S = 1.0
+
+
+@dataclass(frozen=True)
+class RemoteOptions:
+    """How files behind a network are read; local ones ignore it.
+
+    Windows are shuffled among `num_chunks` chunks, while as many are on their way: both together take
+    2 * `num_chunks` * `chunk_bytes` of memory, 64 MiB by default, which is also what playback keeps.
+
+    Attributes:
+        chunk_bytes: How much is fetched by one request at most.
+        num_chunks: Chunks among which windows are shuffled, and chunks that are fetched ahead.
+        num_requests: Requests under way at once. Together they must cover bandwidth times latency.
+        timeout_s: How long an attempt may take.
+        num_retries: How often a request that failed or took too long is sent again.
+        cache_bytes: Disk space for copies of LeRobot sets and HDF5 files in the user's cache folder; block files are
+            never copied.
+        storage_options: For the file system, as fsspec takes them: keys, `endpoint_url`, ...
+
+    Raises:
+        UsageError: A value is out of range.
+    """
+
+    chunk_bytes: int = 1 << 20
+    num_chunks: int = 32
+    num_requests: int = 32
+    timeout_s: float = 30.0
+    num_retries: int = 3
+    cache_bytes: int = 32 << 30
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        action = "create RemoteOptions"
+        for name, low in (
+            ("chunk_bytes", 1 << 12),
+            ("num_chunks", 1),
+            ("num_requests", 1),
+            ("num_retries", 0),
+            ("cache_bytes", 0),
+        ):
+            whole(action, name, getattr(self, name), low)
+        real(action, "timeout_s", self.timeout_s, "> 0 seconds", lambda seconds: seconds > 0)
+        if not isinstance(self.storage_options, Mapping):
+            raise UsageError(action, "", "storage_options as a mapping", repr(self.storage_options))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory for what was fetched and what is on its way."""
+        return 2 * self.num_chunks * self.chunk_bytes
+
+
+def checked_remote(action: str, remote: Any) -> RemoteOptions:
+    """Check `remote`; None is the default options."""
+    if remote is not None and not isinstance(remote, RemoteOptions):
+        raise UsageError(action, "", "remote as RemoteOptions or None", repr(remote))
+    return remote or RemoteOptions()
+
+
+class RemotePath(PosixPath):
+    """A URL that travels through the library as a path; its text is the URL, and nothing of this machine is below."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+
+def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str = "data_dir") -> list[Origin]:
+    """Give what a `data_dir` argument names, so that it stays the same when the process goes elsewhere.
+
+    Errors name the `action`, and the argument by its `name`.
+    """
+    try:
+        listed: Any = [data_dir] if is_one(data_dir) else data_dir
+        origins = [_origin(one, action, name) for one in listed]
+    except TypeError as cause:
+        raise UsageError(action, "", f"{name} as a path or a list of paths", repr(data_dir)) from cause
+    if not origins:
+        raise UsageError(action, "", f"{name} with at least one data folder", "none")
+    return origins
+
+
+def is_one(data_dir: Any) -> bool:
+    """Tell a place of data from a list of some; a recording is one although it is a sequence."""
+    return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
+
+
+def _origin(one: Any, action: str, name: str) -> Origin:
+    if not isinstance(one, Origin) and hasattr(one, "origin"):
+        one = one.origin
+    return one if isinstance(one, Origin) else Origin(_absolute(os.fspath(one), action, name))
+
+
+def _absolute(path: str, action: str, name: str) -> Path:
+    return remote_path(path, action) if is_url(path) else path_of(action, name, path).absolute()
+
+
+def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -> RemotePath:
+    """Give a URL as a path.
+
+    Raises:
+        UsageError: fsspec is not installed, or does not know the kind of URL.
+    """
+    text = os.fsdecode(url)
+    if importlib.util.find_spec("fsspec") is None:
+        advice = "To read it: pip install rollout-data[remote]"
+        raise UsageError(action, repr(text), "a path on this machine", "a URL, and no fsspec", advice)
+    import fsspec
+
+    protocol = text.partition(":")[0]
+    if protocol in ("file", "local") or protocol not in {*fsspec.available_protocols(), *fsspec.registry}:
+        expected = "a path on this machine, or a URL that fsspec knows"
+        raise UsageError(action, repr(text), expected, f"a URL of kind {protocol!r}")
+    return RemotePath(text)
+
+
+class RemoteFiles:
+    """The files below one URL; a pickled copy connects anew."""
+
+    def __init__(self, path: Path, options: RemoteOptions) -> None:
+        self.path, self.options = path, options
+        self.fetcher = Fetcher(options.num_requests, options.timeout_s, options.num_retries)
+        self._system: tuple[int, Any] | None = None
+        self._listed_s = -math.inf  # of the monotonic clock
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteFiles, (self.path, self.options)
+
+    @property
+    def system(self) -> Any:
+        """fsspec's file system; of this process, as its threads do not survive a fork."""
+        if self._system is None or self._system[0] != os.getpid():
+            import fsspec
+
+            protocol, options = str(self.path).partition(":")[0], dict(self.options.storage_options)
+            try:
+                self._system = os.getpid(), fsspec.filesystem(protocol, **options)
+            except ImportError as cause:
+                expected, got = "the file system of its kind", str(cause)
+                raise UsageError("open", repr(str(self.path)), expected, got, "Install it with pip") from cause
+        return self._system[1]
+
+    def ask(
+        self,
+        path: Path,
+        start: int,
+        stop: int,
+        use: Callable[[bytes], Any] = bytes,
+        sums: PieceSums | None = None,
+    ) -> Request:
+        """Ask for bytes of a file; `fetcher.wait` gives what `use` makes of them.
+
+        It raises, besides: FileNotFoundError, there is no such file; CorruptFileError, the file is shorter, or a piece
+        of it has not the checksum of `sums`.
+        """
+
+        def fetch() -> Any:
+            if sums is None:
+                return use(self.load(path, start, stop))
+            low, high = sums.bounds(start, stop)
+            first, last = sums.place(low, high)
+            kept = sums.kept(first, last)
+            if len(kept) == last - first:
+                sums.check(data := self.load(path, low, high), low, kept)
+            else:
+                data, more = self._load_both(path, (low, high), sums.path, (first + len(kept), last))
+                sums.check(data, low, kept + more)
+            return use(data if (low, high) == (start, stop) else data[start - low : stop - low])
+
+        where = f"{start}:{stop} of {str(path)!r}"
+        return self.fetcher.submit(fetch, _FETCH, where)
+
+    def wait_for(self, send: Callable[[], Any], path: Path) -> Any:
+        """Return what `send` returns, which reads a file by `load`; errors as of `ask`."""
+        return self.fetcher.wait(self.fetcher.submit(send, _FETCH, f"of {str(path)!r}"))
+
+    def load(self, path: Path, start: int, stop: int) -> bytes:
+        """Fetch bytes of a file at once, in the thread that asks: only inside a request, which repeats it.
+
+        Raises:
+            CorruptFileError: The file is shorter.
+        """
+        return _checked_length(self.system.cat_file(str(path), start=start, end=stop), path, start, stop)
+
+    def _load_both(
+        self, path: Path, part: tuple[int, int], other_path: Path, other_part: tuple[int, int]
+    ) -> tuple[bytes, bytes]:
+        """Fetch bytes of two files, at once where the file system can do that."""
+        if not getattr(self.system, "async_impl", False):
+            return self.load(path, *part), self.load(other_path, *other_part)
+        starts, stops = zip(part, other_part, strict=True)
+        found = self.system.cat_ranges([str(path), str(other_path)], list(starts), list(stops))
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return _checked_length(found[0], path, *part), _checked_length(found[1], other_path, *other_part)
+
+    def read(self, path: Path, start: int, stop: int, sums: PieceSums | None = None) -> np.ndarray:
+        """Read bytes of a file, by several requests where they are many: a new uint8 array; errors as of `ask`."""
+        step = self.options.chunk_bytes
+        parts = [self.ask(path, low, min(low + step, stop), bytes, sums) for low in range(start, stop, step)]
+        return np.frombuffer(b"".join(map(self.fetcher.wait, parts)), np.uint8)
+
+    def listed(self) -> dict[str, tuple[int, int]]:
+        """Give the name, size and stamp of each file right below the URL, asked anew.
+
+        Raises:
+            UsageError: There is nothing.
+            DataFileError: It cannot be listed; an `AccessError` where the store refuses it.
+        """
+        url = str(self.path)
+
+        def ls() -> list[Any]:
+            self.system.invalidate_cache(url)
+            return [one for one in self.system.ls(url, detail=True) if one["type"] == "file"]
+
+        try:
+            found = self.fetcher.wait(self.fetcher.submit(ls, "list the files", f"of {url!r}"))
+        except (FileNotFoundError, NotADirectoryError) as cause:
+            raise MissingFolderError("open the data folder", repr(url), "a folder", "nothing there") from cause
+        except OSError as cause:
+            expected, advice = "a folder that can be listed", "See to the connection and the rights to read"
+            raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
+        self._listed_s = time.monotonic()
+        return {one["name"].rpartition("/")[2]: (int(one["size"] or 0), stamp_of_entry(one)) for one in found}
+
+    def check_access(self) -> None:
+        """List the files, unless that was done a moment ago: some stores say of what they refuse that it is not there.
+
+        Raises:
+            AccessError: The store refuses to list them.
+            FetchError: It does not answer.
+        """
+        if time.monotonic() - self._listed_s > _RECENT_S:
+            with suppress(UsageError):  # all of it is gone
+                self.listed()
+
+
+def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
+    if len(data) != stop - start:
+        raise CorruptFileError(_FETCH, f"{start}:{stop} of {str(path)!r}", f"{stop - start} bytes", str(len(data)))
+    return data
+
+
+def stamp_of_entry(entry: Mapping[str, Any]) -> int:
+    """Make a number of what tells a file's content from another one's."""
+    return crc32(repr([str(entry[name]) for name in _STAMPS if entry.get(name)]).encode())

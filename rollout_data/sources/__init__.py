@@ -1,0 +1,1 @@
+"""The places that episodes come from, and their rows as tensors."""

@@ -1,0 +1,290 @@
+"""Frames copied into memory: of this process alone, or for all workers of a machine, which map one copy.
+
+One rule: a copy holds what its process could read of some trajectories; what it could not is told with it. Files that
+are read one by one are kept by piece while they are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from storage.core.durable import crc32
+from storage.core.memory import BufferPool
+from storage.errors import DataFileError, UnansweredError, UsageError
+
+from ..blocks.block import Block
+from ..blocks.block_header import DATA, FINAL, read_header
+from ..blocks.missing_trajectories import is_stand_in
+from ..blocks.row_layout import RowLayout
+from ..blocks.trajectory_index import Int64s, LostBlockError, Runs, TrajectoryIndex
+from .chunk_decoder import RowCache
+from .frame_store import GONE, FrameStore, Place
+from .shared_memory import SharedMemory, Spot, shared_memory
+
+#: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
+ReadRows = Callable[[Block, Place], np.ndarray]
+#: Reads the rows `start:stop` of a block: `[stop - start, row_bytes]` uint8.
+ReadPart = Callable[[Block, Place, int, int], np.ndarray]
+#: Of more rows than the second of these, so many are tried before all intact ones are looked for.
+_NUM_TRIED, _FEW_TRIED = 8, 64
+
+_NUM_RUNS = 4096  # copied at once: index arrays stay small beside the data
+
+
+class ToldFrames(NamedTuple):
+    """Where one process has cached frames, for others; trajectories of which index, and those it could not read."""
+
+    spot: Spot
+    trajectories: Int64s
+    content: int
+    lost: Int64s
+
+
+class CachedFrames(FrameStore):
+    """Rows of some trajectories copied into memory of one device, each trajectory in one piece.
+
+    Args:
+        source: Where the rows come from.
+        trajectories: int64 `[K]`, which trajectories; only these can be read.
+        device: Where to keep them.
+        is_shared: Other processes are going to map them, see `told` and `mapped`.
+        memory: Where another process has put the rows of just these trajectories.
+    """
+
+    def __init__(
+        self,
+        source: FrameStore,
+        trajectories: Int64s,
+        device: torch.device,
+        is_shared: bool = False,
+        memory: SharedMemory | None = None,
+    ) -> None:
+        super().__init__(source.index, source.layouts, device)
+        self.is_lost, is_there = source.is_lost, memory is not None
+        self.read_header, self.told_tasks = source.read_header, source.told_tasks
+        self.told_texts = source.told_texts
+        self.told_names = source.told_names
+        trajectories = trajectories if is_there else trajectories[~self.is_lost[trajectories]]
+        self._trajectories, lengths = trajectories, source.index.lengths[trajectories]
+        self._first_row = np.full(len(source.index), -1, np.int64)
+        self._first_row[trajectories] = np.cumsum(lengths) - lengths
+        has_final = trajectories[source.index.final_row[trajectories] >= 0]
+        self._final_row = np.full(len(source.index), -1, np.int64)
+        self._final_row[has_final] = np.arange(len(has_final))
+        shapes = {
+            (table, name): (num_rows, column.row_bytes // 4)
+            for table, num_rows in ((DATA, int(lengths.sum())), (FINAL, len(has_final)))
+            for name, column in self.layouts[table].columns.items()
+        }
+        needed = int(lengths.sum()) * self.layouts[DATA].frame_bytes
+        free = free_memory_bytes() if device.type == "cpu" and not is_there else None
+        if free is not None and needed > 0.9 * free:
+            expected, got = f"at most 90 % of the free {free / 2**30:.1f} GiB", f"{needed / 2**30:.1f} GiB"
+            raise UsageError("cache the dataset in memory", "", expected, got, "Use cache='none'")
+        self._memory = self._shared(shapes.values()) if is_shared else memory
+        self._rows: dict[Place, torch.Tensor] = {}
+        runs = source.locate(trajectories, np.zeros_like(lengths), lengths, np.cumsum(lengths) - lengths)
+        for (table, name), shape in shapes.items():
+            rows = self._empty(shape)
+            for first in range(0, 0 if is_there or table == FINAL else len(runs.target), _NUM_RUNS):
+                part = Runs(*(values[first : first + _NUM_RUNS] for values in runs))
+                start, stop = int(part.target[0]), int(part.target[-1] + part.num_rows[-1])
+                source.copy((DATA, name), part._replace(target=part.target - start), 1, rows[start:stop])
+            if table == FINAL and not is_there:
+                rows.copy_(source.finals(name, has_final).view(torch.int32))
+            self._rows[table, name] = rows.to(device)
+
+    @classmethod
+    def mapped(cls, source: FrameStore, told: ToldFrames | None) -> CachedFrames | None:
+        """Give what another process has cached of the same index; None where that is not to be had."""
+        if told is None or told.content != _content(source.index):
+            return None
+        try:
+            memory = SharedMemory(spot=told.spot)
+        except OSError:  # that process has gone on, or away
+            return None
+        source.is_lost[told.lost] = True
+        return cls(source, told.trajectories, torch.device("cpu"), memory=memory)
+
+    def told(self) -> ToldFrames | None:
+        """Say where other processes find all this, moved to shared memory; None if it cannot be shared."""
+        if self._memory is None:
+            self._memory = self._shared([rows.shape for rows in self._rows.values()])
+            for place, rows in self._rows.items() if self._memory is not None else ():
+                self._rows[place] = self._empty(rows.shape).copy_(rows)
+        spot = self._memory.spot if self._memory is not None else None
+        lost = np.flatnonzero(self.is_lost)
+        return None if spot is None else ToldFrames(spot, self._trajectories, _content(self.index), lost)
+
+    def _shared(self, shapes: Iterable[Sequence[int]]) -> SharedMemory | None:
+        """Make memory for rows of these shapes; None where it cannot be made."""
+        return shared_memory([4 * prod(shape) for shape in shapes]) if self.device.type == "cpu" else None
+
+    def _empty(self, shape: Sequence[int]) -> torch.Tensor:
+        if self._memory is not None:
+            return torch.from_numpy(self._memory.take(4 * prod(shape)).view(np.int32).reshape(shape))
+        # Pooled memory has huge pages, which make gathering from it 1.25 times faster.
+        return BufferPool(1).empty(shape, torch.int32)
+
+    def holds(self, trajectories: Int64s) -> bool:
+        """True if all these trajectories are here that can be read."""
+        return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
+
+    def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
+        return Runs(target, np.zeros_like(target), self._first_row[trajectory] + frame, count)
+
+    def probe(self, trajectory: int) -> None:
+        """Do nothing: what is in memory can be read."""
+
+    def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
+        rows = torch.from_numpy(self._final_row[trajectories]).to(self.device)
+        return torch.index_select(self._rows[FINAL, column], 0, rows).view(torch.uint8)
+
+    def _words(self, place: Place) -> torch.Tensor:
+        return self._rows[place]
+
+
+class FileFrames(FrameStore):
+    """Rows that are read file by file and kept while they are in use: foreign files, other systems.
+
+    Args:
+        read_rows: Reads all rows of one kind of one block.
+        losses: What it raises where a file is lost for good; a `LostBlockError` is made of it.
+        max_cached_bytes: How much of what was read is kept.
+        read_part: Reads some of these rows, `start:stop`: of a damaged block the intact rows are still read. None
+            where that cannot be.
+        file_of: Returns the file that holds a row; None where it is that of the block.
+    """
+
+    def __init__(
+        self,
+        index: TrajectoryIndex,
+        layouts: Mapping[str, RowLayout],
+        read_rows: ReadRows,
+        losses: tuple[type[Exception], ...] = GONE,
+        max_cached_bytes: int = 1 << 30,
+        read_part: ReadPart | None = None,
+        file_of: Callable[[Block, Place, int], Path] | None = None,
+    ) -> None:
+        super().__init__(index, layouts)
+        self._read_rows, self._losses = read_rows, losses
+        self._read_part, self._told_file_of = read_part, file_of
+        #: Damaged rows of blocks whose other rows were read.
+        self._damaged: dict[tuple[int, Place], dict[int, DataFileError]] = {}
+        self._broken: set[tuple[int, Place]] = set()  # of which no row can be read
+        self._cache = RowCache(max_cached_bytes, keeps_last=True)
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        windows = (out if out.dim() == 3 else out[None]).view(torch.uint8).numpy()
+        for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
+            rows = self._cache.get((block, place))
+            if rows is None:
+                rows = self._read(block, place)
+                self._cache.put((block, place), rows)
+            damaged = self._damaged.get((block, place), {})
+            for number in sorted(damaged):
+                if row <= number < row + count:
+                    raise self._lost(block, damaged[number]) from damaged[number]
+            window, begin = divmod(to, windows.shape[1])
+            windows[window, begin : begin + count] = rows[row : row + count]
+
+    def _read(self, block: int, place: Place) -> np.ndarray:
+        try:
+            return self._read_rows(self.index.blocks[block], place)
+        except UnansweredError:
+            raise
+        except DataFileError as cause:
+            if DataFileError not in self._losses:
+                raise
+            found = None if (block, place) in self._broken else self._intact_rows(block, place)
+            if found is None:
+                self._broken.add((block, place))
+                raise self._lost(block, cause) from cause
+            return found
+        except self._losses as cause:
+            raise self.index.lost_block(block, _in_words(cause)) from cause
+        except OSError as cause:
+            lost = self.index.lost_block(block, _in_words(cause))
+            advice = "Try again, or reset these envs"
+            raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
+
+    def _lost(self, block: int, cause: DataFileError) -> LostBlockError:
+        return self.index.lost_block(block, _in_words(cause), is_gone=False)
+
+    def _file_of(self, block: Block, place: Place, row: int) -> Path:
+        return block.path if self._told_file_of is None else self._told_file_of(block, place, row)
+
+    def _intact_rows(self, block: int, place: Place) -> np.ndarray | None:
+        """Read the intact rows of a damaged block, zeros for the others, which are noted; None if there are none."""
+        about, read_part = self.index.blocks[block], self._read_part
+        num_rows = int(about.fragments["length"].sum())
+        if read_part is None or place[0] != DATA or num_rows < 2:
+            return None
+        damaged: dict[int, DataFileError] = {}
+        rows = np.zeros((num_rows, self.layouts[DATA].columns[place[1]].row_bytes), np.uint8)
+
+        def read(start: int, stop: int) -> bool:
+            """Read some rows, by halves where that fails; False if none of them can be read."""
+            try:
+                rows[start:stop] = read_part(about, place, start, stop)
+                return True
+            except UnansweredError:
+                raise
+            except DataFileError as cause:
+                if stop - start == 1:
+                    damaged[start] = cause
+                    return False
+            middle = (start + stop) // 2
+            is_first_read = read(start, middle)
+            return read(middle, stop) or is_first_read
+
+        samples = range(0, num_rows, -(-num_rows // _NUM_TRIED)) if num_rows > _FEW_TRIED else ()
+        if samples and not any(read(one, one + 1) for one in samples):  # as where a whole file is damaged
+            return None
+        damaged.clear()
+        if not read(0, num_rows):
+            return None
+        self._damaged[block, place] = damaged
+        return rows
+
+
+def read_block(block: Block, place: Place, layouts: Mapping[str, RowLayout]) -> np.ndarray:
+    """Map or decode one kind of row of one block, where blocks cannot be mapped side by side."""
+    if is_stand_in(block):
+        raise FileNotFoundError("it was removed")
+    offset, num_rows = block.places[place]
+    column = layouts[place[0]].columns[place[1]]
+    if column.is_coded:
+        return read_header(block.path).read_rows(*place, 0, num_rows)
+    if num_rows == 0:
+        return np.zeros((0, column.row_bytes), np.uint8)
+    return np.memmap(block.path, np.uint8, "r", offset, (num_rows, column.row_bytes))
+
+
+def _in_words(cause: Exception) -> str:
+    if isinstance(cause, DataFileError) and cause.expected:
+        return f"{cause.got or 'nothing'} instead of {cause.expected}"
+    return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)
+
+
+def _content(index: TrajectoryIndex) -> int:
+    """A checksum of the names, lengths and final observations of all trajectories, in their order."""
+    columns = np.stack([index.first_frame[1:], index.number, index.writer, index.final_row])
+    return crc32(repr(index.writers).encode() + columns.tobytes())
+
+
+def free_memory_bytes() -> int | None:
+    """Memory that can be had without swapping, or None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,178 @@
+"""The rows of a coded component over many blocks, decoded when they are asked for.
+
+One rule: a call decodes each chunk that it touches once; a chunk that is wanted whole goes straight to the
+output, of the others the decoded frames are kept for the next call, within a fixed number of bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.core.threads import each_part
+from storage.errors import CorruptFileError
+
+from ..blocks.block_header import BlockHeader, corrupt
+from ..blocks.chunk_table import ChunkTable, check_sum
+from ..blocks.trajectory_index import Int64s, Runs, counted_from
+from .mapped_files import Arena
+
+#: How much of decoded chunks is kept by default, over all components of a dataset.
+CHUNK_CACHE_BYTES = 512 << 20
+
+
+class RowCache:
+    """Decoded rows by key, the least recently used given up first; for several threads.
+
+    Args:
+        max_bytes: How much is kept at most.
+        keeps_last: Keep what was put last also if it is larger.
+    """
+
+    def __init__(self, max_bytes: int = CHUNK_CACHE_BYTES, keeps_last: bool = False) -> None:
+        self.max_bytes, self.keeps_last, self._num_bytes = max_bytes, keeps_last, 0
+        self._kept: OrderedDict[Any, np.ndarray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        """Rows can be read again: a pickled cache arrives empty."""
+        return RowCache, (self.max_bytes, self.keeps_last)
+
+    def get(self, key: Any) -> np.ndarray | None:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+            return found
+
+    def put(self, key: Any, rows: np.ndarray) -> None:
+        if rows.nbytes > self.max_bytes and not self.keeps_last:
+            return
+        with self._lock:
+            before = self._kept.pop(key, None)
+            self._num_bytes += rows.nbytes - (0 if before is None else before.nbytes)
+            self._kept[key] = rows
+            while self._num_bytes > self.max_bytes and len(self._kept) > 1:
+                self._num_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+class ChunkFiles:
+    """The chunks of one column over all mapped blocks; grows as blocks come.
+
+    Args:
+        place: (table, column).
+        row_bytes: Size of a decoded row.
+        mapped: The bytes of all blocks; shared by several.
+        cache: Where decoded chunks are kept; shared by several.
+    """
+
+    def __init__(self, place: tuple[str, str], row_bytes: int, mapped: Arena, cache: RowCache) -> None:
+        self.place, self.row_bytes = place, row_bytes
+        self._mapped, self._cache = mapped, cache
+        self._files: dict[int, tuple[Path, ChunkTable]] = {}
+        self._num_files = 0
+        #: int64 `[C + 1]`, first row of every chunk, and the number of rows.
+        self._rows = np.zeros(1, np.int64)
+        #: int64 `[4, C]`: file of every chunk, where it begins and ends in `mapped`, its checksum.
+        self._spots = np.zeros((4, 0), np.int64)
+
+    def add(self, header: BlockHeader, first_byte: int) -> int:
+        """Take the chunks of one more block, mapped from `first_byte` on; give the number of its first row."""
+        table = header.chunks[self.place[0]][self.place[1]]
+        start, number = int(self._rows[-1]), np.full(len(table.sums), self._num_files)
+        self._rows = np.concatenate([self._rows[:-1], table.rows + start])
+        spots = np.stack([number, table.places[:-1] + first_byte, table.places[1:] + first_byte, table.sums])
+        self._spots = np.concatenate([self._spots, spots], axis=1)
+        if len(table.sums):
+            self._files[self._num_files] = header.path, table
+        self._num_files += 1
+        return start
+
+    def unmap(self, first: int, num_rows: int) -> None:
+        """Give up the block whose first row has this number; its rows must not be asked for any more."""
+        if not num_rows:
+            return
+        del self._files[int(self._spots[0, np.searchsorted(self._rows, first)])]
+        is_kept = np.isin(self._spots[0], list(self._files))
+        is_kept[1:] |= is_kept[:-1]  # the first chunk behind a kept one ends it
+        self._rows, self._spots = self._rows[np.append(is_kept, True)], self._spots[:, is_kept]
+
+    def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:
+        """Decode rows into `out`.
+
+        Args:
+            first: int64 `[R]`, number of the first row of each run, as counted by `add`.
+            runs: Where they go and how many they are.
+            out: int32 on the CPU, `[rows, row_bytes / 4]`, or windows `[num_windows, length, row_bytes / 4]` of any
+                strides; no run reaches from one into the next.
+
+        Raises:
+            CorruptFileError: A chunk is damaged; the text names it.
+        """
+        if not len(first):
+            return
+        chunk, pieces = self._cut(first, runs)
+        heads = np.flatnonzero(np.diff(chunk, prepend=-1))
+        chunks, bounds = chunk[heads].tolist(), [*heads.tolist(), len(chunk)]
+        windows = (out if out.dim() == 3 else out[None]).view(torch.uint8).numpy()
+
+        def decode(start: int, stop: int) -> None:
+            for number in range(start, stop):
+                self._put(chunks[number], pieces[bounds[number] : bounds[number + 1]], windows)
+
+        num_rows = int((self._rows[chunk[heads] + 1] - self._rows[chunk[heads]]).sum())
+        chunk_bytes = num_rows // len(chunks) * self.row_bytes
+        each_part(decode, len(chunks), chunk_bytes * len(chunks))
+
+    def will_need(self, first: Int64s, num_rows: Int64s) -> None:
+        """Have the chunks of rows fetched from the disk in the background."""
+        begin = np.searchsorted(self._rows, first, side="right") - 1
+        last = np.searchsorted(self._rows, first + num_rows, side="left") - 1
+        self._mapped.will_need(self._spots[1, begin], self._spots[2, last] - self._spots[1, begin])
+
+    def _cut(self, first: Int64s, runs: Runs) -> tuple[Int64s, list[tuple[int, int, int]]]:
+        """Cut runs at the bounds of chunks: chunk of each piece, ascending, and (row in it, number of rows, target)."""
+        stop = first + runs.num_rows
+        begin = np.searchsorted(self._rows, first, side="right") - 1
+        num = np.searchsorted(self._rows, stop, side="left") - begin
+        run, chunk = np.repeat(np.arange(len(first)), num), counted_from(begin, num)
+        order = np.argsort(chunk, kind="stable")
+        run, chunk = run[order], chunk[order]
+        low, high = np.maximum(self._rows[chunk], first[run]), np.minimum(self._rows[chunk + 1], stop[run])
+        columns = low - self._rows[chunk], high - low, runs.target[run] + low - first[run]
+        return chunk, list(zip(*(column.tolist() for column in columns), strict=True))
+
+    def _put(self, chunk: int, pieces: list[tuple[int, int, int]], windows: np.ndarray) -> None:
+        num_rows = int(self._rows[chunk + 1] - self._rows[chunk])
+        key = self.place, *self._spots[:2, chunk].tolist()
+        rows = self._cache.get(key)
+        targets = []
+        for low, count, place in pieces:
+            window, begin = divmod(place, windows.shape[1])
+            targets.append((windows[window, begin : begin + count], low))
+        whole = targets[0][0]
+        if rows is None and len(targets) == 1 and len(whole) == num_rows and whole.flags.c_contiguous:
+            self._decode(chunk, num_rows, whole)
+            return
+        if rows is None:
+            rows = self._decode(chunk, num_rows)
+            self._cache.put(key, rows)
+        for target, low in targets:
+            target[:] = rows[low : low + len(target)]
+
+    def _decode(self, chunk: int, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
+        """Check a chunk and decode it, to new memory or to `out`, contiguous."""
+        number, start, stop, checksum = self._spots[:, chunk].tolist()
+        path, table = self._files[number]
+        data = self._mapped.bytes_view[start:stop]
+        try:
+            check_sum(data, checksum)
+            return table.decode(data, num_rows, out)
+        except CorruptFileError as cause:
+            where = f"chunk {chunk - int(np.searchsorted(self._spots[0], number))} of {'/'.join(self.place)}"
+            raise corrupt(path, f"{cause.expected} in {where}", cause.got) from cause

@@ -1,0 +1,372 @@
+"""Statistics of recorded fields, for normalization: one pass over the frames, kept in a file.
+
+One rule: the file is a cache. It is used only for the very files, trajectories and settings that it was made from, it
+may be deleted at any time, and where it cannot be written that costs the time, not the result. Quantiles are exact
+where the values fit, with a stated error where not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from storage.core.arguments import flag
+from storage.core.durable import crc32, replace_file
+from storage.core.fields import DTYPES, Field
+from storage.core.memory import on_host
+from storage.errors import RolloutDataError, UsageError
+
+from ..blocks.block_folder import BAD_CACHE, stamp_of
+from ..blocks.block_header import DATA
+from ..blocks.trajectory_index import Int64s
+from .frame_store import FrameStore
+
+_CACHE_VERSION = 2
+#: Bytes of rows that are read at once.
+_PORTION_BYTES = 8 << 20
+#: The last (or first) axis of a field of three axes is that of channels if it has at most this many.
+_MAX_CHANNELS = 4
+#: Columns of at most this many bytes are kept as they are; their quantiles are exact.
+_EXACT_BYTES = 64 << 20
+#: Rows of a buffer of the sketch.
+_SKETCH_ROWS = 4096
+Array = np.ndarray[Any, Any]
+#: A store, and which of its trajectories.
+Frames = tuple[FrameStore, Int64s]
+_ARRAYS = ("mean", "std", "min", "max", "quantiles")
+
+
+@dataclass(frozen=True, eq=False)
+class FieldStatistics:
+    """What the values of one field are like.
+
+    A field of one axis has statistics for each of its elements; one of more axes for each of its channels (three
+    axes, the last or the first of at most 4), or for all its elements together. All tensors broadcast against the
+    field: float32, but float64 for fields of float64 and of integers of 32 bits or more. Values that are not finite
+    go into them as numpy's functions take them.
+
+    Attributes:
+        mean, std: `std` is that of the population (divided by n); 0 for constants.
+        min, max: Least and greatest value.
+        quantiles: `[Q, ...]`, one for each of `levels`.
+        levels: As asked for, in [0, 1].
+        quantile_error: By how much the rank of a quantile may be off, as a part of all values; 0 where exact: fields
+            of one byte, and fields whose values take at most 64 MiB.
+        num_frames: Frames that were looked at.
+    """
+
+    mean: torch.Tensor
+    std: torch.Tensor
+    min: torch.Tensor
+    max: torch.Tensor
+    quantiles: torch.Tensor
+    levels: tuple[float, ...]
+    quantile_error: float
+    num_frames: int
+
+
+def compute_statistics(
+    action: str,
+    parts: Sequence[Frames],
+    folder: Path | None,
+    names: Sequence[str],
+    levels: Sequence[float],
+    use_cache: bool = True,
+    progress: bool = True,
+) -> dict[str, FieldStatistics]:
+    """Give the statistics of fields over all frames of some parts that have them; see `WindowDataset.statistics`.
+
+    Fields of texts have none. The cache lies in `folder`, the data folder; None keeps it in the user's cache folder.
+
+    Raises:
+        UsageError: A level lies outside [0, 1], or there is no frame.
+    """
+    try:
+        checked = tuple(float(level) for level in levels)
+    except (TypeError, ValueError):
+        checked = (np.nan,)
+    if not all(0 <= level <= 1 for level in checked):
+        raise UsageError(action, "", "quantiles as a list of levels in [0, 1]", repr(levels))
+    use_cache, progress = flag(action, "use_cache", use_cache), flag(action, "progress", progress)
+    parts = [(store, trajectories) for store, trajectories in parts if store.index.lengths[trajectories].sum()]
+    if not parts:
+        raise UsageError(action, "", "at least one frame", "none")
+    schema = parts[0][0].layouts[DATA].schema
+    names = [name for name in names if not schema[name].is_text]
+    about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}
+    about |= {"levels": list(checked), "data": [_fingerprint(*part) for part in parts]}
+    # One file for each question, so that a training and a validation split do not take turns.
+    question = [about["fields"], about["levels"], *(crc32(trajectories.tobytes()) for _, trajectories in parts)]
+    if folder is None:  # data of other systems are left as they are
+        question += [[os.path.abspath(block.path.parent) for block in store.index.blocks[:1]] for store, _ in parts]
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data"
+    path = folder / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
+    found = _load(path, about, names, checked) if use_cache else None
+    if found is None:
+        found = _compute(parts, names, checked, progress)
+        if use_cache:
+            _save(path, about, found)
+    return found
+
+
+def _compute(
+    parts: Sequence[Frames], names: Sequence[str], levels: tuple[float, ...], progress: bool
+) -> dict[str, FieldStatistics]:
+    num_frames = sum(int(store.index.lengths[trajectories].sum()) for store, trajectories in parts)
+    schema = parts[0][0].layouts[DATA].schema
+    summaries = {name: _Summary(schema[name], num_frames) for name in names}
+    with tqdm(desc="statistics", unit=" frames", unit_scale=True, disable=not progress) as bar:
+        for store, trajectories in parts:
+            layout = store.layouts[DATA]
+            columns = {layout.column_of[name].name: layout.column_of[name] for name in names}
+            bar.total = (bar.total or 0) + int(store.index.lengths[trajectories].sum()) * len(columns)
+            for column in columns.values():
+                inside = [name for name in names if name in column.offsets]
+                for rows in _portions(store, trajectories, column.name, column.row_bytes):
+                    for name in inside:
+                        summaries[name].add(layout.decoded(name, rows))
+                    bar.update(len(rows))
+    return {name: summary.result(levels) for name, summary in summaries.items()}
+
+
+def _portions(store: FrameStore, trajectories: Int64s, column: str, row_bytes: int) -> Iterator[torch.Tensor]:
+    """Read all frames of some trajectories in order: `[n, row_bytes]` uint8, the same memory again and again."""
+    lengths = store.index.lengths[trajectories]
+    stops = np.cumsum(lengths)
+    size = max(1, _PORTION_BYTES // row_bytes)
+    memory = torch.empty((min(size, int(stops[-1])), row_bytes // 4), dtype=torch.int32, device=store.device)
+    for start in range(0, int(stops[-1]), size):
+        stop = min(start + size, int(stops[-1]))
+        low, high = np.searchsorted(stops, [start, stop - 1], side="right")
+        which = np.arange(low, high + 1)
+        begin = np.maximum(stops[which] - lengths[which], start)
+        count = np.minimum(stops[which], stop) - begin
+        kept = np.flatnonzero(count > 0)
+        which, begin, count = which[kept], begin[kept], count[kept]
+        frame = begin - (stops[which] - lengths[which])
+        runs = store.locate(trajectories[which], frame, count, begin - start)
+        out = memory[: stop - start]
+        store.copy((DATA, column), runs, 1, out)
+        yield out.view(torch.uint8).cpu()
+
+
+class _Summary:
+    """The statistics of one field while its values come in."""
+
+    def __init__(self, field: Field, num_frames: int) -> None:
+        self._axis, self._shape = _channels(field.shape)
+        # bfloat16 has no numpy type; its values are float32 values.
+        self._dtype = np.dtype(np.float32) if field.dtype == "bfloat16" else DTYPES[field.dtype][1]
+        is_wide = field.dtype == "float64" or (self._dtype.kind in "iu" and self._dtype.itemsize > 2)
+        self._result_dtype = torch.float64 if is_wide else torch.float32
+        num_columns = int(np.prod(self._shape, dtype=np.int64))
+        self._quantiles: Quantiles = quantiles_of(
+            num_frames * field.num_elements // num_columns, num_columns, self._dtype
+        )
+        self._num_frames, self._count = 0, 0
+        self._sum, self._squares = np.zeros(num_columns), np.zeros(num_columns)
+        self._min, self._max = np.full(num_columns, np.inf), np.full(num_columns, -np.inf)
+
+    def add(self, values: torch.Tensor) -> None:
+        """Take `[n, *shape]` values. Portions are joined as in Chan et al. 1979."""
+        array = on_host(values)
+        self._num_frames += len(array)
+        columns = _columns(array, self._axis)
+        self._quantiles.add(columns)
+        wide = columns.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = wide.sum(axis=0)
+            mean = total / len(wide)
+            self._min, self._max = np.minimum(self._min, wide.min(axis=0)), np.maximum(self._max, wide.max(axis=0))
+            wide -= mean
+            shift, share = mean - self._sum / max(1, self._count), len(wide) / (self._count + len(wide))
+            self._squares += np.einsum("nc,nc->c", wide, wide) + shift**2 * self._count * share
+            self._sum += total
+        self._count += len(wide)
+
+    def result(self, levels: tuple[float, ...]) -> FieldStatistics:
+        # The mean of a constant is off by rounding, and with it every square.
+        self._squares[(self._min == self._max) & np.isfinite(self._min)] = 0
+        with np.errstate(invalid="ignore"):
+            found = {"mean": self._sum / self._count, "std": np.sqrt(self._squares / self._count), "min": self._min}
+            found |= {"max": self._max, "quantiles": self._quantiles.at(levels)}
+        shapes = {name: (len(levels), *self._shape) if name == "quantiles" else self._shape for name in found}
+        tensors = {
+            name: torch.from_numpy(value.reshape(shapes[name])).to(self._result_dtype) for name, value in found.items()
+        }
+        return FieldStatistics(
+            **tensors, levels=levels, quantile_error=self._quantiles.error, num_frames=self._num_frames
+        )
+
+
+def _channels(shape: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
+    """Which axis of a field has statistics of its own (None for none), and the shape of the result."""
+    if len(shape) <= 1:
+        return (0 if shape else None), shape
+    axis = next((axis for axis in (2, 0) if len(shape) == 3 and shape[axis] <= _MAX_CHANNELS), None)
+    return axis, tuple(size if number == axis else 1 for number, size in enumerate(shape))
+
+
+def _columns(values: Array, axis: int | None) -> Array:
+    """Bring `[n, *shape]` into the form `[rows, columns]`."""
+    if axis is None:
+        return values.reshape(-1, 1)
+    return np.moveaxis(values, 1 + axis, -1).reshape(-1, values.shape[1 + axis])
+
+
+def _fingerprint(store: FrameStore, trajectories: Int64s) -> str:
+    """What changes when a file, or the choice of trajectories, does."""
+    files: list[list[Any]] = []
+    for path in dict.fromkeys(block.path for block in store.index.blocks):
+        try:
+            stamps = [stamp_of(one) for one in sorted(path.rglob("*"))] if path.is_dir() else stamp_of(path)
+            files.append([os.path.abspath(path), stamps])
+        except OSError:
+            files.append([os.path.abspath(path), None])
+    index = store.index
+    chosen = np.stack([trajectories, index.number[trajectories], index.lengths[trajectories]])
+    return f"{crc32(json.dumps(files).encode()):08x}{crc32(chosen.tobytes()):08x}"
+
+
+def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatistics]) -> None:
+    """Write the cache, where that is possible."""
+    arrays: dict[str, Any] = {}
+    for number, statistics in enumerate(found.values()):
+        arrays |= {f"{number}/{name}": getattr(statistics, name).numpy() for name in _ARRAYS}
+        arrays[f"{number}/about"] = np.array([statistics.quantile_error, statistics.num_frames])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as new, open(new, "wb") as file:
+            np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
+    except (OSError, RolloutDataError):  # a folder for reading only
+        pass
+
+
+def _load(
+    path: Path, about: Mapping[str, Any], names: Sequence[str], levels: tuple[float, ...]
+) -> dict[str, FieldStatistics] | None:
+    """Read the cache; None if it is not there, damaged, or made from something else."""
+    try:
+        if stamp_of(path) is None:
+            return None
+        with np.load(path, allow_pickle=False) as file:
+            if json.loads(bytes(file["about"])) != json.loads(json.dumps(about)):
+                return None
+            found = {}
+            for number, name in enumerate(names):
+                arrays = {part: torch.from_numpy(file[f"{number}/{part}"]) for part in _ARRAYS}
+                error, num_frames = file[f"{number}/about"].tolist()
+                found[name] = FieldStatistics(**arrays, levels=levels, quantile_error=error, num_frames=int(num_frames))
+            return found
+    except BAD_CACHE:
+        return None
+
+
+class ByteCounts:
+    """How often each of the 256 values of a byte occurs: exact whatever the number of rows."""
+
+    def __init__(self, num_columns: int, dtype: np.dtype[Any]) -> None:
+        self._lowest = -128 if dtype.kind == "i" else 0
+        self._counts = np.zeros((num_columns, 256), np.int64)
+        self.error = 0.0
+
+    def add(self, values: Array) -> None:
+        for column, counts in enumerate(self._counts):
+            shifted = values[:, column].astype(np.int16) - self._lowest
+            counts += np.bincount(shifted, minlength=256)
+
+    def at(self, levels: Sequence[float]) -> Array:
+        upto = np.cumsum(self._counts, axis=1)
+        found = np.empty((len(levels), len(upto)))
+        for column, sums in enumerate(upto):
+            position = np.asarray(levels) * (sums[-1] - 1)
+            below, above = (np.searchsorted(sums, end(position), side="right") for end in (np.floor, np.ceil))
+            found[:, column] = below + (above - below) * (position - np.floor(position)) + self._lowest
+        return found
+
+
+class QuantileSketch:
+    """A sketch in bounded memory: buffers of sorted rows, two of a level halved into one of the next.
+
+    Exact, as `numpy.quantile`, until the first halving. Munro and Paterson 1980, as analysed by Manku, Rajagopalan and
+    Lindsay 1998: halving two buffers whose rows stand for w numbers each moves a rank by at most w, so that `error` is
+    the sum of these over all numbers: at most log2(n / k) / (2 k) for n numbers in buffers of k rows (0.001 for 10^6,
+    0.0023 for 10^9).
+    """
+
+    def __init__(self, num_columns: int, dtype: np.dtype[Any], num_rows: int = _SKETCH_ROWS) -> None:
+        self._filling = np.empty((num_rows, num_columns), dtype)
+        self._num_filled = self._count = 0
+        self._has_nan = np.zeros(num_columns, bool)
+        self._levels: list[Array | None] = []
+        self._next_offset: list[int] = []
+        self._moved = 0
+
+    @property
+    def error(self) -> float:
+        return self._moved / max(1, self._count)
+
+    def add(self, values: Array) -> None:
+        while len(values):
+            part = values[: len(self._filling) - self._num_filled]
+            self._filling[self._num_filled : self._num_filled + len(part)] = part
+            self._num_filled += len(part)
+            self._count += len(part)
+            values = values[len(part) :]
+            if self._num_filled == len(self._filling):
+                rows = np.sort(self._filling, axis=0)
+                self._has_nan |= np.isnan(rows[-1])  # NaNs come last, and halving may drop them
+                self._carry(rows)
+                self._num_filled = 0
+
+    def _carry(self, rows: Array) -> None:
+        """Put a full buffer into the first free level, halving it with those that are in its way."""
+        for level, other in enumerate(self._levels):
+            if other is None:
+                self._levels[level] = rows
+                return
+            both = np.sort(np.concatenate([other, rows]), axis=0, kind="stable")
+            # By turns the odd and the even rows, so that the errors of successive halvings cancel.
+            rows = both[self._next_offset[level] :: 2]
+            self._next_offset[level] ^= 1
+            self._moved += 1 << level
+            self._levels[level] = None
+        self._levels.append(rows)
+        self._next_offset.append(0)
+
+    def at(self, levels: Sequence[float]) -> Array:
+        parts = [(self._filling[: self._num_filled], 1)]
+        parts += [(rows, 1 << level) for level, rows in enumerate(self._levels) if rows is not None]
+        if not self._moved:
+            rows = np.concatenate([rows for rows, _ in parts])
+            return np.stack([np.quantile(column.astype(np.float64), levels) for column in rows.T], axis=1)
+        weights = np.concatenate([np.full(len(rows), weight) for rows, weight in parts])
+        wanted = np.asarray(levels) * self._count
+        found = np.empty((len(levels), self._filling.shape[1]))
+        for column in range(found.shape[1]):
+            values = np.concatenate([rows[:, column] for rows, _ in parts]).astype(np.float64)
+            order = np.argsort(values, kind="stable")
+            place = np.searchsorted(np.cumsum(weights[order]), wanted, side="left")
+            found[:, column] = values[order[np.minimum(place, len(order) - 1)]]
+            if self._has_nan[column] or np.isnan(values).any():
+                found[:, column] = np.nan
+        return found
+
+
+Quantiles = ByteCounts | QuantileSketch
+
+
+def quantiles_of(num_rows: int, num_columns: int, dtype: np.dtype[Any]) -> Quantiles:
+    """Choose how to find the quantiles of columns of this size."""
+    if dtype.kind in "biu" and dtype.itemsize == 1:
+        return ByteCounts(num_columns, dtype)
+    is_exact = num_rows * num_columns * dtype.itemsize <= _EXACT_BYTES
+    return QuantileSketch(num_columns, dtype, num_rows if is_exact else _SKETCH_ROWS)

@@ -1,0 +1,252 @@
+"""Our own folders, of block files or of the older trajectory layout, through the interface of foreign files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from storage.core.fields import Schema
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError
+
+from ..blocks.annotations import Notes
+from ..blocks.block import Block
+from ..blocks.block_header import DATA, FINAL
+from ..blocks.folder_metadata import ENDS
+from ..blocks.trajectory_index import End, Int64s, LostBlockError
+from ..remote.locations import Origin, RemotePath
+from .episode_reader import ABSENT, NO_FIELDS, EpisodeInfo, ForeignReader
+from .episode_table import column_of
+from .frame_store import FrameStore
+from .source import Source
+from .source_kind import Kind
+
+#: Id of a converted episode in its source; noted besides its metadata and `ABSENT`.
+SOURCE_ID = "id"
+#: An edit that is replaced while its notes are read is looked up so often.
+_MAX_LOOKS = 100
+_ENDS = np.array(["open", "terminated", "truncated", "unknown"])
+
+
+class FolderReader(ForeignReader):
+    """The trajectories that a folder held when it was opened; an episode's name is "writer:number"."""
+
+    format = ""
+
+    def __init__(self, origin: Origin, kind: type[Kind]) -> None:
+        self.format, self._origin, self._kind = kind.format, origin, kind
+        super().__init__(origin.path, {})
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._origin, self._kind)
+
+    @classmethod
+    def detect(cls, path: Path) -> bool:
+        return False  # a folder of our own is opened by its kind
+
+    def scan(self) -> Sequence[EpisodeInfo]:
+        self._source = source = Source(self._origin)
+        self.store: FrameStore = self._looked_up()
+        self._texts: dict[int, str] | None = None
+        self._last: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
+        self.metadata = source.metadata
+        self.problems = source.problems
+        self.advice = source.advice
+        return _Infos(self.store, self.notes, self.problems)
+
+    def _looked_up(self) -> FrameStore:
+        """Return what the folder holds now; look again where an edit was replaced meanwhile."""
+        for _ in range(_MAX_LOOKS):
+            self._source.refresh()
+            store = self._source.snapshot()
+            self.notes = Notes()
+            try:
+                self.notes.keep_edits(store)
+                return store
+            except FileNotFoundError:
+                continue
+        where, got = repr(str(self.path)), "edits that were replaced at each look"
+        raise DataFileError("open", where, "edits that stay while they are read", got, "Open it again later")
+
+    def removed(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
+        """Return the episodes of which a file is gone since the folder was opened, as `prune` removes it: why."""
+        index, found = self.store.index, dict[int, DataFileError]()
+        is_there: dict[Path, bool] = {}
+        for number in () if isinstance(self.path, RemotePath) else numbers:
+            for block in index.blocks_of(np.array([number])):
+                if block.path not in is_there:
+                    is_there[block.path] = block.path.exists()
+                if not is_there[block.path]:
+                    found[number] = self._removed(number, block)
+                    break
+        return found
+
+    def _removed(self, number: int, block: Block) -> DataFileError:
+        writer, within = self.store.index.keys(np.array([number]))[0]
+        name = f"{writer[writer.find(':') + 1 :]}:{within}"
+        got = f"none any more at {str(block.path)!r}"
+        advice = "It was removed, as by prune; the other episodes are read, and refresh() lists what is there now"
+        error = LostBlockError("read the episode", f"{name!r} of {str(self.path)!r}", "its file", got, advice)
+        error.key = block.key
+        return error.of("", name)
+
+    def check_there(self, numbers: Iterable[int]) -> None:
+        """Raise an error that names the first episode of which a file is gone since the folder was opened."""
+        for error in self.removed(numbers).values():
+            raise error
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        self.check_there([number])
+        values = self._rows(number, name, start, stop)
+        if not self.store.layouts[DATA].schema[name].is_text:
+            return values
+        return self._named(name, values.reshape(-1))
+
+    def _named(self, name: str, numbers: np.ndarray[Any, Any]) -> list[str]:
+        """Return the texts of a field by their numbers."""
+        if self._texts is None:
+            self._texts = self.notes.texts(self.store)
+        if lost := sorted(set(numbers.tolist()) - self._texts.keys()):
+            where, expected = f"of {name!r} in {str(self.path)!r}", "the text of each number"
+            raise DataFileError("read the texts", where, expected, f"none of {lost[0]}", "It was damaged and set aside")
+        return [self._texts[one] for one in numbers.tolist()]
+
+    def _rows(self, number: int, name: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        column = self.store.layouts[DATA].column_of[name]
+        wanted = number, column.name, start, stop
+        if self._last is None or self._last[0] != wanted:  # the fields of one row are asked for one after the other
+            one = np.array([number])
+            self._last = wanted, self.store.rows(column.name, one, one * 0 + start, one * 0 + stop - start)
+        found: np.ndarray[Any, Any] = self.store.array((DATA, name), self._last[1]).copy()
+        return found
+
+    def read_many(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+        self.check_there(numbers.tolist())
+        column_of, found = self.store.layouts[DATA].column_of, dict[str, Any]()
+        for column in {column_of[name].name: column_of[name] for name in names}.values():
+            rows = self.store.rows(column.name, numbers, starts, counts)
+            found |= {name: self.store.array((DATA, name), rows) for name in names if name in column.offsets}
+        return found
+
+    # All episodes at once, from the index and the notes; episode by episode where a note is damaged
+
+    def schemas(self) -> tuple[Int64s, list[Schema]]:
+        if self._noted is None:
+            return super().schemas()
+        places: dict[Schema, int] = {}
+        every = Schema(one for one in self.store.layouts[DATA].schema.values() if not one.is_text)
+        which = [places.setdefault(_without(every, names), len(places)) for names in self._column(ABSENT)]
+        return np.array(which, np.int64), list(places)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """A column of the table of all episodes; returns are NaN."""
+        if self._noted is None:
+            return column_of(self.episodes, name)
+        index = self.store.index
+        named = np.array([writer[writer.find(":") + 1 :] for writer in index.writers] or [""])[index.writer]
+        if name == "id":
+            return np.char.add(np.char.add(named, ":"), index.number.astype(str))
+        if name == "ends":
+            found: np.ndarray[Any, Any] = _ENDS[
+                np.where((index.end == End.UNKNOWN) & index.is_end_unknown(), 3, index.end)
+            ]
+            return found
+        if name in ("length", "return"):
+            return index.lengths if name == "length" else np.full(len(index), np.nan)
+        if name == "success":
+            return np.array([int(one) if isinstance(one, bool) else -1 for one in self._column(name)], np.int8)
+        # What is noted of a converted episode comes before what the file says.
+        known = {"env": index.env.astype(np.int64), "writer": named, "time": index.end_time_ns}
+        values = known.get(name, np.full(len(index), ""))
+        told = self._column("end_time_ns" if name == "time" else name)
+        kind = str if values.dtype.kind == "U" else int
+        if any(type(one) is kind for one in told):
+            values = np.array([a if type(a) is kind else b for a, b in zip(told, values.tolist(), strict=True)])
+        if name != "time":
+            return values
+        return np.where(values == 0, np.datetime64("NaT"), values.astype("datetime64[ns]"))
+
+    def _column(self, name: str) -> list[Any]:
+        """Give what was noted under a name, for each episode; None where nothing was."""
+        return (self._noted or {}).get(name) or [None] * len(self.store.index)
+
+    @cached_property
+    def _noted(self) -> dict[str, list[Any]] | None:
+        """What was noted under all names that are asked for, each note parsed once; None if one is damaged."""
+        try:
+            return self.notes.columns(self.store, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
+        except CorruptFileError:
+            return None
+
+    def read_final(self, number: int, name: str) -> Any:
+        self.check_there([number])
+        column = self.store.layouts[FINAL].column_of[name].name
+        found: np.ndarray[Any, Any] = self.store.array((FINAL, name), self.store.finals(column, np.array([number])))
+        is_text = self.store.layouts[FINAL].schema[name].is_text
+        return self._named(name, found[:1].reshape(-1))[0] if is_text else found[0, ...]
+
+
+class _Infos(Sequence[EpisodeInfo]):
+    """Descriptions of trajectories, each made when it is asked for."""
+
+    def __init__(self, store: FrameStore, notes: Notes, problems: list[RolloutDataError]) -> None:
+        self._store, self._index, self._notes, self._problems = store, store.index, notes, problems
+        self._unsaid = set[int]()
+        fields = list(store.layouts[DATA].schema.values())
+        self._schema = Schema(field for field in fields if not field.is_text)
+        self._texts = tuple(field.name for field in fields if field.is_text)
+        self._final = store.layouts[FINAL].schema
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @overload
+    def __getitem__(self, number: int) -> EpisodeInfo: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[EpisodeInfo]: ...
+    def __getitem__(self, number: Any) -> Any:
+        index = self._index
+        if isinstance(number, slice):
+            return [self[one] for one in range(len(self))[number]]
+        labelled, within = index.keys(np.array([number]))[0]
+        writer = labelled[labelled.find(":") + 1 :]
+        end, final = index.end[number], self._final if index.final_row[number] >= 0 else NO_FIELDS
+        is_known, is_open = end != End.UNKNOWN, not index.is_end_unknown(np.array([number]))[0]
+        said = self._said(number)
+        said.pop(ENDS, None)
+        absent, task, success = said.pop(ABSENT, ()), said.pop("task", None), said.pop("success", None)
+        about = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
+        said = {**about, **said} | ({ENDS: "open"} if is_open and not is_known else {})
+        return EpisodeInfo(
+            name=f"{writer}:{within}",
+            length=int(index.lengths[number]),
+            schema=_without(self._schema, absent),
+            texts=self._texts,
+            final=final,
+            terminated=bool(end == End.TERMINATED) if is_known else None,
+            truncated=bool(end == End.TRUNCATED) if is_known else None,
+            success=success if isinstance(success, bool) else None,
+            task=task if isinstance(task, str) else "",
+            metadata=said,
+        )
+
+    def _said(self, number: int) -> dict[str, Any]:
+        """Give the notes of a trajectory; damaged ones count as none, and are a problem."""
+        try:
+            return self._notes.of(self._store, number)
+        except CorruptFileError as problem:
+            if number not in self._unsaid:
+                self._unsaid.add(number)
+                self._problems.append(problem.of("note"))
+            return {}
+
+    def __iter__(self) -> Iterator[EpisodeInfo]:
+        return (self[number] for number in range(len(self)))
+
+
+def _without(schema: Schema, absent: Sequence[str] | None) -> Schema:
+    return Schema(one for one in schema.values() if one.name not in absent) if absent else schema

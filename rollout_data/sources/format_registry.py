@@ -1,0 +1,51 @@
+"""Formats other than block files: looked up when a path is not one of ours, so that sources import none of them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .episode_reader import ForeignReader
+    from .source_kind import Kind
+
+#: Module that knows all formats: the functions below call those of the same names there.
+_FORMATS = "rollout_data.formats.registry"
+#: Modules of the older layout of trajectory folders: its kind of source, and the names of its files.
+_TRAJECTORY_FOLDERS = "rollout_data.formats.trajectory_folders.trajectory_folder_source"
+_TRAJECTORY_FILES = "rollout_data.formats.trajectory_folders.trajectory_listing"
+
+
+def detect(path: Path) -> str | None:
+    """Return the first format that a file or folder may have; None if it has none of them."""
+    name: str | None = import_module(_FORMATS).detect(path)
+    return name
+
+
+def holds_files_of_others(folder: Path) -> bool:
+    """Return whether a folder has HDF5 files, all of them recordings of other systems."""
+    return bool(import_module(_FORMATS).holds_files_of_others(folder))
+
+
+def open_foreign(path: Path, format: str | None = None, **options: Any) -> ForeignReader:
+    """Open a file or folder of another system.
+
+    Raises:
+        ForeignFileError: It has no known format, or may have several.
+        UsageError: The format has no such option.
+    """
+    reader: ForeignReader = import_module(_FORMATS).open_foreign(path, format, **options)
+    return reader
+
+
+def trajectory_folders() -> type[Kind]:
+    """Return the kind of source that reads trajectory folders."""
+    kind: type[Kind] = import_module(_TRAJECTORY_FOLDERS).Chunks
+    return kind
+
+
+def chunk_frames(path: str) -> tuple[int, int] | None:
+    """Return the frames `(start, stop)` in the name of a chunk file of a trajectory folder; None for other names."""
+    frames: tuple[int, int] | None = import_module(_TRAJECTORY_FILES).chunk_frames(path)
+    return frames

@@ -1,0 +1,165 @@
+"""Arena: many files mapped side by side in one reserved address range, as one tensor of rows.
+
+One rule: every mapped piece starts at a multiple of the row size from the arena's base, so that
+one row number addresses any row of any file and one gather reads from all of them. Addresses
+between the pieces read as zeros. Only Linux can do this (`is_supported`); elsewhere
+`store.py` copies run by run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.errors import CorruptFileError, RolloutDataError, UsageError
+
+from ..blocks.trajectory_index import Int64s
+
+PAGE_BYTES = mmap.PAGESIZE
+_MAP_FIXED = 0x10
+_MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: addresses alone
+_MADV_RANDOM, _MADV_WILLNEED, _MADV_DONTNEED = 1, 3, 4
+#: Address space costs nothing, but a process has only 128 TiB of it: room for growth, not for everything.
+_MIN_RESERVED_BYTES = 1 << 36
+_GROWTH = 4
+#: A process whose address space is limited gets less.
+_LEAST_RESERVED_BYTES = 1 << 30
+
+
+def _load_libc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) < 8:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_longlong]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    return libc
+
+
+_libc: Any = _load_libc()
+is_supported = _libc is not None
+
+
+def _map(address: int | None, num_bytes: int, flags: int, descriptor: int = -1, offset: int = 0) -> int:
+    got = _libc.mmap(address, num_bytes, mmap.PROT_READ, flags, descriptor, offset)
+    if got in (None, ctypes.c_void_p(-1).value):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(got)
+
+
+def _reserve(needed_bytes: int) -> tuple[int, int]:
+    """Reserve address space: (address, bytes)."""
+    num_bytes = max(_MIN_RESERVED_BYTES, _GROWTH * needed_bytes)
+    while True:
+        try:
+            return _map(None, num_bytes, _MAP_NOTHING), num_bytes
+        except OSError as cause:
+            if num_bytes // 2 < max(_LEAST_RESERVED_BYTES, 2 * needed_bytes):
+                expected, advice = f"{num_bytes >> 30} GiB of address space", "Raise the limit (ulimit -v)"
+                advice += " or close other datasets"
+                raise UsageError("map the dataset", "", expected, str(cause), advice) from cause
+            num_bytes //= 2
+
+
+class Arena:
+    """Rows of one size from many files, addressable as one tensor.
+
+    Args:
+        row_bytes: Size of a row, a multiple of 4; or 1 for whole files, whose bytes are the rows.
+        needed_bytes: How much will be mapped at once; some times as much is reserved.
+
+    Attributes:
+        bytes_view: uint8 `[reserved_rows * row_bytes]`, read-only memory: writing to it ends the process. Rows outside
+            mapped pieces are zero.
+        words_view: The same as `[reserved_rows, row_bytes / 4]` int32 on the CPU.
+    """
+
+    def __init__(self, row_bytes: int, needed_bytes: int = 0) -> None:
+        self.row_bytes = row_bytes
+        self._base, self._bytes = _reserve(needed_bytes)
+        self._end = self._base
+        # Not at exit, when a thread may still be reading: the system unmaps by itself.
+        weakref.finalize(self, _libc.munmap, self._base, self._bytes).atexit = False
+        num_rows = self._bytes // row_bytes
+        buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
+        self.bytes_view = np.frombuffer(buffer, np.uint8)
+        if row_bytes > 1:
+            self.words_view = torch.from_numpy(self.bytes_view.view(np.int32)).view(num_rows, row_bytes // 4)
+
+    @property
+    def free_bytes(self) -> int:
+        """How much can still be mapped, gaps included."""
+        return self._base + self._bytes - self._end
+
+    def map_file(self, path: Path, offset: int, num_rows: int) -> int:
+        """Map `num_rows` rows that start at byte `offset` of a file; give the number of the first.
+
+        Raises:
+            FileNotFoundError: The file is gone.
+            CorruptFileError: It is too short, or its rows cannot be aligned.
+        """
+        if num_rows == 0:
+            return 0
+        inner = offset % PAGE_BYTES
+        start = self._first_page(inner)
+        length = inner + num_rows * self.row_bytes
+        with open(path, "rb", buffering=0) as file:
+            size, needed = os.fstat(file.fileno()).st_size, offset + num_rows * self.row_bytes
+            if needed > size:  # beyond the end of a file a mapping does not read as zeros, it kills the process
+                raise CorruptFileError("map the block", repr(str(path)), f"{needed} bytes", f"{size}")
+            if start + length + PAGE_BYTES > self._base + self._bytes:
+                raise UsageError("map the block", repr(str(path)), f"at most {self._bytes >> 30} GiB in all", "more")
+            _map(start, length, mmap.MAP_PRIVATE | _MAP_FIXED, file.fileno(), offset - inner)
+        self._end = start + -(-length // PAGE_BYTES) * PAGE_BYTES
+        if self.row_bytes > 1:
+            _libc.madvise(start, length, _MADV_RANDOM)
+        first, rest = divmod(start + inner - self._base, self.row_bytes)
+        assert rest == 0
+        return first
+
+    def unmap(self, first_row: int, num_rows: int) -> None:
+        """Give rows that `map_file` mapped back, so that a removed file frees its room; they read as zeros then."""
+        if num_rows:
+            _map(*self._pages(first_row, num_rows), _MAP_NOTHING | _MAP_FIXED)
+
+    def will_need(self, first_rows: Int64s, num_rows: Int64s) -> None:
+        """Ask the kernel to read runs of rows from the disk in the background."""
+        for first, count in zip(first_rows.tolist(), num_rows.tolist(), strict=True):
+            _libc.madvise(*self._pages(first, count), _MADV_WILLNEED)
+
+    def let_go(self) -> None:
+        """Let go of the memory of all rows; they are mapped again, from the page cache, when they are read."""
+        _libc.madvise(self._base, self._end - self._base, _MADV_DONTNEED)
+
+    def is_resident(self, row: int) -> bool:
+        """True if the page where a row begins is in memory, or the kernel does not tell."""
+        page, state = self._pages(row, 0)[0], ctypes.c_ubyte()
+        return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
+
+    def _pages(self, first_row: int, num_rows: int) -> tuple[int, int]:
+        """Address of the page where rows begin, and the bytes from there to their end."""
+        start = self._base + first_row * self.row_bytes
+        inner = start % PAGE_BYTES
+        return start - inner, inner + num_rows * self.row_bytes
+
+    def _first_page(self, inner: int) -> int:
+        """Find the next page whose address plus `inner` is a whole number of rows from the base."""
+        unit = gcd(self.row_bytes, PAGE_BYTES)
+        missing = (self._base - self._end - inner) % self.row_bytes
+        if missing % unit:
+            where = f"of {self.row_bytes} bytes at offset {inner} of a page"
+            raise RolloutDataError("map rows", where, "an offset that rows can share")
+        num_units = self.row_bytes // unit
+        return self._end + missing // unit * pow(PAGE_BYTES // unit, -1, num_units) % num_units * PAGE_BYTES

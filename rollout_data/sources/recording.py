@@ -1,0 +1,347 @@
+"""A recording: the episodes of one file or folder of any format, or some of them.
+
+One rule: nothing is read before it is asked for, and nothing is ever written beside the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from storage.core.arguments import choice, env_ids, is_whole
+from storage.core.arguments import seed as checked_seed
+from storage.core.fields import Schema
+from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
+
+from ..blocks.block_header import DATA
+from ..blocks.trajectory_index import Int64s, name_keys, random_keys, share_of
+from ..remote.local_copy import local_origin
+from ..remote.locations import Origin, RemoteOptions
+from .block_source import Blocks
+from .episode import Episode
+from .episode_reader import EpisodeInfo, ForeignReader
+from .episode_source import Readers, chosen_episodes
+from .episode_table import COLUMNS, as_table, column_of, kept_rows
+from .field_statistics import FieldStatistics, compute_statistics
+from .folder_reader import FolderReader
+from .format_registry import open_foreign
+from .recordings_in_folder import recordings_in, several_error
+from .source import Source, kind_of
+
+_NUM_SHOWN = 5
+#: Steps whose rewards are read at once, with all that lies in the same rows.
+_NUM_REWARDS = 1 << 12
+
+
+class Recording(Sequence[Episode]):
+    """Episodes in the order of their numbers; made by `rollout_data.open`.
+
+    `recording[i]`, also with a negative number, is an episode, and a slice is a recording of some. Iterating keeps one
+    episode at a time. `RolloutDataset`, `WindowDataset` and `convert` take a recording in place of a path.
+
+    A recording is a snapshot: edits (`tag`, `drop`, `keep`) and new episodes show after `refresh()`. An episode whose
+    file was removed, as by `prune`, raises an error that names it; the others are read.
+
+    Attributes:
+        origin: Where it lies, and which of its episodes are meant.
+    """
+
+    def __init__(self, origin: Origin, reader: ForeignReader | None = None, numbers: Int64s | None = None) -> None:
+        self.origin = origin
+        if reader is not None:
+            self._reader = reader
+        if numbers is not None:
+            self._numbers = numbers
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled recording opens its files anew where it arrives."""
+        return {"origin": self.origin}
+
+    @cached_property
+    def _reader(self) -> ForeignReader:
+        return open_origin(replace(self.origin, ids=None))
+
+    @cached_property
+    def _numbers(self) -> Int64s:
+        chosen = chosen_episodes(self._column("id").tolist(), self.origin.ids, self.path)
+        return np.array(chosen, np.int64)
+
+    @property
+    def format(self) -> str:
+        """Name of its format."""
+        return self._reader.format
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+        return self.origin.path
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the file says of the whole."""
+        return self._reader.metadata
+
+    @property
+    def problems(self) -> list[RolloutDataError]:
+        """Data that were not read, were repaired or were left out, as exceptions that were not raised."""
+        return self._reader.problems
+
+    @property
+    def advice(self) -> list[RolloutDataError]:
+        """Remarks on data that are read as they are stored, such as copied actions; exceptions that were not raised."""
+        return self._reader.advice
+
+    @cached_property
+    def schema(self) -> Schema:
+        """All numeric fields that its episodes have, each as the first one has it."""
+        which, known = self.schemas()
+        schemas = [known[place] for place in dict.fromkeys(which.tolist())]
+        return Schema({name: item for schema in reversed(schemas) for name, item in schema.items()}.values())
+
+    @property
+    def ids(self) -> list[str]:
+        """Names of its episodes."""
+        names: list[str] = self.column("id").tolist()
+        return names
+
+    @cached_property
+    def table(self) -> np.ndarray[Any, Any]:
+        """A row for each episode: id, env, length, return, ends, success, task, time, writer; see `as_table`.
+
+        Reads the rewards of all episodes, the first time.
+        """
+        table: np.ndarray[Any, Any] = self.descriptions.copy()
+        which, schemas = self.schemas()
+        for number, schema in enumerate(schemas):
+            places = np.flatnonzero(which == number)
+            cuts = np.flatnonzero(np.diff(np.cumsum(table["length"][places]) // _NUM_REWARDS)) + 1
+            for part in np.split(places, cuts) if "reward" in schema and len(places) else ():
+                table["return"][part] = self._returns(part, table["length"][part])
+        return table
+
+    def _returns(self, places: Int64s, lengths: Int64s) -> list[float]:
+        """Give the sum of the rewards of episodes that have some; NaN where they cannot be read."""
+        try:
+            rewards = self.read_many(places, ["reward"], places * 0, lengths)["reward"]
+        except UnansweredError:
+            raise
+        except RolloutDataError:  # reading the episode raises it again
+            if len(places) == 1:
+                return [np.nan]
+            return [sum(self._returns(places[[one]], lengths[[one]])) for one in range(len(places))]
+        return [float(np.sum(part, dtype=np.float64)) for part in np.split(rewards, np.cumsum(lengths)[:-1])]
+
+    @cached_property
+    def descriptions(self) -> np.ndarray[Any, Any]:
+        """The table without returns, which are NaN: nothing is read for it."""
+        return as_table(self.column)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """One column of `table`; returns are NaN, as nothing is read for it."""
+        action = "call Recording.column"
+        found: np.ndarray[Any, Any] = self._column(choice(action, "name", name, COLUMNS))[self._numbers]
+        return found
+
+    def _column(self, name: str) -> np.ndarray[Any, Any]:
+        """Give a column of all episodes of the file."""
+        reader = self._reader
+        return reader.column(name) if isinstance(reader, FolderReader) else column_of(reader.episodes, name)
+
+    def schemas(self) -> tuple[Int64s, list[Schema]]:
+        """Which fields each episode has: int64 `[num_episodes]`, places in the list of schemas."""
+        which, schemas = self._reader.schemas()
+        return which[self._numbers], schemas
+
+    def read_many(self, places: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+        """Read numeric fields of several episodes at once, which all have them, one after the other.
+
+        Args:
+            places: int64 `[k]`, of the episodes.
+            names: The fields.
+            starts, counts: int64 `[k]`: `counts` steps of each, from `starts` on.
+
+        Returns:
+            Field -> `[sum of counts, *shape]`, perhaps read-only.
+
+        Raises:
+            DataFileError: They cannot be read.
+        """
+        action = "call Recording.read_many"
+        return self._reader.read_many(
+            self._numbers[env_ids(action, "places", places, len(self))], names, starts, counts
+        )
+
+    def info(self, place: int) -> EpisodeInfo:
+        """Give what is known of an episode without reading a row."""
+        if not is_whole(place) or not -len(self) <= place < len(self):
+            kind = OutOfRangeError if is_whole(place) else UsageError
+            raise kind("call Recording.info", "", f"place in {-len(self)}:{len(self)}", repr(place))
+        return self._reader.episodes[int(self._numbers[place])]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Episode: ...
+    @overload
+    def __getitem__(self, index: slice) -> Recording: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._of(index)
+        if not is_whole(index) or not -len(self) <= index < len(self):
+            kind = OutOfRangeError if is_whole(index) else UsageError
+            expected = f"a number in {-len(self)}:{len(self)}, or a slice of such"
+            action = f"take an episode of the Recording of {str(self.path)!r}"
+            raise kind(action, "", expected, repr(index), "select() takes names")
+        number = int(self._numbers[index])
+        if isinstance(self._reader, FolderReader):
+            self._reader.check_there([number])
+        return Episode(self._reader, number, self._reader.episodes[number])
+
+    def __iter__(self) -> Iterator[Episode]:
+        return (self[number] for number in range(len(self)))
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(repr, self.ids[:_NUM_SHOWN])) + (", ..." if len(self) > _NUM_SHOWN else "")
+        problems = f"; {_counted(len(self.problems), 'problem')}" if self.problems else ""
+        return (
+            f"<Recording of {_counted(len(self), 'episode')} ({names}) in {str(self.path)!r}, {self.format}{problems}>"
+        )
+
+    def refresh(self) -> Recording:
+        """Take over what the files hold now, and return this recording; a selection keeps the episodes still there."""
+        reader = open_origin(replace(self.origin, ids=None))
+        for name in ("_reader", "_numbers", "schema", "table", "descriptions"):
+            vars(self).pop(name, None)
+        self._reader = reader
+        if self.origin.ids is not None:
+            there = {*self._column("id").tolist()}
+            self.origin = replace(self.origin, ids=tuple(one for one in self.origin.ids if one in there))
+        return self
+
+    def removed(self) -> dict[str, DataFileError]:
+        """Return the episodes of which a file is gone since the recording was opened: id -> the error that says so."""
+        if not isinstance(self._reader, FolderReader):
+            return {}
+        errors = self._reader.removed(self._numbers.tolist())
+        return {error.episode: error for error in errors.values()}
+
+    def _of(self, places: Any) -> Recording:
+        """Give the episodes at some places: numbers, a slice or a mask."""
+        ids = tuple(self.column("id")[places].tolist())
+        return Recording(replace(self.origin, ids=ids), self._reader, self._numbers[places])
+
+    def select(self, ids: Iterable[str | int]) -> Recording:
+        """Give the episodes of these names, in the order of the file.
+
+        Raises:
+            UsageError: There is none of a name.
+        """
+        wanted, there = {ids} if isinstance(ids, str) else set(map(str, ids)), self.ids
+        for one in wanted - set(there):
+            expected = f"ids with {_some(one, there)}"
+            raise UsageError("call Recording.select", f"of {str(self.path)!r}", expected, repr(one))
+        return self._of(np.array([one in wanted for one in there], bool))
+
+    def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
+        """Give the episodes that a function keeps and whose columns of `table` match.
+
+        Args:
+            keeps: Called with each episode.
+            **columns: Column -> a value, several, or a function of a value: `success=True`, `ends=["truncated"]`,
+                `length=lambda length: length > 20`.
+
+        Raises:
+            UsageError: There is no such column.
+        """
+        kept = kept_rows(self.table if "return" in columns else self.descriptions, columns)
+        if keeps is not None:
+            if not callable(keeps):
+                raise UsageError("call Recording.filter", "", "keeps as a function of an Episode", repr(keeps))
+            kept &= np.array([bool(kept[place] and keeps(episode)) for place, episode in enumerate(self)], bool)
+        return self._of(kept)
+
+    def split(self, parts: Mapping[str, float] | None = None, seed: int = 0) -> dict[str, Recording]:
+        """Give parts by their names.
+
+        Args:
+            parts: Name -> share of the episodes; the shares add up to 1. The parts are disjoint and complete, and which
+                episode goes where is a function of (seed, its name) and of how many there are. None gives the parts
+                that the file itself names, which may overlap.
+            seed: Of the choice.
+
+        Raises:
+            UsageError: The shares do not add up, or the file names no parts.
+        """
+        return self.parts("call Recording.split", parts, seed)
+
+    def parts(self, action: str, parts: Mapping[str, float] | None, seed: int) -> dict[str, Recording]:
+        """Return the parts of `split`; errors name the `action`."""
+        if parts is None:
+            if not self._reader.splits:
+                expected = "parts that the file names"
+                advice = 'Give shares, {"train": 0.9, ...}'
+                raise UsageError(action, f"of {str(self.path)!r}", expected, "none", advice)
+            there = set(self.ids)
+            return {
+                name: self.select([one for one in map(str, ids) if one in there])
+                for name, ids in self._reader.splits.items()
+            }
+        if not isinstance(parts, Mapping):
+            raise UsageError(action, "", "parts as a mapping of names to shares", type(parts).__name__)
+        seed = checked_seed(action, "seed", seed)
+        is_given = all(isinstance(one, (int, float)) for one in parts.values())
+        shares = np.array([*parts.values()] if is_given else [], np.float64)
+        if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
+            raise UsageError(
+                action, f"of {str(self.path)!r}", "parts with shares >= 0 that add up to 1", repr(dict(parts))
+            )
+        keys = random_keys(name_keys(self.ids, np.arange(len(self)), np.zeros(len(self), np.int64)), seed)
+        order = np.lexsort((np.array(self.ids), keys)) if len(self) else np.zeros(0, np.int64)
+        stops = [share_of(len(self), *shares[:place]) for place in range(1, len(shares))]
+        pieces = np.split(order, stops)
+        return {name: self._of(np.sort(piece)) for name, piece in zip(parts, pieces, strict=True)}
+
+    def statistics(self, quantiles: Sequence[float] = (0.01, 0.99), **options: Any) -> dict[str, FieldStatistics]:
+        """Summarize each field over all frames, for normalization; see `WindowDataset.statistics`.
+
+        What was computed is kept in the user's cache folder (`XDG_CACHE_HOME`), never beside the data.
+        """
+        source = Source(self.origin)
+        source.refresh()
+        store = source.snapshot()
+        names = [name for name, field in store.layouts[DATA].schema.items() if not field.is_text]
+        chosen = np.arange(len(store.index))
+        return compute_statistics("call Recording.statistics", [(store, chosen)], None, names, quantiles, **options)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _some(name: str, there: Sequence[str]) -> str:
+    return f"one of {len(there)} names, such as {nearest(name, there, _NUM_SHOWN)}"
+
+
+def open_origin(origin: Origin) -> ForeignReader:
+    """Open what lies somewhere, whatever its format.
+
+    Raises:
+        DataFileError: It is of no known format, or cannot be read.
+    """
+    origin = local_origin(origin, origin.remote or RemoteOptions())
+    kind = kind_of(origin)
+    if kind in (None, Blocks) and origin.format is None and (inside := recordings_in(origin.path)):
+        raise several_error("call rollout_data.open", origin.path, inside)
+    if kind is None or kind is Readers:
+        return open_foreign(origin.path, origin.format, **origin.options)
+    if origin.options:
+        raise UsageError(
+            "open", repr(str(origin.path)), f"no option (of {kind.format})", repr(next(iter(origin.options)))
+        )
+    return FolderReader(origin, kind)

@@ -1,0 +1,42 @@
+"""Folders that hold several recordings, and the error that names them."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from storage.core.arguments import is_url
+from storage.errors import RolloutDataError, UsageError
+
+from ..blocks.block_folder import block_entries
+from .format_registry import detect, trajectory_folders
+from .natural_order import natural
+
+_NUM_SHOWN = 5
+
+
+def recordings_in(path: str | os.PathLike[str]) -> list[Path]:
+    """List the recordings directly in a folder that is none itself, in natural order; [] for anything else."""
+    folder = Path(path)
+    if is_url(path) or not folder.is_dir() or _is_recording(folder):
+        return []
+    entries = sorted(folder.iterdir(), key=lambda entry: natural(entry.name))
+    return [entry for entry in entries if not entry.name.startswith(".") and _is_recording(entry)]
+
+
+def _is_recording(path: Path) -> bool:
+    with suppress(OSError, RolloutDataError):
+        if path.is_file():
+            return detect(path) is not None
+        is_written_here = any(entry.name.startswith("rollout_") for entry in block_entries(path))
+        return path.is_dir() and (is_written_here or detect(path) is not None or trajectory_folders().is_there(path))
+    return False
+
+
+def several_error(action: str, path: Path, inside: list[Path]) -> UsageError:
+    """Build the error for a folder of recordings where one recording is needed."""
+    names = ", ".join(repr(one.name) for one in inside[:_NUM_SHOWN]) + (", ..." if len(inside) > _NUM_SHOWN else "")
+    count = f"{len(inside)} recording{'' if len(inside) == 1 else 's'}"
+    got = f"{str(path)!r}, a folder that holds {count} ({names})"
+    return UsageError(action, "", "path as one recording", got, "Name one of them")

@@ -1,0 +1,323 @@
+"""Rows of blocks behind a network: fetched by parallel requests, kept in bounded memory, gathered from there.
+
+One rule: rows that are needed soon are asked for together, as a `Stock`; adjacent ones come by one request. What is
+read without having been asked for is fetched then, also in parallel. Which rows are needed soon is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from storage.core.durable import crc32
+from storage.core.memory import BufferPool
+from storage.errors import CorruptFileError
+
+from ..blocks.block_header import DATA, FINAL, corrupt, row_ranges
+from ..blocks.chunk_table import ChunkTable
+from ..blocks.missing_trajectories import is_stand_in
+from ..blocks.row_layout import RowLayout
+from ..blocks.trajectory_index import Int64s, Runs, TrajectoryIndex
+from ..remote.fetcher import Request
+from ..remote.remote_folder import RemoteFolder
+from .frame_store import GONE, FrameStore, Place, gather
+
+#: A row of a block is known by one number; a block has fewer rows than this.
+_ROWS = 1 << 40
+#: Pieces that are less of a chunk than this apart are fetched with what lies between: a request costs more.
+_GAP = 1 / 32
+#: Final rows are asked for in pieces of this size.
+_FINAL_BYTES = 64 << 10
+#: Stocks that are kept beside those of a route; each call looks through all of them.
+_MAX_STOCKS = 64
+
+
+class Stock:
+    """Rows of one place that were asked for together, in one piece of memory.
+
+    Args:
+        store: Whose rows.
+        place: Which kind of row.
+        runs: The rows; those that overlap or nearly touch are joined.
+    """
+
+    def __init__(self, store: RemoteFrames, place: Place, runs: Runs) -> None:
+        self.place = place
+        self._store, row_bytes = store, store.layouts[place[0]].columns[place[1]].row_bytes
+        first = runs.block * _ROWS + runs.row
+        order = np.argsort(first, kind="stable")
+        first, stop = first[order], np.maximum.accumulate((first + runs.num_rows)[order])
+        is_head = np.ones(len(first), bool)
+        is_head[1:] = first[1:] > stop[:-1] + int(_GAP * store.options.chunk_bytes / row_bytes)
+        heads = np.flatnonzero(is_head)
+        #: int64 `[E]`, first row of each piece, its end, and where it lies in `words`.
+        self._first, self._stop = first[heads], stop[np.append(heads[1:], len(first)) - 1]
+        counts = self._stop - self._first
+        self._base = np.cumsum(counts) - counts
+        self.words = store.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
+        self.is_lost = False
+        self._requests: list[tuple[int, Request]] = []
+        self._passing: list[tuple[int, int, torch.Tensor]] = []  # block, first row and rows of each request
+        step = max(1, store.options.chunk_bytes // row_bytes)
+        for start, end, base in zip(self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True):
+            block, row = divmod(start, _ROWS)
+            for low in range(row, row + end - start, step):
+                high = min(low + step, row + end - start)
+                words = self.words[base + low - row : base + high - row]
+                request = store.request(place, block, low, high, words)
+                self._passing.append((block, low, words))
+                self._requests += [(block, request)] if request is not None else []
+
+    @property
+    def num_bytes(self) -> int:
+        return self.words.numel() * self.words.element_size()
+
+    def copy(self, runs: Runs, length: int, out: torch.Tensor) -> Runs:
+        """Copy what is here of some runs (see `gather`); give what is left of them."""
+        if self.is_lost or not len(self._first):
+            return runs
+        key = runs.block * _ROWS + runs.row
+        piece = np.maximum(self._first.searchsorted(key, side="right") - 1, 0)
+        inside = np.minimum(self._stop[piece] - key, runs.num_rows)
+        count: Int64s = np.where(key >= self._first[piece], np.maximum(inside, 0), 0)
+        here = np.flatnonzero(count > 0)
+        if not len(here):
+            return runs
+        self.wait()
+        if self.is_lost:  # dropped by another thread: the rows did not come
+            return runs
+        first = self._base[piece] + key - self._first[piece]
+        if len(here) == len(count) and (count == runs.num_rows).all():
+            gather(self.words, runs, first, length, out)
+            return Runs(*(column[:0] for column in runs))
+        part = Runs(runs.target[here], runs.block[here], runs.row[here], count[here])
+        gather(self.words, part, first[here], 0, out)
+        left = count < runs.num_rows
+        moved = runs.target + count, runs.block, runs.row + count, runs.num_rows - count
+        return Runs(*(column[left] for column in moved))
+
+    def wait(self) -> None:
+        """Wait until all rows have come; after an error they can be asked for anew."""
+        try:
+            for block, request in self._requests:
+                self._store.wait(block, request)
+            for block, row, words in self._passing:
+                self._store.compare(self.place, block, row, words)
+        except BaseException:
+            self.is_lost = True
+            raise
+        self._requests, self._passing = [], []
+
+    def drop(self) -> None:
+        """Ask for nothing more."""
+        self.is_lost = True
+        for _, request in self._requests:
+            request.forget()
+
+
+class RemoteFrames(FrameStore):
+    """Rows of blocks behind a network; those of coded components are decoded as they come.
+
+    Args:
+        index: Which frames there are.
+        layouts: Table -> row layout.
+        folders: Where the blocks are.
+
+    Attributes:
+        memory: Where stocks get their memory from.
+        routes: Stocks that others keep, as long as they do; replaced as a whole, as several threads read.
+    """
+
+    def __init__(
+        self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], folders: Sequence[RemoteFolder]
+    ) -> None:
+        super().__init__(index, layouts)
+        self._folders = by_path = {folder.data_dir: folder for folder in folders}
+        self.read_header = lambda block: by_path[block.path.parent].read_header(block.path, block.file_bytes)
+        self.options = folders[0].files.options
+        self.memory = BufferPool(8)
+        self.routes: tuple[weakref.ref[Stock], ...] = ()
+        self._kept: deque[Stock] = deque(maxlen=_MAX_STOCKS)
+        self._tables: dict[tuple[int, Place], ChunkTable] = {}
+        self._passing: dict[tuple[int, Place], PassingRows | None] = {}
+        self._lock = threading.Lock()
+
+    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        left = runs
+        for _ in range(2):  # what is left of a run may be in a stock that was looked through before
+            for stock in [*[known() for known in self.routes], *reversed(self._kept)]:
+                if stock is not None and stock.place == place and len(left.row):
+                    left = stock.copy(left, length if left is runs else 0, out)
+        for part in self._portions(place, left):
+            stock = Stock(self, place, self._widened(part, place) if place[0] == FINAL else part)
+            is_all = left is runs and len(part.row) == len(runs.row)
+            rest = stock.copy(part, length if is_all else 0, out)
+            assert not len(rest.row), "a stock has what it was made for"
+            self._keep(stock)
+
+    def will_need(self, runs: Runs) -> None:
+        for name in self.layouts[DATA].columns if len(runs.row) else ():
+            self._keep(Stock(self, (DATA, name), runs))
+
+    def is_resident(self, runs: Runs) -> bool:
+        """Tell that rows have to be asked for before they are needed."""
+        return False
+
+    def stretch_bytes(self, num_envs: int) -> int:
+        """How much of a trajectory each of some envs reads ahead: together a quarter of what is kept."""
+        return max(1 << 12, min(self.options.chunk_bytes, self.options.kept_bytes // (4 * num_envs)))
+
+    def request(self, place: Place, block: int, start: int, stop: int, out: torch.Tensor) -> Request | None:
+        """Ask for rows `start:stop` of a block; they are put into `out`. None where nothing is stored of them."""
+        at, rows = self.index.blocks[block], out.numpy().view(np.uint8)
+        if is_stand_in(at):
+            raise self.index.lost_block(block, "it was removed")
+        folder = self._folders[at.path.parent]
+        ask, sums = partial(folder.files.ask, at.path), folder.sums_of(at.path, at.file_bytes)
+        column = self.layouts[place[0]].columns[place[1]]
+        if not column.is_coded:
+            offset = at.places[place][0]
+            first, last = offset + start * column.row_bytes, offset + stop * column.row_bytes
+            return ask(first, last, partial(_put, rows), sums)
+        table = self._table(block, place)
+        first = int(table.rows.searchsorted(start, side="right")) - 1
+        last = int(table.rows.searchsorted(stop))
+        low, high = int(table.places[first]), int(table.places[last])
+        if low == high:
+            rows[:] = 0
+            return None
+        decode = partial(_decode, table, (start, stop), low, (at.path, place), rows)
+        has_own_sums = bool((table.sums[first:last] >= 0).all())
+        return ask(low, high, decode, None if has_own_sums else sums)
+
+    def wait(self, block: int, request: Request) -> None:
+        """Wait for rows that were asked for.
+
+        Raises:
+            LostBlockError: The block is gone.
+            AccessError: The store refuses access.
+            FetchError: They did not come.
+            CorruptFileError: The block is shorter now, or a chunk is damaged.
+        """
+        with self._may_be_gone(block):
+            self._folders[self.index.blocks[block].path.parent].files.fetcher.wait(request)
+
+    def compare(self, place: Place, block: int, row: int, words: torch.Tensor) -> None:
+        """Compare rows that came, from `row` on, with the checksums of the fragments that they complete.
+
+        Raises:
+            CorruptFileError: One has another checksum.
+        """
+        with self._lock:
+            if (block, place) not in self._passing:
+                self._passing[block, place] = self._passing_of(block, place)
+            passing = self._passing[block, place]
+            if passing is not None and len(words):
+                passing.take(row, words.numpy().view(np.uint8))
+
+    def _passing_of(self, block: int, place: Place) -> PassingRows | None:
+        """Return what compares a column of a block; None where pieces or chunks are compared, or nothing is known."""
+        at, columns = self.index.blocks[block], self.layouts[place[0]].columns
+        if at.fragment_sums is None or columns[place[1]].is_coded:
+            return None
+        fragments, sums = at.fragment_sums
+        column = list(columns).index(place[1])
+        return PassingRows(at.path, place, row_ranges(place[0], fragments), sums[place[0]][:, column])
+
+    @contextmanager
+    def _may_be_gone(self, block: int) -> Iterator[None]:
+        try:
+            yield
+        except GONE as cause:
+            self._folders[self.index.blocks[block].path.parent].files.check_access()
+            raise self.index.lost_block(block, str(cause) or "it was removed") from cause
+
+    def _table(self, block: int, place: Place) -> ChunkTable:
+        """Where the chunks of a coded column are: read from the block's header, once."""
+        if (block, place) not in self._tables:
+            with self._may_be_gone(block):
+                header = self.read_header(self.index.blocks[block])
+            for table, chunks in header.chunks.items():
+                self._tables |= {(block, (table, name)): found for name, found in chunks.items()}
+        return self._tables[block, place]
+
+    def _keep(self, stock: Stock) -> None:
+        self._kept.append(stock)
+        limit = max(self.options.kept_bytes, 3 * stock.num_bytes)
+        while sum(one.num_bytes for one in self._kept) > limit:
+            self._kept.popleft()
+
+    def _portions(self, place: Place, runs: Runs) -> Iterator[Runs]:
+        """Cut runs into groups that fit into the memory that is kept, if single ones do."""
+        size = runs.num_rows * self.layouts[place[0]].columns[place[1]].row_bytes
+        number = np.cumsum(size) // (self.options.kept_bytes // 2)
+        for cut in np.split(np.arange(len(size)), np.flatnonzero(np.diff(number)) + 1) if len(size) else ():
+            yield Runs(*(column[cut] for column in runs))
+
+    def _widened(self, runs: Runs, place: Place) -> Runs:
+        """Ask for the rows around single ones too: final ones that lie near are needed soon."""
+        unit = max(1, _FINAL_BYTES // self.layouts[FINAL].columns[place[1]].row_bytes)
+        num_rows = np.array([self.index.blocks[block].places[place][1] for block in runs.block.tolist()])
+        first = runs.row // unit * unit
+        return Runs(runs.target, runs.block, first, np.minimum(first + unit, num_rows) - first)
+
+
+class PassingRows:
+    """Compares rows of a column with the checksums of their fragments, as far as whole fragments pass in order.
+
+    Args:
+        path: The block.
+        place: Table and column.
+        ranges: First row of each fragment, and end, int64 `[F]` both.
+        sums: uint32 `[F]`, CRC-32 of the rows of each.
+    """
+
+    def __init__(self, path: Path, place: Place, ranges: tuple[np.ndarray, np.ndarray], sums: np.ndarray) -> None:
+        first, stop = ranges
+        order = np.flatnonzero(stop > first)
+        order = order[np.argsort(first[order], kind="stable")]
+        self._path, self._place = path, place
+        self._first, self._stop, self._sums = first[order], stop[order], sums[order]
+        #: Fragment -> the row up to which it passed, and the CRC-32 of the rows before.
+        self._passed: dict[int, tuple[int, int]] = {}
+
+    def take(self, row: int, rows: np.ndarray) -> None:
+        """Add rows `[n, row_bytes]` uint8 from `row` on; those that passed before, or out of order, are ignored."""
+        end = row + len(rows)
+        begin, behind = int(self._stop.searchsorted(row, side="right")), int(self._first.searchsorted(end))
+        for number in range(begin, behind):
+            done, checksum = self._passed.get(number, (int(self._first[number]), 0))
+            upto = min(end, int(self._stop[number]))
+            if not row <= done < upto:
+                continue
+            checksum = crc32(np.ascontiguousarray(rows[done - row : upto - row]), checksum)
+            self._passed[number] = upto, checksum
+            if upto < self._stop[number]:
+                continue
+            del self._passed[number]
+            if checksum != self._sums[number]:
+                where = f"of rows {self._first[number]}:{upto} of {'/'.join(self._place)}"
+                raise corrupt(self._path, f"checksum {int(self._sums[number]):08x} {where}", f"{checksum:08x}")
+
+
+def _put(rows: np.ndarray, data: bytes) -> None:
+    rows.reshape(-1)[:] = np.frombuffer(data, np.uint8)
+
+
+def _decode(
+    table: ChunkTable, rows: tuple[int, int], first: int, where: tuple[Path, Place], out: np.ndarray, data: bytes
+) -> None:
+    """Decode rows of a coded column from `data`, the bytes of their chunks, which begin at `first` in the file."""
+    path, place = where
+    try:
+        out[:] = table.read(*rows, lambda start, stop: np.frombuffer(data, np.uint8)[start - first : stop - first])
+    except CorruptFileError as cause:
+        raise corrupt(path, f"{cause.expected} of {'/'.join(place)}", cause.got) from cause

@@ -1,0 +1,1 @@
+"""The command `rollout-data`: one table of commands, and a function for each."""

@@ -1,0 +1,353 @@
+"""Which trajectories are live, oldest first, where their rows lie, and samples of their steps.
+
+One rule: a few numbers per trajectory, noted when its rows move, say where they are, so that adding one takes equally
+long however many there are. A sample searches in the running sum of lengths, then gathers rows once per place and
+layout; one that raises leaves the random state as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import lru_cache
+from itertools import compress, islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from storage.core.fields import Field, signed, unflatten
+from storage.core.memory import MIN_POOLED_BYTES, BufferPool, take_rows
+from storage.core.records import Key, flat_name
+from storage.core.rows import Cut, Group, Part, Target
+from storage.core.samplers import uniform
+from storage.errors import BufferEmptyError, MissingFieldError, SchemaError, UsageError, nearest
+
+from ..blocks.block_header import DATA
+from ..blocks.row_layout import RowLayout
+from ..sources import mapped_files
+from ..sources.frame_store import FileMap
+from .trajectory_cache import TrajectoryCache
+from .trajectory_files import Entry, naming
+from .trajectory_rows import Rows
+
+Int64s = npt.NDArray[np.int64]
+#: Column -> rows, `[n, words]`.
+Arrays = dict[str, npt.NDArray[np.int32]]
+#: Where rows are: in the cache, in a file that can be mapped, or elsewhere (in memory apart, or to be read whole).
+CACHED, MAPPED, ELSEWHERE = range(3)
+#: Of a trajectory: its steps, its layout, where its rows are, and the first of them in the cache (0 if not cached).
+_NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
+_FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
+#: A process may have 65,530 mappings, one for each column. Beyond this all files are unmapped, and mapped when needed.
+MAX_MAPPED_FILES = 20_000
+#: How many rows are looked at to tell whether those that are wanted are in memory.
+_NUM_PROBES = 16
+#: Up to this many bytes numpy gathers, which starts sooner; more are worth the threads of torch.
+_MAX_NUMPY_BYTES = 1 << 20
+
+
+class Window:
+    """What is drawn from at one moment, as runs: trajectories that lie in a row in the cache are one run.
+
+    Args:
+        entries: Oldest first.
+        numbers: Theirs, `[W]` of `_NUMBERS`.
+        layouts: What `numbers["layout"]` counts.
+
+    Attributes:
+        num_samples: Steps of all together.
+        entries: The first entry of each run.
+        layout: int64 `[R]`, the number of the layout of each run.
+        source: int64 `[R]`, where its rows are.
+        layouts: Number -> layout, of those among them.
+        names: The fields that all of them have.
+        is_one_place: All rows are in the cache, or all in mapped files.
+    """
+
+    def __init__(self, entries: list[Entry], numbers: npt.NDArray[np.void], layouts: list[RowLayout]) -> None:
+        size, layout, source_of, first_of = (np.ascontiguousarray(numbers[name]) for name in _NUMBERS.names or ())
+        is_start, ends = np.ones(len(size), bool), np.cumsum(size)
+        is_start[1:] = (np.diff(layout) != 0) | (source_of[1:] != CACHED) | (source_of[:-1] != CACHED)
+        is_start[1:] |= first_of[1:] != first_of[:-1] + size[:-1]
+        starts = np.flatnonzero(is_start)
+        self._ends = ends[np.append(starts[1:], len(size)) - 1]
+        self._shift = (first_of - ends + size)[starts]
+        self.num_samples = int(ends[-1])
+        self.entries = [entries[place] for place in starts.tolist()]
+        self.layout, self.source = layout[starts], source_of[starts]
+        self.layouts = {number: layouts[number] for number in self.layout.tolist()}
+        first, *others = self.layouts.values()
+        self.names = tuple(name for name in first.schema if all(name in one.schema for one in others))
+        self.is_one_place = bool((self.source == self.source[0]).all()) and self.source[0] != ELSEWHERE
+
+    def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
+        """Turn numbers of steps, oldest first, into their runs and rows, in the cache or in the trajectory.
+
+        Where there is one run, its number is given once, `[1]`.
+        """
+        run = np.searchsorted(self._ends, draws, side="right") if len(self._ends) > 1 else _FIRST_RUN
+        return run, draws + self._shift[run]
+
+    def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
+        """List the leaves that keys mean: each itself, or all below it that any trajectory has."""
+        is_list = isinstance(keys, Collection) and not isinstance(keys, str)
+        if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
+            raise UsageError("call TrajectoryReplayBuffer.sample", "", "keys as a list of keys", repr(keys))
+        there = dict.fromkeys(name for layout in self.layouts.values() for name in layout.schema)
+        found: dict[str, None] = {}
+        for key in keys:
+            name = flat_name(key)
+            below = [name] if name in there else [one for one in there if one.startswith(f"{name}/")]
+            if not below:
+                raise _missing(name, self.entries[0])
+            found.update(dict.fromkeys(below))
+        return tuple(found)
+
+
+class LiveTrajectories:
+    """The live trajectories of a buffer; called under its lock.
+
+    Args:
+        window_size: How many of the newest are drawn from; 0 for all.
+        capacity: How many are kept; 0 for any number.
+        cache: Where rows may be.
+        trusted: Whether pickles are read.
+
+    Attributes:
+        capacity, cache: The same.
+        entries: Id -> entry, oldest first.
+        fields: Every field that any of them had, so that none changes its dtype or shape.
+        num_samples: Steps of all.
+        pool: Memory for rows on their way.
+    """
+
+    def __init__(self, window_size: int, capacity: int, cache: TrajectoryCache | None, trusted: bool) -> None:
+        self._window_size, self.capacity, self.cache, self._trusted = window_size, capacity, cache, trusted
+        self.entries: dict[int, Entry] = {}
+        self.fields: dict[str, Field] = {}
+        self.num_samples = 0
+        self.pool = BufferPool(16)
+        self._layouts: dict[RowLayout, int] = {}
+        #: The numbers of all entries end at `_stop`; there were `_offset` trajectories before the first of them.
+        self._numbers, self._stop, self._offset = np.zeros(_FIRST_ROOM, _NUMBERS), 0, 0
+        self._window: tuple[int | None, Window] | None = None
+        self._files: dict[RowLayout, FileMap] = {}
+
+    def append(self, entry: Entry, rows: Rows | None = None) -> None:
+        """Make an entry live, put its rows into the cache, and give up the oldest one beyond the capacity."""
+        check_fields(self.fields, entry.layout.schema.values())
+        if self._stop == len(self._numbers):
+            start = self._stop - len(self.entries)
+            room = np.zeros(max(_FIRST_ROOM, len(self.entries)), _NUMBERS)
+            self._numbers = np.concatenate([self._numbers[start:], room])
+            self._stop, self._offset = len(self.entries), self._offset + start
+        entry.place = self._offset + self._stop
+        self._stop += 1
+        self.entries[entry.trajectory_id] = entry
+        self.num_samples += entry.num_samples
+        if len(self.entries) > (self.capacity or len(self.entries)):
+            gone = self.entries.pop(next(iter(self.entries)))
+            self.num_samples -= gone.num_samples
+            if self.cache is not None:
+                self.cache.drop(gone.trajectory_id)
+            files = self._files.get(gone.layout)
+            if files is not None and gone.block is not None and gone.block.identity in files.mapped:
+                files.unmap([gone.block.identity])  # so that the disk gets its room back
+        if self.cache is not None and rows is not None:
+            self.note_moved(self.cache.put_rows(entry.trajectory_id, {entry.layout: rows}))
+        else:
+            self.note_moved([entry.trajectory_id])
+
+    def note_moved(self, trajectory_ids: Iterable[int]) -> None:
+        """Note where the rows of trajectories are now, of those that are live."""
+        for entry in filter(None, map(self.entries.get, trajectory_ids)):
+            source, first = MAPPED if entry.block is not None and mapped_files.is_supported else ELSEWHERE, 0
+            if self.cache is not None and entry.trajectory_id in self.cache:
+                source, first = CACHED, self.cache.find(entry.trajectory_id)[0].first
+            layout = self._layouts.setdefault(entry.layout, len(self._layouts))
+            self._numbers[entry.place - self._offset] = entry.num_samples, layout, source, first
+        self._window = None
+
+    def clear_cache(self) -> None:
+        """Free the memory of the cache."""
+        if self.cache is not None:
+            cached = self.cache.ids
+            self.cache.clear()
+            self.note_moved(cached)
+
+    def rows_of(self, entry: Entry) -> Rows:
+        """Give all rows of an entry, wherever they are; not to be changed."""
+        if self.cache is not None and entry.trajectory_id in self.cache:
+            [(block, first)] = self.cache.find(entry.trajectory_id)
+            return block.rows(first)
+        return entry.read_rows(self._trusted, self.pool)
+
+    def window(self, min_weights_version: int | None = None) -> Window:
+        """Give what is drawn from.
+
+        Raises:
+            BufferEmptyError: Nothing.
+        """
+        if self._window is None or self._window[0] != min_weights_version:
+            size = min(self._window_size or len(self.entries), len(self.entries))
+            entries = list(islice(reversed(self.entries.values()), size))[::-1]
+            numbers = self._numbers[self._stop - size : self._stop]
+            if min_weights_version is not None:
+                is_recent = [entry.is_recent(min_weights_version) for entry in entries]
+                numbers, entries = numbers[np.array(is_recent, bool)], list(compress(entries, is_recent))
+            if not entries:
+                got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
+                raise BufferEmptyError("call TrajectoryReplayBuffer.sample", "", "at least one trajectory", got)
+            self._window = min_weights_version, Window(entries, numbers, list(self._layouts))
+        return self._window[1]
+
+    def sample(
+        self,
+        num_steps: int,
+        rng: torch.Generator,
+        keys: Collection[Key] | None,
+        min_weights_version: int | None,
+        contiguous: bool,
+    ) -> dict[str, Any]:
+        """Draw steps; arguments, result and errors are those of `TrajectoryReplayBuffer.sample`."""
+        window = self.window(min_weights_version)
+        names = window.names if keys is None else window.names_of(keys)
+        before = rng.get_state()
+        try:
+            draws = uniform(window.num_samples, num_steps, rng).numpy()
+            run, row = window.locate(draws)
+            if self._fill_cache(window, run):
+                window = self.window(min_weights_version)
+                run, row = window.locate(draws)
+            if len(window.layouts) == 1:
+                return self._fields(window, run, row, names, contiguous, nested=True)
+            return self._fields_of_several_layouts(window, run, row, names)
+        except BaseException:  # Ctrl-C too
+            rng.set_state(before)
+            raise
+
+    def _fill_cache(self, window: Window, run: Int64s) -> bool:
+        """Put drawn trajectories into the cache while it has room; tell whether there were any."""
+        cache = self.cache
+        if cache is None or cache.is_full or (window.is_one_place and window.source[0] == CACHED):
+            return False
+        for one in np.unique(run[window.source[run] != CACHED]).tolist():
+            if not cache.is_full:
+                entry = window.entries[one]
+                self.note_moved(cache.put_rows(entry.trajectory_id, {entry.layout: self.rows_of(entry)}))
+        return self._window is None
+
+    def _fields_of_several_layouts(
+        self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...]
+    ) -> dict[str, Any]:
+        out: dict[str, torch.Tensor] = {}
+        layout = window.layout[run]
+        for number in np.unique(layout).tolist():
+            chosen = np.flatnonzero(layout == number)
+            if lacking := [name for name in names if name not in window.layouts[number].schema]:
+                raise _missing(lacking[0], window.entries[run[chosen[0]]])
+            fields = self._fields(window, run[chosen], row[chosen], names, contiguous=False, nested=False)
+            for name, part in fields.items():
+                if name not in out:
+                    out[name] = self.pool.empty((len(row), *part.shape[1:]), part.dtype)
+                signed(out[name])[torch.from_numpy(chosen)] = signed(part)
+        return unflatten({name: out[name] for name in names})
+
+    def _fields(
+        self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...], contiguous: bool, nested: bool
+    ) -> dict[str, Any]:
+        """Gather steps whose trajectories have one layout, and cut their rows into fields."""
+        layout = window.entries[run[0]].layout
+        plan, columns = _cut_of(layout, names, contiguous, nested)
+        wanted = [name for name in columns if name is not None]
+        if window.is_one_place or len(run) == 1:
+            rows = self._rows_at_one_place(window, run, row, wanted)
+        else:
+            source = window.source[run]
+            place = np.where(source == ELSEWHERE, -1 - run, source)  # elsewhere is a place for each
+            rows = {name: self._empty(len(row), layout.columns[name].row_bytes // 4).numpy() for name in wanted}
+            for one in np.unique(place):
+                chosen = np.flatnonzero(place == one)
+                for name, part in self._rows_at_one_place(window, run[chosen], row[chosen], wanted).items():
+                    rows[name][chosen] = part
+        return plan([None if name is None else rows[name] for name in columns])
+
+    def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Arrays:
+        """Copy rows from the cache, from mapped files, or of one trajectory that is elsewhere."""
+        entry, source = window.entries[run[0]], window.source[run[0]]
+        if source == MAPPED:
+            return self._mapped_rows(window, run, row, columns)
+        if source == CACHED and self.cache is not None:
+            words = self.cache.find(entry.trajectory_id)[0].block.words
+        else:
+            words = self.rows_of(entry)
+        return {name: self._taken(words[name], row) for name in columns}
+
+    def _mapped_rows(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Arrays:
+        used, which = np.unique(run, return_inverse=True)
+        entries = [window.entries[one] for one in used.tolist()]
+        files = self._files_of(entries)
+        firsts, found = np.array([files.mapped[one.block.identity][1] for one in entries if one.block]), {}
+        for place, (_, name) in enumerate(files.places):
+            if name in columns:
+                mapped, rows = files.arenas[DATA, name], firsts[which, place] + row
+                if not all(map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())):
+                    mapped.will_need(np.sort(rows), np.ones_like(rows))  # for all before waiting for the first
+                found[name] = self._taken(mapped.words_view, rows)
+        return found
+
+    def _files_of(self, entries: list[Entry]) -> FileMap:
+        """Map the files of entries of one layout."""
+        layout, blocks = entries[0].layout, [entry.block for entry in entries if entry.block is not None]
+        files = self._files.get(layout)
+        new = blocks if files is None else [block for block in blocks if block.identity not in files.mapped]
+        if files is None or len(files.mapped) + len(new) > MAX_MAPPED_FILES or (new and not files.has_room(new)):
+            self._files.pop(layout, None)  # and with it what it has mapped
+            files, new = FileMap({DATA: layout}, blocks), blocks
+            self._files[layout] = files
+        for block in new:
+            with naming(block.sequence, block.path):
+                files.add(block)
+        return files
+
+    def _taken(self, words: torch.Tensor, rows: Int64s) -> npt.NDArray[np.int32]:
+        if (num_bytes := 4 * len(rows) * words.shape[1]) < MIN_POOLED_BYTES:
+            few: npt.NDArray[np.int32] = words.numpy().take(rows, axis=0, mode="clip")
+            return few
+        out = self._empty(len(rows), words.shape[1])
+        if num_bytes <= _MAX_NUMPY_BYTES:
+            take_rows(words.numpy(), rows, out.numpy())
+        else:
+            torch.index_select(words, 0, torch.from_numpy(rows), out=out)
+        return out.numpy()
+
+    def _empty(self, num_rows: int, num_words: int) -> torch.Tensor:
+        return self.pool.empty((num_rows, num_words), torch.int32)
+
+
+def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
+    """Raise `SchemaError` if a field has another dtype or shape than it is known with; note new ones."""
+    for one in fields:
+        before = known.setdefault(one.name, one)
+        if (before.dtype, before.shape) != (one.dtype, one.shape):
+            expected, got = (f"{each.dtype}{list(each.shape)} per step" for each in (before, one))
+            raise SchemaError("store the leaf", repr(one.name), expected, got)
+
+
+@lru_cache(maxsize=256)
+def _cut_of(layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool) -> tuple[Cut, list[str | None]]:
+    """Plan how rows become these fields; name each column, None where it is not needed."""
+    groups = []
+    for column in layout.columns.values():
+        spans = [(layout.schema[name], first) for name, first in column.offsets.items()]
+        parts = tuple(Part(field, first, first + field.row_bytes) for field, first in spans)
+        groups.append(Group(parts, column.row_bytes // 4, torch.float32))
+    plan = Cut(groups, [Target(0, name, name) for name in names], contiguous, nested)
+    return plan, [name if width else None for name, width in zip(layout.columns, plan.widths, strict=True)]
+
+
+def _missing(name: str, entry: Entry) -> MissingFieldError:
+    where = f"{name!r} of trajectory {entry.trajectory_id}"
+    expected = f"keys among {nearest(name, entry.layout.schema)}"
+    return MissingFieldError("call TrajectoryReplayBuffer.sample", "", expected, where)

@@ -1,0 +1,205 @@
+"""Folders of trajectories: `trajectory_index.json` and `metadata.json` beside the files.
+
+One rule: the index is one file, replaced in one step, and names exactly what is there; a checkpoint is a folder that is
+replaced as a whole, so that a crash leaves the old one or the new one. Names and keys of both files are those of
+existing trajectory folders, with more keys of ours, so that each side reads the other's. No path stands in them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from storage.core.durable import CHECKSUM, existing_folder, json_checksum, read_json, replace_file, replace_folder
+from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
+
+from .trajectory_files import FORMATS, Entry, find_block, find_files, read_whole
+from .trajectory_rows import Rows, layout_of
+
+INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
+#: What an earlier system called the index.
+LEGACY_INDEX_NAME = "trajector_index.json"
+_FORMAT, _VERSION = "rollout-data trajectories", 1
+#: Of some millions of trajectories.
+_MAX_INDEX_BYTES = 1 << 30
+#: The names of files have room for 18 digits.
+_MAX_COUNTER = 10**18
+_LOAD = "load trajectories from"
+
+
+class MissingTrajectoriesError(DataFileError, FileNotFoundError):
+    """There is no folder of trajectories at the path."""
+
+
+class Counters(NamedTuple):
+    """What a buffer must know besides its trajectories."""
+
+    seed: int
+    next_id: int
+    file_format: str
+    rng: torch.Tensor | None
+
+
+def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Callable[[Entry], Rows]) -> None:
+    """Write entries and their index into `folder`, in the place of an earlier checkpoint."""
+    own = {INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME}
+    if folder.is_dir():
+        own |= {path.name for path in find_files(folder.resolve()).values()}
+    with replace_folder(folder, own) as made:
+        for entry in entries:
+            suffix = counters.file_format if entry.path is None else entry.path.suffix[1:]
+            entry.put_file(made / entry.file_name(suffix), rows_of(entry) if entry.path is None else None)
+        write_index(made, {entry.trajectory_id: entry for entry in entries}, counters)
+
+
+def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) -> None:
+    """Write both files of a folder; the index, which is the truth, in one step. `entries` are by the id of the file."""
+    summary = {
+        "trajectory_format": counters.file_format,
+        "size": len(entries),
+        "total_samples": sum(entry.num_samples for entry in entries.values()),
+        "trajectory_counter": counters.next_id,
+        "seed": counters.seed,
+    }
+    assert counters.rng is not None
+    index = {
+        "trajectory_index": {str(one): {**entry.to_json(), "trajectory_id": one} for one, entry in entries.items()},
+        "trajectory_id_list": list(entries),
+        "format": _FORMAT,
+        "version": _VERSION,
+        "counters": {**summary, "rng": base64.b64encode(counters.rng.numpy().tobytes()).decode()},
+    }
+    for name, content in ((INDEX_NAME, {**index, CHECKSUM: json_checksum(index)}), (METADATA_NAME, summary)):
+        with replace_file(folder / name) as new:
+            new.write_text(json.dumps(content), encoding="utf-8")
+
+
+def check_json(info: Mapping[str, Any]) -> None:
+    """Raise unless the leaves that are no tensors can stand in the index."""
+    for name, leaf in info.items():
+        try:
+            json.dumps(leaf)
+        except (TypeError, ValueError, RecursionError) as cause:
+            where = f"{name!r} of a trajectory"
+            raise SchemaError("store the leaf", where, "what JSON can hold", str(cause)) from cause
+
+
+def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
+    """Read what a folder lists, oldest first; its `rank_<r>` folders, if it has no index of its own.
+
+    Entries without a file are skipped, with one warning. An id that two ranks have gets a new one.
+
+    Raises:
+        MissingTrajectoriesError: There is no index.
+        CorruptFileError: The index, or a file, is damaged or contradicts the other.
+    """
+    folder = existing_folder(folder)
+    folders = [folder]
+    if not any((folder / name).is_file() for name in (INDEX_NAME, LEGACY_INDEX_NAME)):
+        ranks = [path for path in folder.glob("rank_*") if path.name[5:].isdigit()] if folder.is_dir() else []
+        folders = sorted(ranks, key=lambda path: int(path.name[5:]))
+        if not folders:
+            raise MissingTrajectoriesError(_LOAD, repr(str(folder)), INDEX_NAME, "none")
+    found = [_read_one(one, trusted, verify) for one in folders]
+    entries = [entry for listed, _ in found for entry in listed]
+    next_id = max([counters.next_id for _, counters in found] + [entry.trajectory_id + 1 for entry in entries])
+    taken: set[int] = set()
+    for entry in entries:
+        if entry.trajectory_id in taken:
+            entry.trajectory_id, next_id = next_id, next_id + 1
+        taken.add(entry.trajectory_id)
+    return entries, found[0][1]._replace(next_id=next_id)
+
+
+def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
+    """Give a contiguous share of what `read_folder` gave, oldest first.
+
+    Ranks count ids up side by side, so that ids tell the order of what several ranks have saved; not where ranks
+    gave the same ids, for which there are new ones here. One folder lists its entries in order.
+    """
+    start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
+    share = list(entries[start:stop])
+    is_of_several = len({entry.path.parent for entry in share if entry.path}) > 1
+    if is_of_several and all(entry.trajectory_id == entry.filed_id for entry in share):
+        share.sort(key=lambda entry: entry.trajectory_id)
+    return share
+
+
+def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
+    name = INDEX_NAME if (folder / INDEX_NAME).is_file() else LEGACY_INDEX_NAME
+    about = folder / METADATA_NAME
+    try:
+        index = read_json(folder / name, _MAX_INDEX_BYTES)
+        is_ours = index.get("format") == _FORMAT
+        counters = _counters_of((index.get("counters") if is_ours else about.exists() and read_json(about)) or {})
+        ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # each once
+        files, entries, missing = find_files(folder), [], []
+        for one in ids:
+            formats = (counters.file_format, *FORMATS)
+            path = next((files[one, each] for each in formats if (one, each) in files), None)
+            if path is None:
+                missing.append(one)
+            else:
+                entries.append(_read_entry(path, one, index["trajectory_index"][str(one)], trusted, verify))
+    except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as cause:
+        if isinstance(cause, DataFileError):
+            raise
+        got = f"{type(cause).__name__}: {cause}"
+        raise CorruptFileError(_LOAD, repr(str(folder / name)), "an intact index", got) from cause
+    if missing:
+        listed = ", ".join(map(str, missing[:10]))
+        text = f"{len(missing)} of {len(ids)} trajectories in the index of {str(folder)!r}"
+        warnings.warn(f"{text} have no file and are left out: {listed}", RolloutDataWarning, stacklevel=4)
+    return entries, counters
+
+
+def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool) -> Entry:
+    (num_steps, num_envs), num_samples = map(int, item["shape"][:2]), int(item["num_samples"])
+    shape, block = (num_steps, num_envs), None
+
+    def wrong(expected: str, got: tuple[int, int]) -> CorruptFileError:
+        return CorruptFileError("read the trajectory", repr(str(path)), expected, f"shape {list(got)}")
+
+    if min(shape) < 1 or num_steps * num_envs != num_samples:
+        raise wrong(f"{num_samples} samples as its index says", shape)
+    if path.suffix == ".h5":
+        layout, block = find_block(path, trajectory_id, shape, verify)
+        info = dict(item.get("info", {}))
+    else:
+        found = read_whole(path, trusted)
+        if found.shape != shape:
+            raise wrong(f"shape {list(shape)}", found.shape)
+        layout, info = layout_of(found.tensors, f"of {str(path)!r}"), found.info
+    version, name = item.get("weights_version"), str(item.get("uuid") or uuid.uuid4().hex)
+    version = None if version is None else int(version)
+    return Entry(trajectory_id, layout, shape, info, name, version, path, block=block)
+
+
+def _counters_of(summary: Mapping[str, Any]) -> Counters:
+    """Check what an index says of counters; a `ValueError` where it cannot be."""
+    file_format = str(summary.get("trajectory_format"))
+    seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
+    if next_id >= _MAX_COUNTER:
+        raise ValueError(f"a trajectory_counter of {next_id}")
+    rng = None
+    if (text := summary.get("rng")) is not None:
+        rng = torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+        try:
+            torch.Generator().set_state(rng)
+        except RuntimeError as cause:
+            raise ValueError(f"the state of a generator: {cause}") from cause
+    return Counters(seed, next_id, file_format if file_format in FORMATS else FORMATS[0], rng)
+
+
+def folded(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Derive one rank's random state from a common one."""
+    digest = hashlib.sha256(rng.numpy().tobytes() + f"{rank} of {world_size}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1).get_state()

@@ -1,0 +1,142 @@
+"""Epochs of windows whose rows come over a network: chunks in random order, windows shuffled among some of them.
+
+One rule: the order is a function of (seed, epoch), of the number of frames of a chunk and of the number of chunks of a
+group, and of where trajectories lie in their files; what is fetched ahead follows from it and changes nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..blocks.block_header import DATA, FINAL
+from ..blocks.trajectory_index import Int64s, Runs, counted_from, mixed
+from ..sources.remote_frames import RemoteFrames, Stock
+from .window_index import WindowIndex
+from .window_reader import WindowPlan
+
+
+class ChunkedOrder:
+    """The windows of an epoch, by chunks of consecutive frames of the files.
+
+    Chunks are dealt to groups of `num_chunks` in random order, and the windows of a group are shuffled. A window
+    belongs to the chunk with its anchor.
+
+    Args:
+        windows: Which there are.
+        place: int64 `[K]`, the order in which the trajectories of `windows` lie in the files.
+        num_frames: Frames of a chunk.
+        num_chunks: Chunks of a group.
+        seed: Whole numbers; None goes through the windows as they are numbered.
+
+    Attributes:
+        bounds: int64 `[G + 1]`, the position of the first window of each group, and of the end.
+    """
+
+    def __init__(
+        self, windows: WindowIndex, place: Int64s, num_frames: int, num_chunks: int, seed: Sequence[int] | None
+    ) -> None:
+        self._seed = None if seed is None else np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
+        place = np.arange(len(place)) if seed is None else place
+        counts = np.diff(windows.first_window)[place]
+        place, counts = place[counts > 0], counts[counts > 0]
+        # Anchors of a trajectory, counted over all of them one after the other.
+        stop = np.cumsum(windows.lengths[place])
+        anchor = stop - windows.lengths[place] + windows.first_anchor
+        first, last = anchor // num_frames, (anchor + (counts - 1) * windows.stride) // num_frames
+        part = np.repeat(np.arange(len(place)), last - first + 1)
+        chunk = counted_from(first, last - first + 1)
+        low = -(-(chunk * num_frames - anchor[part]) // windows.stride)
+        high = -(-((chunk + 1) * num_frames - anchor[part]) // windows.stride)
+        low, high = np.maximum(low, 0), np.minimum(high, counts[part])
+        part, chunk, low, high = (column[high > low] for column in (part, chunk, low, high))
+        _, chunk = np.unique(chunk, return_inverse=True)  # with a stride some have no anchor
+        num_all = int(chunk[-1]) + 1 if len(chunk) else 0
+        rank = np.empty(num_all, np.int64)
+        rank[self._shuffled(num_all, 0)] = np.arange(num_all)
+        order = np.argsort(rank[chunk], kind="stable")
+        group = rank[chunk][order] // num_chunks
+        #: int64 `[P]`: place of the trajectory, and which of its windows, in the order of groups.
+        self._place, self._low, self._high = place[part][order], low[order], high[order]
+        self._first_window = windows.first_window[self._place]
+        self._parts = np.searchsorted(group, np.arange(-(-num_all // num_chunks) + 1))
+        self.bounds: Int64s = np.append(0, np.cumsum(self._high - self._low))[self._parts]
+
+    def windows(self) -> Int64s:
+        """Give all windows in order, int64."""
+        numbers = counted_from(self._first_window + self._low, self._high - self._low)
+        for group, (start, stop) in enumerate(zip(self.bounds[:-1].tolist(), self.bounds[1:].tolist(), strict=True), 1):
+            numbers[start:stop] = numbers[start:stop][self._shuffled(stop - start, group)]
+        return numbers
+
+    def ranges(self, group: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Give the windows of a group: place of the trajectory, first of its windows and end, int64 `[P]` each."""
+        part = slice(int(self._parts[group]), int(self._parts[group + 1]))
+        return self._place[part], self._low[part], self._high[part]
+
+    def _shuffled(self, size: int, number: int) -> Int64s:
+        if self._seed is None:
+            return np.arange(size)
+        start = mixed(np.array([self._seed ^ np.uint64(number)]))
+        return np.argsort(mixed(start + np.arange(size, dtype=np.uint64)), kind="stable")
+
+
+class Route:
+    """Has the rows of the windows of an epoch fetched, one group ahead of the one that is read.
+
+    Args:
+        store: Where the rows are.
+        plan: What windows are made of.
+        windows: Which there are.
+        order: Of the epoch.
+    """
+
+    def __init__(self, store: RemoteFrames, plan: WindowPlan, windows: WindowIndex, order: ChunkedOrder) -> None:
+        self._store, self._plan, self._windows, self._order = store, plan, windows, order
+        self._stocks: dict[int, list[Stock]] = {}
+
+    def advance(self, start: int, stop: int) -> None:
+        """Say that the windows at positions `start:stop` of the epoch are read next, and none before them."""
+        bounds = self._order.bounds
+        stop = min(stop, int(bounds[-1]))
+        low, high = (bounds.searchsorted([start, max(start, stop - 1)], side="right") - 1).tolist()
+        for group in [one for one in self._stocks if one < low]:
+            for stock in self._stocks.pop(group):
+                stock.drop()
+        # A batch of two groups waits with the third: no more than two are in memory.
+        for group in range(low, min(max(low + 2, high + 1), len(bounds) - 1)):
+            if group not in self._stocks:
+                self._stocks[group] = self._ask(group)
+
+    def _ask(self, group: int) -> list[Stock]:
+        place, low, high = self._order.ranges(group)
+        trajectory, lengths = self._windows.trajectories[place], self._windows.lengths[place]
+        stride, first_anchor, index = self._windows.stride, self._windows.first_anchor, self._store.index
+        stocks = []
+        for name, number in self._plan.columns.items():
+            first, last = self._plan.shapes[number].reach
+            if stride > last - first + 1:  # the frames between windows are not needed
+                which = np.repeat(np.arange(len(low)), high - low)
+                begin = first_anchor + counted_from(low, high - low) * stride
+                end, played, limit = begin, trajectory[which], lengths[which]
+            else:
+                begin, end = first_anchor + low * stride, first_anchor + (high - 1) * stride
+                played, limit = trajectory, lengths
+            begin = np.clip(begin + first, 0, limit - 1)
+            count = np.clip(end + last + 1, 1, limit) - begin
+            runs = index.locate(played, begin, count, np.cumsum(count) - count)
+            stocks.append(Stock(self._store, (DATA, name), runs))
+        stocks += self._ask_finals(np.unique(trajectory[index.final_row[trajectory] >= 0]))
+        known = (one for one in self._store.routes if one() is not None)
+        self._store.routes = (*known, *map(weakref.ref, stocks))
+        return stocks
+
+    def _ask_finals(self, trajectory: Int64s) -> list[Stock]:
+        index, layout = self._store.index, self._store.layouts[FINAL]
+        sources = {name for field in self._plan.fields if field.is_next for name in field.sources}
+        columns = sorted({layout.column_of[name].name for name in sources}) if len(trajectory) else []
+        block, row = index.final_block[trajectory], index.final_row[trajectory]
+        runs = Runs(np.arange(len(row)), block, row, np.ones(len(row), np.int64))
+        return [Stock(self._store, (FINAL, name), runs) for name in columns]

@@ -1,0 +1,43 @@
+"""Windows that were left out because their data are damaged: counted once, whichever process read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from storage.errors import DataFileError
+
+from ..sources.process_group import Board
+
+OnError = Literal["raise", "skip"]
+
+
+class WindowLosses:
+    """The lost windows of a dataset, in all its worker processes.
+
+    Attributes:
+        known: Names of those that this process lost.
+    """
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self._board, self._num_heard = Board(), 0
+
+    def add(self, name: Sequence[Any], problem: DataFileError) -> None:
+        """Note that the window of a name cannot be read."""
+        key = repr(list(name))
+        self.known.add(key)
+        self._board.write(key, str(problem), is_final=True)
+
+    def __contains__(self, name: Sequence[Any]) -> bool:
+        return repr(list(name)) in self.known
+
+    def __len__(self) -> int:
+        return len(self._board.names())
+
+    def new_problems(self) -> list[DataFileError]:
+        """Return the problems that were noted since the last call."""
+        names = self._board.names()[self._num_heard :]
+        self._num_heard += len(names)
+        texts = dict.fromkeys(str(self._board.read(name)) for name in names)
+        return [DataFileError(message=text) for text in texts]

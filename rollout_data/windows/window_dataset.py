@@ -1,0 +1,444 @@
+"""WindowDataset: windows of recorded trajectories by number, for sequence models and action chunks.
+
+One rule: integers decide which frames a batch needs, one gather per kind of row moves them; `__getitem__` is a batch
+of one. `fields.py` decides what a window is made of, `index.py` which windows there are.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from storage.core import arguments
+from storage.core.arguments import choice, flag, whole
+from storage.core.durable import crc32
+from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UnansweredError, UsageError
+
+from ..blocks.annotation_table import TASK
+from ..blocks.annotations import Notes
+from ..blocks.block_header import DATA
+from ..blocks.row_layout import Allocate
+from ..blocks.trajectory_index import Int64s, LostBlockError
+from ..remote.locations import DataDirs, RemoteOptions, checked_remote, origins_of
+from ..sources.chunk_decoder import CHUNK_CACHE_BYTES
+from ..sources.field_statistics import FieldStatistics, Frames, compute_statistics
+from ..sources.frame_store import FrameStore
+from ..sources.remote_frames import RemoteFrames
+from ..sources.shared_memory import Spot
+from ..sources.source import Source
+from .chunked_order import ChunkedOrder, Route
+from .skipped_windows import OnError, WindowLosses
+from .window_index import CREATE, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
+from .window_reader import (
+    MASK,
+    MAX_FRAMES,
+    NEXT,
+    NEXT_MASK,
+    WindowPlan,
+    WindowReader,
+    checked_delta,
+    damaged_frame,
+    plan_windows,
+)
+from .worker_batches import WindowBatches
+
+
+class WindowDataset(WindowBatches):
+    """Windows of trajectories, by number; a map-style dataset that reads whole batches at once.
+
+    A window belongs to a frame `t` of a trajectory, its anchor, and has for each field the frames `t + delta`.
+    Read it through a `DataLoader` with `collate_fn=dataset.collate`, or through `WindowLoader`. The dataset shows
+    what was in the folders when it was opened; pickled copies (spawned workers) open the same files anew.
+
+    Args:
+        data_dir: A folder, a file of any format that `rollout_data.open` knows, a `Recording`, or a list of them of
+            one kind. Or URLs of folders of block files, such as "s3://bucket/walk"; see `remote`.
+        length: L: fields without an entry in `delta` have the frames `t .. t + L - 1`.
+        stride: Frames between the anchors of a trajectory.
+        delta: Field, or what its name begins with -> frames relative to the anchor, in this order: for example
+            `{"observation": [-1, 0], "action": range(16)}`, a frame stack and an action chunk.
+        padding: "none": only windows whose frames all exist. "repeat" (or "edge"), "zero": every `stride`-th
+            frame of a trajectory is an anchor, and frames outside read as the nearest one, or as zeros.
+        fields: Names, or what they begin with; None is all. Besides the recorded ones there are `done`, True on
+            the last frame of a trajectory, and `timeout`, True there if it was truncated or cut.
+        split: "train" or "validation"; None is all trajectories.
+        validation_fraction: Of M trajectories round(M * fraction) are for validation.
+        seed: Decides which ones: those with the least of numbers that depend on (seed, writer, number of the
+            trajectory) alone, not on the folder. `pack` makes other writers, hence other splits.
+        next_observations: Add `next_observation` (and `next_privileged_observation`): one frame later, after the
+            last frame the recorded final observation.
+        flatten_observations: Join the components of an observation along the last axis in `obs_segments` order, as
+            `RolloutDataset` does, `[B, L, D]`; its masks are one then, and `delta` has to ask for the same frames of
+            all of them. Statistics stay those of the components.
+        contiguous: Give every field contiguous memory of its own, rather than a view of rows.
+        texts: Add `task`: the number of the task that was noted of the episode, int64 `[B]`; see the attribute `texts`.
+        verify_on_open: Check every checksum when a block is first seen.
+        chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
+        remote: How files behind a network are read.
+        on_error: "skip" leaves out windows whose data are damaged or gone: the batch is shorter by them, perhaps
+            empty, and no other window moves. "raise" names the file, the episode and the frame.
+
+    A batch is a nested dict of `[B, L, *shape]` tensors on the CPU, and the caller's: raw fields are views of rows
+    gathered for it. `mask` says which frames exist: bool `[B, L]`, or with `delta` a mask for each field, nested like
+    the fields. `next_mask`, nested likewise, is False where no true next observation was recorded.
+
+    Without any window it is empty, and warns (`RolloutDataWarning`) of why: the split has no trajectory, or none is
+    long enough.
+
+    Attributes:
+        problems: What could not be read, was repaired or left out, as exceptions.
+        advice: Remarks on data that are read as they are stored, such as copied actions.
+        num_lost_windows: Windows that were skipped, each counted once, those of worker processes included.
+        opened_as: What it shows, for `at`: a short list of plain data; the fourth is `len` when it was first opened.
+
+    Raises:
+        UsageError: An argument is wrong, or nothing was recorded.
+    """
+
+    _made_anew = ("_pool", "_shared", "_source", "_store", "_windows", "_reader", "plan", "trajectories")
+
+    def __init__(
+        self,
+        data_dir: DataDirs,
+        length: int = 1,
+        stride: int = 1,
+        *,
+        delta: Mapping[str, Iterable[int]] | None = None,
+        padding: Padding = "none",
+        fields: Sequence[str] | None = None,
+        split: Split | None = None,
+        validation_fraction: float = 0.1,
+        seed: int = 0,
+        next_observations: bool = False,
+        flatten_observations: bool = False,
+        contiguous: bool = False,
+        texts: bool = False,
+        verify_on_open: bool = False,
+        chunk_cache_bytes: int = CHUNK_CACHE_BYTES,
+        remote: RemoteOptions | None = None,
+        on_error: OnError = "raise",
+    ) -> None:
+        self.on_error = choice(CREATE, "on_error", on_error, get_args(OnError))
+        self.losses, self._intact = WindowLosses(), 0  # the last window that was found to be readable
+        self.data_dir, self._origins = data_dir, origins_of(data_dir, CREATE)
+        self.padding = choice(CREATE, "padding", padding, get_args(Padding))
+        self.length = whole(CREATE, "length", length, 1, MAX_FRAMES)
+        self.stride = whole(CREATE, "stride", stride, 1, MAX_FRAMES)
+        self._delta = checked_delta(delta)
+        self._fields = None if fields is None else arguments.names(CREATE, "fields", fields)
+        self._split = SplitOptions(split, validation_fraction, whole(CREATE, "seed", seed, 0))
+        self._next_observations = flag(CREATE, "next_observations", next_observations)
+        self._contiguous = flag(CREATE, "contiguous", contiguous)
+        self._flatten_observations = flag(CREATE, "flatten_observations", flatten_observations)
+        self._has_texts, self._notes = flag(CREATE, "texts", texts), Notes()
+        self._verify_on_open = flag(CREATE, "verify_on_open", verify_on_open)
+        self._remote = checked_remote(CREATE, remote)
+        self._chunk_cache_bytes = whole(CREATE, "chunk_cache_bytes", chunk_cache_bytes, 0)
+        self.opened_as: Any = None
+        self._spot: Spot | None = None
+        self._may_lack = False
+        self._open()
+        if not len(self):
+            warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
+
+    def _open(self) -> None:
+        """Open the folders: for the first time, or what was opened then, where a copy arrives."""
+        super()._open()
+        self._source = Source(self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote)
+        before = [*(self.opened_as or []), *5 * [None]]
+        upto, fingerprint, first_of_training, num_windows, form = before[:5]
+        if self._source.adopt(None, self._spot):
+            self._store: FrameStore = self._source.snapshot()
+        else:
+            self._source.refresh()
+            self._store = self._source.snapshot(upto)
+        self.trajectories, first_of_training = choose_trajectories(self._store.index, self._split, first_of_training)
+        if not len(self._store.layouts[DATA].schema):
+            found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
+            raise UsageError(CREATE, f"of {self.data_dir!r}", "recorded trajectories", found)
+        if not len(self._store.index) and self.problems and self.opened_as is None:
+            expected, cause = "a trajectory that can be read", self.problems[0]
+            raise DataFileError("read windows", f"of {self.data_dir!r}", expected, "none", str(cause)) from cause
+        may_lack, self._may_lack = self._may_lack and upto is not None, False
+        found_now = _fingerprint(self._store, self.trajectories)
+        if self.opened_as is not None and found_now != fingerprint and not may_lack:
+            what, expected = f"of {self.data_dir!r}", "the trajectories that it was opened with"
+            raise DataFileError("open the windows again", what, expected, "others", "Open the dataset anew")
+        layout, next_observations = self._store.layouts[DATA], self._next_observations
+        self.plan: WindowPlan = plan_windows(
+            layout, self.length, self._delta, self._fields, next_observations, self._flatten_observations
+        )
+        for field in self.plan.fields:
+            if field.name.split("/")[0] in (MASK, NEXT_MASK):
+                raise UsageError(CREATE, f"with the field {field.name!r}", "another name", "that of the masks")
+        pads = self.padding != "none"
+        self._windows = WindowIndex(self._store.index, self.trajectories, *self.plan.reach, self.stride, pads)
+        form_now = [self._windows.first_anchor, self._windows.least_length, self.stride, *self._chunks()]
+        if form not in (None, form_now):
+            what = f"windows of (first anchor, least length, stride, and of URLs: frames, chunks) {form_now}"
+            raise UsageError("open the windows again", f"of {self.data_dir!r}", what, str(form))
+        if upto is None and self._source.holds_blocks:
+            upto = self._store.index.writers_upto()
+        num_windows = len(self) if num_windows is None else num_windows
+        self.opened_as = [upto, found_now, first_of_training, num_windows, form_now]
+        mask_is_one = self._delta is None
+        self._reader = WindowReader(
+            self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker that is started maps the index of this process."""
+        is_for_worker = multiprocessing.context.get_spawning_popen() is not None
+        return {**super().__getstate__(), "_spot": self._source.shared(self._store) if is_for_worker else None}
+
+    def _why_empty(self) -> str:
+        where, num = f"there is no window in {str(self.data_dir)!r}", len(self.trajectories)
+        if not num and self._split.split is None:
+            return f"{where}: no trajectory was kept"
+        if not num:
+            total, fraction = int(self._store.index.is_present().sum()), self._split.validation_fraction
+            return f"{where}: split {self._split.split!r} has none of {total} trajectories ({fraction} for validation)"
+        needed = f"the {self._windows.least_length} frames that one needs (length {self.length}, stride {self.stride})"
+        longest = f"the longest of {num} has {int(self._windows.lengths.max())}"
+        return f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
+
+    def at(self, opened_as: Any, may_lack: bool = False) -> WindowDataset:
+        """Give the dataset as it was `opened_as` this.
+
+        Raises:
+            DataFileError: Trajectories of then are gone, unless it `may_lack` them; folders of the older layout do not
+                tell what came since, and may not.
+        """
+        if self.opened_as == opened_as:
+            return self
+        may_lack &= not self._source.is_remote  # another chunk would begin elsewhere
+        earlier: WindowDataset = object.__new__(type(self))
+        earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as, "_may_lack": may_lack})
+        return earlier
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its files lie behind a network."""
+        return self._source.is_remote
+
+    # What there is
+
+    def __len__(self) -> int:
+        """Count the windows."""
+        return len(self._windows)
+
+    @property
+    def problems(self) -> list[RolloutDataError]:
+        """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
+        for problem in self.losses.new_problems():
+            self._source.report(problem)
+        return self._source.problems
+
+    @property
+    def advice(self) -> list[RolloutDataError]:
+        """Remarks on data that are read as they are stored, such as copied actions; see `Recording.advice`."""
+        return self._source.advice
+
+    @property
+    def num_lost_windows(self) -> int:
+        """Windows that were skipped because their data are damaged or gone, each counted once."""
+        return len(self.losses)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Contents of metadata.json of the (first) folder."""
+        return self._source.metadata
+
+    @property
+    def modes(self) -> set[str]:
+        """What the actions control, as far as metadata tell; of more than one a warning was given."""
+        return self._source.modes
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """The texts that fields of texts and `task` have the numbers of; read from all files at each call."""
+        return self._notes.texts(self._store)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Trajectories of this split, those without a whole window included."""
+        return len(self.trajectories)
+
+    @property
+    def lengths(self) -> Int64s:
+        """Frames of each trajectory of this split, int64 `[M]`."""
+        return self._windows.lengths
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of these trajectories."""
+        return int(self._windows.lengths.sum())
+
+    @property
+    def form(self) -> tuple[str, ...]:
+        """The fields of a batch in words: equal for datasets whose batches can be put together."""
+        schema = self._store.layouts[DATA].schema
+        words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
+        words += [f"with {TASK}"] if self._has_texts else []
+        words += [f"{field.name} joined" for field in self.plan.fields if field.is_joined]
+        for field in self.plan.fields:
+            for source in field.sources:
+                what = f"{schema[source].dtype}{list(schema[source].shape)}" if field.rows else "bool[]"
+                words.append(f"{NEXT * field.is_next}{source} {what} at {field.deltas.tolist()}")
+        return tuple(words)
+
+    def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
+        """Tell where windows are: (writer, number of the trajectory) of each, and its anchor, int64 `[B]`."""
+        place, anchor = self._windows.find(checked_windows("call WindowDataset.locate", windows, len(self)))
+        return self._store.index.keys(self.trajectories[place]), anchor
+
+    # Windows
+
+    def shuffled(self, seed: Sequence[int], until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
+        """Give all windows in an order that is a function of `seed` and their names, and the keys that it goes by.
+
+        Behind a network it is the order of a `ChunkedOrder`.
+        """
+        if self._source.is_remote:
+            return self._chunked(seed).windows(), np.arange(len(self))
+        keys = self._windows.random_keys(seed) ^ np.uint64(1 << 63)
+        # The same order as signed integers, which torch sorts by their bytes in a third of numpy's time.
+        ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)), stable=True)
+        return windows.numpy(), ordered.numpy()
+
+    def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:
+        if not isinstance(self._store, RemoteFrames):
+            return super().ahead(seed)
+        return Route(self._store, self.plan, self._windows, self._chunked(seed)).advance
+
+    def _chunks(self) -> list[int]:
+        """Frames of a chunk, the rows beyond its end left out, and chunks of a group; nothing without a network."""
+        if not self._source.is_remote:
+            return []
+        columns, reaches = self._store.layouts[DATA].columns, [shape.reach for shape in self.plan.shapes]
+        row_bytes = sum(columns[name].row_bytes for name in self.plan.columns)
+        beyond = max(high for _, high in reaches) - min(low for low, _ in reaches) if reaches else 0
+        return [max(1, self._remote.chunk_bytes // max(1, row_bytes) - beyond), self._remote.num_chunks]
+
+    def _chunked(self, seed: Sequence[int] | None) -> ChunkedOrder:
+        index = self._store.index
+        first = index.fragment_frame.searchsorted(index.first_frame[self.trajectories])
+        place = np.lexsort((index.fragment_row[first], index.fragment_block[first]))
+        num_frames, num_chunks = self._chunks()
+        return ChunkedOrder(self._windows, place, num_frames, num_chunks, seed)
+
+    def random_keys(self, seed: Sequence[int]) -> np.ndarray:
+        """uint64, a random number for each window; see `WindowIndex`."""
+        return self._windows.random_keys(seed)
+
+    def name(self, window: int) -> list[Any]:
+        """Name a window so that its place is known when it is gone; see `WindowIndex`."""
+        return self._windows.name(window)
+
+    def num_upto(self, name: Sequence[Any]) -> int:
+        """Count the windows up to the one of this name."""
+        return self._windows.num_upto(*name)
+
+    def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
+        place, anchor = self._windows.find(checked_windows("call WindowDataset.batch", windows, len(self)))
+        batch = self._reader.read(place, anchor, allocate)
+        if self._has_texts and TASK not in batch:
+            tasks = torch.from_numpy(self._notes.tasks(self._store)[self.trajectories[place]])
+            batch[TASK] = allocate(tasks.shape, tasks.dtype).copy_(tasks)
+        return batch
+
+    def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> Int64s:
+        numbers = checked_windows("call WindowDataset.batch", windows, len(self))
+        problems = [self._problem_of(number) for number in numbers.tolist()]
+        kept: Int64s = numbers[[problem is None for problem in problems]]
+        if len(numbers) and not len(kept):
+            self._check_readable()
+        return kept
+
+    def _check_readable(self) -> None:
+        """Raise if no window can be read any more."""
+        for window in (self._intact, *range(len(self))):
+            trajectory = self.trajectories[self._windows.find(np.array([window]))[0]]
+            if self._store.is_lost[trajectory].any():
+                continue
+            problem = self._failure_of(window)
+            if problem is None:
+                self._intact = window
+                return
+            if isinstance(problem, LostBlockError) and not isinstance(problem.__cause__, DataFileError):  # gone
+                self._store.is_lost[self._store.index.trajectories_in([problem.block])] = True
+        where, got = repr(", ".join(map(str, self._source.paths))), f"none of {len(self)}"
+        cause = self.problems[-1]
+        raise DataFileError("read windows", f"of {where}", "a window that can be read", got, str(cause)) from cause
+
+    def _problem_of(self, window: int) -> DataFileError | None:
+        """Return why a window cannot be read, which is noted; None if it can."""
+        problem = self._damage_of(window)
+        if problem is not None and (name := self.name(window)) not in self.losses:
+            self.losses.add(name, problem)
+            self._source.report(problem)
+        return problem
+
+    def _failure_of(self, window: int) -> DataFileError | None:
+        """Return what reading a window raises; None if it can be read."""
+        place, anchor = self._windows.find(np.array([window]))
+        try:
+            self._reader.read(place, anchor, self._pool.empty)
+        except UnansweredError:
+            raise
+        except DataFileError as problem:
+            return problem
+        return None
+
+    def _damage_of(self, window: int) -> DataFileError | None:
+        """Return why a window cannot be read, with the file, the episode and the frame; None if it can be read."""
+        problem = self._failure_of(window)
+        if problem is None:
+            return None
+        place, anchor = self._windows.find(np.array([window]))
+        trajectory, length = int(self.trajectories[place[0]]), int(self._windows.lengths[place[0]])
+        return damaged_frame(self._store, self.plan, trajectory, int(anchor[0]), length) or problem
+
+    def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
+        found = (
+            self._damage_of(number)
+            for number in checked_windows("call WindowDataset.batch", windows, len(self)).tolist()
+        )
+        return next((one for one in found if one is not None), problem)
+
+    def statistics(
+        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+    ) -> dict[str, FieldStatistics]:
+        """Summarize each recorded field over the frames of this split, for normalization; each frame counts once.
+
+        Computed in one pass, in bounded memory, and kept in a file beside the data (of trajectory folders and URLs in
+        the user's cache folder), which is made anew when the data have changed. Where it cannot be written it is
+        computed again the next time.
+        """
+        is_beside = self._source.holds_blocks and not self._source.is_remote
+        folder = self._source.paths[0] if is_beside else None
+        return compute_statistics(
+            "call WindowDataset.statistics", [self.frames], folder, self.field_names, quantiles, use_cache, progress
+        )
+
+    @property
+    def frames(self) -> Frames:
+        """The store of its frames, and which trajectories of it: what statistics are taken of."""
+        return self._store, self.trajectories
+
+    @property
+    def field_names(self) -> list[str]:
+        """Names of the recorded fields that a batch is made of."""
+        read = [field for field in self.plan.fields if field.rows and not field.is_next]
+        return [source for field in read for source in field.sources]
+
+
+def _fingerprint(store: FrameStore, trajectories: Int64s) -> int:
+    index = store.index
+    columns = (index.first_frame[trajectories], index.number[trajectories], index.lengths[trajectories])
+    return crc32(np.stack([*columns, index.writer[trajectories]]).tobytes())

@@ -1,0 +1,385 @@
+"""What a window is made of, and batches of windows: gather what is needed, and view it as nested fields.
+
+One rule: what has to be read is decided once, when a dataset is opened; a batch is then a few table look-ups, and one
+gather for each kind of row. Fields are views of the rows, except those that a codec makes and next observations into
+which a true last one was put.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.core.fields import unflatten
+from storage.errors import CorruptFileError, DataFileError, MissingFieldError, UsageError, nearest
+
+from ..blocks.block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
+from ..blocks.row_layout import Allocate, FrameCut, FrameRows, Grid, RowLayout, joined, put
+from ..blocks.trajectory_index import Int64s, LostBlockError
+from ..sources.frame_store import FrameStore
+from .window_index import CREATE, WindowShape
+
+MASK, NEXT_MASK = "mask", "next_mask"
+#: Fields that are not stored: they follow from where a trajectory ends, and how.
+DONE, TIMEOUT = "done", "timeout"
+FLAGS = (DONE, TIMEOUT)
+#: Groups of fields whose true last row may be recorded.
+OBSERVATIONS = ("observation", "privileged_observation")
+NEXT = "next_"
+#: The greatest distance of two frames of a window, or of two windows.
+MAX_FRAMES = (1 << 31) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class WindowField:
+    """One tensor of a batch of windows.
+
+    Attributes:
+        name: Name in the batch, levels joined by "/".
+        sources: The field that is read, or the components that are joined, in the order of the schema.
+        deltas: int64 `[L]`, frames relative to the anchor.
+        rows: For each source, which of the rows that are read of its column: a slice, or int64 `[L]`. Flags have none.
+        is_next: It is a next observation.
+        is_joined: Components are joined along the last axis, even if there is only one.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    deltas: Int64s
+    rows: tuple[Any, ...]
+    is_next: bool
+    is_joined: bool
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest delta."""
+        return int(self.deltas.min()), int(self.deltas.max())
+
+
+@dataclass(frozen=True, eq=False)
+class WindowPlan:
+    """What a batch of windows is made of.
+
+    Attributes:
+        fields: In the order of the schema, then flags, then next observations.
+        shapes: Frames to read; columns that need the same ones share one.
+        columns: Column -> position in `shapes`.
+    """
+
+    fields: tuple[WindowField, ...]
+    shapes: tuple[WindowShape, ...]
+    columns: Mapping[str, int]
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The least and the greatest delta of fields that are not next observations."""
+        ends = [field.reach for field in self.fields if not field.is_next]
+        return min(low for low, _ in ends), max(high for _, high in ends)
+
+
+def plan_windows(
+    layout: RowLayout,
+    length: int,
+    delta: Mapping[str, Int64s] | None,
+    fields: Sequence[str] | None,
+    next_observations: bool,
+    flatten_observations: bool = False,
+) -> WindowPlan:
+    """Plan windows of the fields of a layout; the options are those of `WindowDataset`.
+
+    Raises:
+        MissingFieldError: A name is not a field.
+        UsageError: No field is left, no observation where the next ones are wanted, or components are to be joined
+            that have other frames.
+    """
+    known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
+    given = delta or {}
+    for name in given:
+        _below("delta", name, known)
+    chosen = set(known) if fields is None else {one for name in fields for one in _below("fields", name, known)}
+    names = [name for name in known if name in chosen]
+    if not names:
+        raise UsageError(CREATE, "", f"fields, some of {', '.join(known)}", "none")
+    wanted = [("", name, _deltas_of(name, given, length)) for name in names]
+    if next_observations:
+        nexts = [(NEXT, name, deltas + 1) for _, name, deltas in wanted if name.split("/")[0] in OBSERVATIONS]
+        if not nexts:
+            raise UsageError(CREATE, "with next_observations", "an observation among the fields", ", ".join(names))
+        wanted += nexts
+    shapes, columns = _shapes(layout, wanted)
+    found: dict[str, WindowField] = {}
+    for prefix, source, deltas in wanted:
+        group, *component = source.split("/")
+        is_joined = flatten_observations and bool(component) and group in OBSERVATIONS
+        name = prefix + (group if is_joined else source)
+        rows: tuple[Any, ...] = ()
+        if source in layout.schema:
+            rows = (_rows(deltas, shapes[columns[layout.column_of[source].name]].deltas),)
+        first = found.get(name)
+        if first is None:
+            found[name] = WindowField(name, (source,), deltas, rows, bool(prefix), is_joined)
+        elif np.array_equal(deltas, first.deltas):
+            found[name] = replace(first, sources=(*first.sources, source), rows=first.rows + rows)
+        else:
+            got = f"{deltas.tolist()}, and {first.deltas.tolist()} of {first.sources[0]!r}"
+            raise UsageError(
+                CREATE, f"with flatten_observations and {source!r}", "the same frames of all components", got
+            )
+    return WindowPlan(tuple(found.values()), shapes, columns)
+
+
+def _shapes(
+    layout: RowLayout, wanted: Sequence[tuple[str, str, Int64s]]
+) -> tuple[tuple[WindowShape, ...], dict[str, int]]:
+    """Which frames are read of each column; see `WindowPlan`."""
+    needed: dict[str, list[int]] = {}
+    for _, source, deltas in wanted:
+        if source in layout.schema:
+            needed.setdefault(layout.column_of[source].name, []).extend(deltas.tolist())
+    shapes: dict[bytes, WindowShape] = {}
+    columns = {}
+    for name, deltas_of_column in needed.items():
+        shape = WindowShape.of(deltas_of_column, fills_gaps=not layout.columns[name].is_coded)
+        shapes.setdefault(shape.deltas.tobytes(), shape)
+        columns[name] = list(shapes).index(shape.deltas.tobytes())
+    return tuple(shapes.values()), columns
+
+
+def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
+    """Where `deltas` stand among those that are `read`: a slice where that is possible."""
+    places = np.searchsorted(read, deltas)
+    steps = np.diff(places)
+    if not len(steps):
+        return slice(int(places[0]), int(places[0]) + 1)
+    if (steps == steps[0]).all() and steps[0] > 0:
+        return slice(int(places[0]), int(places[-1]) + 1, int(steps[0]))
+    return torch.from_numpy(places.astype(np.int64))
+
+
+def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
+    """Fields called `name` or `name/...`."""
+    found = [one for one in known if one == name or one.startswith(f"{name}/")]
+    if not found:
+        groups = {one.split("/")[0] for one in known}
+        expected = f"{argument} among {nearest(name, {*known, *groups})}"
+        raise MissingFieldError(CREATE, "", expected, repr(name))
+    return found
+
+
+def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
+    """The deltas of the longest entry that the name begins with."""
+    parts = name.split("/")
+    for size in range(len(parts), 0, -1):
+        found = given.get("/".join(parts[:size]))
+        if found is not None:
+            return found
+    return np.arange(length)
+
+
+def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s] | None:
+    """Give lists of frames relative to the anchor as int64 `[L]` each.
+
+    Raises:
+        UsageError: There is no list for each field, or one is empty or has something else than whole numbers.
+    """
+    if delta is None:
+        return None
+    if not isinstance(delta, Mapping) or not all(isinstance(name, str) for name in delta):
+        raise UsageError(CREATE, "", "delta as a dict of fields and their lists of whole numbers", repr(delta))
+    checked = {}
+    for name, values in delta.items():
+        try:
+            listed = [operator.index(value) for value in values]
+        except TypeError:
+            raise UsageError(CREATE, "", f"delta of {name!r} as a list of whole numbers", repr(values)) from None
+        if not listed or max(map(abs, listed)) > MAX_FRAMES:
+            expected = f"delta of {name!r} with at least one number, up to {MAX_FRAMES}"
+            raise UsageError(CREATE, "", expected, repr(values))
+        checked[name] = np.array(listed, np.int64)
+    return checked
+
+
+def damaged_frame(
+    store: FrameStore, plan: WindowPlan, trajectory: int, anchor: int, length: int
+) -> DataFileError | None:
+    """Find the first frame of a window that is damaged and build the error that names it; None if there is none.
+
+    A file that is gone is no damage: the error that names its trajectories is raised as it is.
+    """
+    one = np.array([trajectory])
+    for column, number in plan.columns.items():
+        frames = np.unique(np.clip(anchor + plan.shapes[number].deltas, 0, length - 1))
+        for frame in frames.tolist():
+            try:
+                store.rows(column, one, np.array([frame]), np.ones_like(one))
+            except DataFileError as problem:
+                return _named_damage(store, column, (trajectory, frame), problem)
+    return None
+
+
+def _named_damage(store: FrameStore, column: str, at: tuple[int, int], problem: DataFileError) -> DataFileError:
+    trajectory, frame = at
+    cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
+    if not isinstance(cause, DataFileError):  # the file is gone
+        return problem
+    action = f"read frame {frame} of episode {store.name_of(trajectory)!r}"
+    expected, got = (cause.expected, cause.got) if cause.got else ("intact data", str(cause))
+    where = f"in {str(store.file_of(column, trajectory, frame))!r}"
+    advice = 'on_error="skip" leaves the windows with this frame out'
+    named = CorruptFileError(action, where, expected, got, advice).of(cause.kind, cause.episode)
+    named.__cause__ = problem
+    return named
+
+
+class WindowReader:
+    """Reads windows of some trajectories of a store, int64 `[K]`, with one mask for all fields or one for each."""
+
+    def __init__(
+        self,
+        store: FrameStore,
+        plan: WindowPlan,
+        trajectories: Int64s,
+        padding: str,
+        mask_is_one: bool,
+        contiguous: bool,
+    ) -> None:
+        self.store, self.plan = store, plan
+        self._trajectories = trajectories
+        self._is_zero, self._mask_is_one, self._contiguous = padding == "zero", mask_is_one, contiguous
+        self._layout, index = store.layouts[DATA], store.index
+        self._lengths, self._is_timeout = index.lengths[trajectories], index.is_timeout()[trajectories]
+        final = index.final_row[trajectories] >= 0
+        is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
+        self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
+        #: How each field is cut from rows: the parts, each with its length, steps, first row and choice among rows.
+        self._cuts = {field.name: self._cut(field) for field in plan.fields if field.rows}
+        self._final_cuts = {
+            field.name: FrameCut(store.layouts[FINAL], field.sources, field.is_joined)
+            for field in plan.fields
+            if field.is_next
+        }
+        #: Most batches have no frame of such a trajectory.
+        self._has_single_frames = bool((self._lengths == 1).any())
+
+    def read(self, place: Int64s, anchor: Int64s, allocate: Allocate) -> dict[str, Any]:
+        """Read the windows at frame `anchor` of trajectory number `place` of those given, int64 `[B]` both.
+
+        Gives a nested dict of `[B, L, *shape]` tensors, with masks.
+        """
+        at = _Places(place, anchor, self._lengths[place])
+        rows = FrameRows(self._gather(at, allocate))
+        flat: dict[str, torch.Tensor] = {}
+        masks: dict[str, torch.Tensor] = {}
+        next_masks: dict[str, torch.Tensor] = {}
+        for field in self.plan.fields:
+            values = self._values(field, rows, len(place), allocate) if field.rows else self._flag(field, at)
+            if field.is_next:
+                values = self._with_finals(field, values, at, allocate)
+                next_masks[field.name.removeprefix(NEXT)] = self._mask(field, at)
+            elif not self._mask_is_one or not masks:
+                masks[field.name] = self._mask(field, at)
+            flat[field.name] = values.contiguous() if self._contiguous else values
+        batch = {**unflatten(flat), MASK: next(iter(masks.values())) if self._mask_is_one else unflatten(masks)}
+        return {**batch, NEXT_MASK: unflatten(next_masks)} if next_masks else batch
+
+    def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
+        """Column -> `[B * W, row_bytes / 4]` int32."""
+        located = []
+        for shape in self.plan.shapes if len(at.anchor) else ():
+            pieces = shape.pieces(self._trajectories[at.place], at.anchor)
+            outside = at.reaches_outside(*shape.reach)
+            located.append(self.store.locate(*(shape.cut(pieces, at.length) if outside else pieces)))
+        rows = {}
+        for name, number in self.plan.columns.items():
+            shape = self.plan.shapes[number]
+            num_words = self._layout.columns[name].row_bytes // 4
+            out = rows[name] = allocate((len(at.anchor) * len(shape.deltas), num_words), torch.int32)
+            if located:
+                self.store.copy((DATA, name), located[number], shape.unit, out)
+            if self._is_zero and at.reaches_outside(*shape.reach):
+                out.numpy()[~at.inside(shape.deltas, *shape.reach).ravel()] = 0
+        return rows
+
+    def _cut(self, field: WindowField) -> tuple[list[Any], bool]:
+        cut, parts = FrameCut(self._layout, field.sources, field.is_joined), []
+        for part, chosen in zip(cut.parts or [cut], field.rows, strict=False):
+            width = len(self.plan.shapes[self.plan.columns[part.column]].deltas)
+            if isinstance(chosen, slice):
+                parts.append((part, len(field.deltas), (width, chosen.step or 1), chosen.start, None))
+            else:
+                parts.append((part, width, (width, 1), 0, chosen))
+        return parts, bool(cut.parts)
+
+    def _values(self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate) -> torch.Tensor:
+        """Give a field that is stored as `[B, L, *shape]`."""
+        found, (parts, is_joined) = [], self._cuts[field.name]
+        for part, length, steps, first, chosen in parts:
+            values = part(rows, Grid((num_windows, length), steps, first))
+            found.append(values if chosen is None else values.index_select(1, chosen))
+        return joined(found, 2, allocate) if is_joined else found[0]
+
+    def _with_finals(self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate) -> torch.Tensor:
+        """Put true last observations among next ones, which then get memory of their own."""
+        if at.least_after > field.reach[1]:
+            return values
+        window, step = np.nonzero(self._is_final(field, at))
+        if not len(window):
+            return values
+        which, place = np.unique(self._trajectories[at.place[window]], return_inverse=True)
+        columns = {self.store.layouts[FINAL].column_of[source].name for source in field.sources}
+        rows = FrameRows({column: self.store.finals(column, which) for column in columns})
+        finals = self._final_cuts[field.name](rows, Grid((len(which),), (1,)))
+        own = allocate(values.shape, values.dtype).copy_(values)
+        put(own, (torch.from_numpy(window), torch.from_numpy(step)), finals[torch.from_numpy(place.reshape(-1))])
+        return own
+
+    def _is_final(self, field: WindowField, at: _Places) -> np.ndarray:
+        """bool `[B, L]`, the row is a true last observation that was recorded."""
+        has_final: np.ndarray = self._has_final[field.sources[0].split("/")[0]][at.place]
+        found: np.ndarray = (field.deltas == at.after[:, None]) & has_final[:, None]
+        return found
+
+    def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
+        """`done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
+        flag, last = np.zeros((len(at.anchor), len(field.deltas)), bool), field.reach[1] + 1
+        if at.least_after <= last or self._has_single_frames:
+            near = np.flatnonzero((at.after <= last) | (at.length == 1))
+            after = at.after[near, None] - 1
+            # The nearest frame stands for one outside, unless zeros do.
+            is_last = field.deltas == after if self._is_zero else (field.deltas >= after) | (at.length[near, None] == 1)
+            flag[near] = is_last if field.name == DONE else is_last & self._is_timeout[at.place[near], None]
+        return torch.from_numpy(flag)
+
+    def _mask(self, field: WindowField, at: _Places) -> torch.Tensor:
+        """bool `[B, L]`, the frame exists, or a true last observation does."""
+        inside = at.inside(field.deltas, *field.reach)
+        return torch.from_numpy(inside | self._is_final(field, at) if field.is_next else inside)
+
+
+class _Places:
+    """Where windows stand, int64 `[B]` each: place of the trajectory, anchor, frames of the trajectory.
+
+    `after` is the delta of the frame after the last one.
+    """
+
+    def __init__(self, place: Int64s, anchor: Int64s, length: Int64s) -> None:
+        self.place, self.anchor, self.length, self.after = place, anchor, length, length - anchor
+        self.least_after = int(self.after.min(initial=MAX_FRAMES))
+
+    def reaches_outside(self, low: int, high: int) -> bool:
+        """Whether any frame from delta `low` to `high` does not exist."""
+        return high >= self.least_after or (low < 0 and low < -int(self.anchor.min(initial=MAX_FRAMES)))
+
+    def inside(self, deltas: Int64s, low: int, high: int) -> np.ndarray:
+        """bool `[B, L]`, the frame exists; a new array. The deltas are from `low` to `high`."""
+        inside = np.ones((len(self.anchor), len(deltas)), bool)
+        if self.reaches_outside(low, high):
+            cut = np.flatnonzero((-self.anchor > low) | (self.after <= high))
+            inside[cut] = (deltas >= -self.anchor[cut, None]) & (deltas < self.after[cut, None])
+        return inside

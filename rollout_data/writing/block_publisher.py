@@ -1,0 +1,197 @@
+"""Publishing: staged frames become blocks, one after another, in a background thread.
+
+One rule: the state that goes from block to block (sequence, trajectories in progress) is touched
+by that thread only. A failure is kept and raised at every later call: after it nothing more is
+published, because what follows would have a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from storage.core.durable import sync_path
+from storage.core.fields import Schema
+from storage.core.threads import Worker
+from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, SchemaError, UsageError
+
+from ..blocks.block import Block
+from ..blocks.block_folder import save_index_cache
+from ..blocks.block_header import METADATA_NAME, layouts_of, read_header
+from ..blocks.chunk_table import Coding, codings_text
+from ..blocks.row_layout import PACKED
+from ..blocks.write_block import write_block
+from .retention import prune
+from .staged_frames import Carry, Staging
+from .writer_journal import Journal
+
+#: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
+_MIN_UNCACHED_BLOCKS = 8
+#: HDF5 keeps attributes and types in entries of 64 KiB.
+_MAX_ENTRY_BYTES = 60_000
+
+
+class BlockPublisher:
+    """Write the blocks of one writer, behind those that its name has already.
+
+    Args:
+        journal: Of the writer; told what is published.
+        num_envs: Envs of every staging.
+        max_pending: How many blocks may be in memory, the one being filled included; 1 makes `submit` wait.
+        is_tentative: Mark fragments as valid only once their trajectory has ended.
+        durable, frames_per_chunk, retention: As of `RolloutWriter`.
+
+    Attributes:
+        last_ns: When the last frame of the writer's earlier blocks was added.
+        failure: Why a block could not be written; None if all could.
+
+    Raises:
+        UsageError: The earlier blocks of that name cannot be read.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        num_envs: int,
+        *,
+        max_pending: int,
+        durable: bool,
+        is_tentative: bool,
+        frames_per_chunk: int | None,
+        retention: Mapping[str, Any] | None,
+    ) -> None:
+        self._journal, self._folder, self._writer = journal, journal.path.parent, journal.writer
+        self._max_pending, self._durable, self._is_tentative = max_pending, durable, is_tentative
+        self._frames_per_chunk, self._retention = frames_per_chunk, retention
+        #: What "auto" chose for each field on the first block.
+        self._codecs: dict[str, str] = {}
+        self.failure: BaseException | None = None
+        self._is_awaited = False
+        self._num_blocks = self._num_uncached = 0
+        self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, num_envs)
+        self._worker = Worker(f"writer {self._writer!r}", max_pending)
+        self.owner = self._worker.owner
+
+    def submit(self, staging: Staging, num_accepted: int) -> None:
+        """Queue a staging; wait while too many blocks are pending.
+
+        Args:
+            staging: Sealed by this; submitting it twice publishes it once.
+            num_accepted: How many frames are settled when it is published.
+        """
+        with self._waiting():  # a Ctrl-C in here changes nothing: the steps stay staged
+            self._worker.wait_for_room(max(0, self._max_pending - 2))
+        self.check()
+        staging.is_sealed = True
+        self._worker.submit(self._publish, staging, num_accepted)
+        if self._max_pending == 1:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until everything submitted is published or has failed."""
+        with self._waiting():
+            self._worker.drain()
+
+    def check(self) -> None:
+        """Raise what made a block fail, if one did; again at every call. Raise in a forked child."""
+        self.owner.check()
+        if self.failure is not None:
+            where, expected = f"in {str(self._folder)!r}", "a writable folder with room"
+            advice = "What was published before is intact; close this writer and start another one"
+            raise BackgroundError("publish a block", where, expected, str(self.failure), advice) from self.failure
+
+    def close(self) -> None:
+        """Publish what was submitted, renew the index cache, stop. Raises nothing: ask `check`."""
+        with self._waiting():
+            self._worker.close()
+        if self._num_uncached and self.failure is None:
+            self._save_index()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """While a caller waits, which needs no processor, a block may be coded by several threads."""
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            self._is_awaited = False
+
+    def _publish(self, staging: Staging, num_accepted: int) -> None:
+        if staging.is_published or self.failure is not None:
+            return
+        staging.is_published = True
+        try:
+            content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
+            if len(content.fragments):
+                content.codecs, content.frames_per_chunk = self._codecs, self._frames_per_chunk
+                if self._durable and not self._num_blocks:
+                    sync_path(self._folder / METADATA_NAME)
+                self._journal.announce(self._sequence, num_accepted)
+                write_block(self._folder, content, self._durable, None if self._is_awaited else 1)
+                self._sequence, self._num_blocks = self._sequence + 1, self._num_blocks + 1
+                self._num_uncached += 1
+            self._carry = carry
+            self._journal.publish(num_accepted)
+        except BaseException as failure:  # noqa: BLE001 - raised at every later call
+            self.failure = failure
+            return
+        if (limits := self._retention) is not None:  # if that fails, it is tried again after the next block
+            self._try("old blocks of {} were not deleted", lambda: prune(self._folder, **limits))
+        if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
+            self._save_index()
+
+    def _save_index(self) -> None:
+        if self._try("the index cache of {} was not renewed", lambda: save_index_cache(self._folder, self._writer)):
+            self._num_uncached = 0
+
+    def _try(self, text: str, call: Callable[[], object]) -> bool:
+        """Do what the recording does not depend on: a failure only warns."""
+        try:
+            call()
+        except (OSError, RolloutDataError) as error:
+            warnings.warn(f"{text.format(repr(str(self._folder)))}: {error}", RolloutDataWarning)
+            return False
+        return True
+
+
+def check_storable(schema: Schema) -> None:
+    """Raise `SchemaError` if a block cannot hold these fields: HDF5 limits a header entry to 64 KiB."""
+    for name in schema:
+        parts = name.split("/")
+        is_text = "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
+        if parts[0] == PACKED or not is_text or not all(part.strip(".") for part in parts):
+            expected = f"a name other than {PACKED!r}, of Unicode text without NUL, no part of it empty or only dots"
+            raise SchemaError("store the field", ascii(name), expected, ascii(name), "Rename the field")
+        for end in range(1, len(parts)):
+            if (parent := "/".join(parts[:end])) in schema:
+                raise SchemaError("store the field", repr(name), "no field above it", repr(parent))
+    longest = {field.name: Coding(field.codec, 1 / 3, 8) for field in schema.values() if field.codec != "raw"}
+    sizes = [len(json.dumps(schema.to_json())), len(codings_text(longest))]
+    for layout in layouts_of(schema).values():
+        types = [layout.numpy_dtype(column) for column in layout.columns.values()]
+        sizes += [len(h5py.h5t.py_create(dtype, logical=True).encode()) for dtype in types]
+    if max(sizes) > _MAX_ENTRY_BYTES:
+        expected, got = f"a description of at most {_MAX_ENTRY_BYTES} bytes", f"{max(sizes)} bytes"
+        raise SchemaError("store", f"{len(schema)} fields", expected, got, "Join fields to wider ones")
+
+
+def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
+    """Find where the numbering of a writer goes on: sequence, trajectories, time in ns."""
+    sequence, trajectory, last_ns = 0, 0, 0
+    for path in sorted(folder.glob(f"rollout_{writer}_*.h5")):
+        try:
+            header = read_header(path)
+        except (RolloutDataError, OSError) as cause:  # a link that leads nowhere is no block either
+            advice = "Use another writer_name"
+            raise UsageError("continue the writer", repr(writer), "readable blocks", str(path), advice) from cause
+        if not Block(path, writer, header.sequence, header.fragments).is_edit:
+            sequence = max(sequence, header.sequence + 1)
+        trajectory = max(trajectory, int(header.fragments["trajectory"].max(initial=-1)) + 1)
+        last_ns = max(last_ns, int(header.fragments["end_time_ns"].max(initial=0)))
+    return sequence, Carry.start(num_envs, trajectory), last_ns

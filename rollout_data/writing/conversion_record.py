@@ -1,0 +1,478 @@
+"""The note of a conversion, kept inside its target: of what source, with which options, and checksums of all rows.
+
+A note is text: a first line about the whole, a line for each episode that was written, and lines about files. Nothing
+is compared here: `formats/conversion_resume.py` compares a note with a source, and `ForeignWriter.check_files` compares
+it with a target.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.core.durable import crc32
+from storage.core.fields import Schema
+from storage.errors import DataFileError, RolloutDataError, UnansweredError
+
+from .json_values import plain
+from .target_files import FileSum, file_sum, sums_as_json, sums_from_json
+
+#: Name of the note in a folder, and of the dataset in an HDF5 file.
+NOTE_NAME, NOTE_DATASET = "rollout_conversion.jsonl", "rollout_conversion"
+_KEY = "rollout_conversion"
+#: Values of metadata that are longer as JSON are noted as their checksum.
+_MAX_VALUE_BYTES = 200
+#: Bytes read at a time of a field that the writer of the target did not read itself.
+_PART_BYTES = 8 << 20
+#: Nested lists and objects in the first line. Values are noted up to 200 bytes, so a deeper line is not ours.
+_MAX_DEPTH = 128
+#: In place of the checksum of a field that cannot be read, and that the target does not have.
+UNREAD = "--------"
+AFTER_LAST = " after the last step"
+
+
+class UnreadableEpisode(DataFileError):
+    """Reading an episode of the source failed.
+
+    Attributes:
+        problem: The error of the source.
+    """
+
+    def __init__(self, problem: DataFileError) -> None:
+        super().__init__(problem.action, problem.where, problem.expected, problem.got, problem.advice)
+        self.problem = problem
+
+
+class SummedEpisode:
+    """An episode whose rows are added to checksums as a writer reads them.
+
+    Errors of the source become `UnreadableEpisode`. Everything else is as of the episode.
+    """
+
+    def __init__(self, episode: Any) -> None:
+        self._episode = episode
+        self._sums: dict[str, int] = {}
+        self._stops: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._of_source(lambda: getattr(self._episode, name))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+        """Read steps of a field, as `Episode.read`."""
+        rows = self._of_source(lambda: self._episode.read(name, start, stop))
+        known = self._stops.get(name, 0)
+        end = self._episode.length if stop is None else stop
+        if start <= known < end:
+            self._sums[name] = _checksum(rows[known - start :], self._sums.get(name, 0))
+            self._stops[name] = end
+        return rows
+
+    def sums(self) -> dict[str, str]:
+        """Return the checksum of each field as 8 hexadecimal digits; fields that nobody has read yet are read now."""
+        episode = self._episode
+        found = {name: self._sum_of(name) for name in (*episode.schema, *episode.texts)}
+        if episode.final:
+            final = self._of_source(lambda: episode.final_observation)
+            parts = final if isinstance(final, dict) else {"": final}
+            for name in episode.final:
+                values = parts.get(name.partition("/")[2])
+                found[name + AFTER_LAST] = UNREAD if values is None else f"{_checksum(np.asarray(values)[None]):08x}"
+        return found
+
+    def check_readable(self) -> None:
+        """Read all that has not been read yet.
+
+        Raises:
+            UnreadableEpisode: A field cannot be read.
+        """
+        for name in (*self._episode.schema, *self._episode.texts):
+            self._sum_of(name, must_be_read=True)
+        if self._episode.final:
+            self._of_source(lambda: self._episode.final_observation)
+
+    def _sum_of(self, name: str, must_be_read: bool = False) -> str:
+        length = self._episode.length
+        start = self._stops.get(name, 0)
+        is_read_by_writer = start > 0
+        known = self._episode.schema
+        step = max(1, _PART_BYTES // max(1, known[name].row_bytes if name in known else 1 << 10))
+        try:
+            for first in range(start, length, step):
+                self.read(name, first, min(first + step, length))
+        except UnreadableEpisode:
+            if is_read_by_writer or must_be_read:
+                raise
+            return UNREAD
+        return f"{self._sums.get(name, 0):08x}"
+
+    def _of_source(self, read: Any) -> Any:
+        try:
+            return read()
+        except (UnreadableEpisode, UnansweredError):
+            raise
+        except DataFileError as problem:
+            raise UnreadableEpisode(problem) from problem
+        except OSError as cause:
+            if isinstance(cause, RolloutDataError):
+                raise
+            got = f"{type(cause).__name__}: {cause}"
+            raise UnreadableEpisode(DataFileError("read", f"episode {self._episode.id!r}", "", got)) from cause
+
+
+def _checksum(rows: Any, start: int = 0) -> int:
+    if isinstance(rows, list):
+        for text in rows:
+            data = str(text).encode("utf-8", "surrogatepass")
+            start = crc32(data, crc32(len(data).to_bytes(8, "little"), start))
+        return start
+    values = np.asarray(rows)
+    values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return crc32(values.reshape(-1).view(np.uint8).data, start) if values.size else start
+
+
+@dataclass
+class ConversionNote:
+    """What a target knows of its conversion.
+
+    Attributes:
+        format, version: Of the writer.
+        options: Of the conversion, with defaults.
+        metadata: Of the recording.
+        episodes: A description of each episode of the source, in its order.
+        source: Digest of the path, size and time of change of every file of the source; "" if they are not known.
+        left_out: Ids of the episodes that could not be read.
+        rows: Id of each episode that was written -> field -> checksum.
+        files: Id of an episode -> name in the target -> size and checksum. The first file makes the episode present.
+        stored: Id of an episode -> dataset in an HDF5 target -> checksum of its rows there.
+        files_of_all: Other files: name in the target -> size and checksum; {} while they are written.
+        unplaced: Id of the last episode if its files may not have taken their places; "" if they have.
+        published: Ids of the episodes in the blocks of a target of ours, also if they were dropped or pruned since.
+        finish: Facts of the last line of a complete target; None if the target was never complete.
+        has_damaged_lines: Whether lines could not be read, as that of an episode at which a conversion was killed.
+    """
+
+    format: str
+    version: int
+    options: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    episodes: Sequence[Mapping[str, Any]]
+    source: str = ""
+    left_out: set[str] = field(default_factory=set)
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)
+    files: dict[str, dict[str, FileSum]] = field(default_factory=dict, compare=False)
+    stored: dict[str, dict[str, str]] = field(default_factory=dict, compare=False)
+    files_of_all: dict[str, FileSum] = field(default_factory=dict, compare=False)
+    unplaced: str = field(default="", compare=False)
+    published: set[str] = field(default_factory=set, compare=False)
+    finish: Mapping[str, Any] | None = field(default=None, compare=False)
+    has_damaged_lines: bool = field(default=False, compare=False)
+
+    def resume(self, there: ConversionNote) -> None:
+        """Copy the episodes of an earlier note; files of all episodes only where they are blocks of ours."""
+        self.rows, self.files, self.stored = there.rows, there.files, there.stored
+        self.published = there.published
+        self.unplaced = there.unplaced
+        self.files_of_all = there.files_of_all if there.published else {}
+
+    def is_whole(self) -> bool:
+        """Return whether this may be the note of a complete target: of all episodes and all files, without damage."""
+        is_ended = self.finish is not None or bool(self.files_of_all)
+        is_of_all = {*self.rows} | self.left_out == {episode["id"] for episode in self.episodes}
+        return is_ended and is_of_all and not self.has_damaged_lines
+
+    def written_ids(self) -> list[str]:
+        """Return the ids of the episodes that are written or to be written, in order."""
+        return [episode["id"] for episode in self.episodes if episode["id"] not in self.left_out]
+
+    def forget(self) -> None:
+        """Remove all episodes."""
+        self.rows.clear()
+        self.files.clear()
+        self.stored.clear()
+        self.published.clear()
+        self.files_of_all.clear()
+
+    def first_line(self) -> str:
+        """Return the line about the whole, with its line feed."""
+        fields: dict[str, int] = {}
+        listed = []
+        for episode in self.episodes:
+            place = fields.setdefault(json.dumps(episode["fields"]), len(fields))
+            listed.append({**episode, "fields": place})
+        about = {
+            _KEY: 1,
+            "format": self.format,
+            "version": self.version,
+            "options": self.options,
+            "source": self.source,
+            "metadata": self.metadata,
+            "fields": [json.loads(text) for text in fields],
+            "episodes": listed,
+            "left_out": sorted(self.left_out),
+        }
+        return json.dumps(about) + "\n"
+
+    def text(self) -> str:
+        """Return all lines."""
+        lines = [self.first_line(), *map(self.line_of, self.rows)]
+        if self.rows and not self.unplaced:
+            lines.append(placed_line())
+        if self.files_of_all or self.published:
+            lines.append(files_line(self.files_of_all, self.published))
+        return "".join(lines)
+
+    def line_of(self, episode: str) -> str:
+        """Return the line of an episode that was written."""
+        return line_of(episode, self.rows[episode], self.files.get(episode, {}), self.stored.get(episode, {}))
+
+    def blank_lines(self, stored: Mapping[str, Iterable[str]]) -> dict[str, str]:
+        """Return a line for each episode to come, of the length that `line_of` returns for it.
+
+        Args:
+            stored: Id of an episode -> its datasets.
+        """
+        lines = {}
+        for episode in self.episodes:
+            if episode["id"] not in self.left_out:
+                fields = episode["fields"]
+                names = [*fields["numbers"], *fields["texts"], *(name + AFTER_LAST for name in fields["final"])]
+                sums = dict.fromkeys(names, UNREAD)
+                lines[episode["id"]] = line_of(episode["id"], sums, {}, dict.fromkeys(stored[episode["id"]], UNREAD))
+        return lines
+
+    @classmethod
+    def parse(cls, text: str) -> ConversionNote | None:
+        """Read a note; None if it is none, or its first line is damaged. Damaged lines of episodes are left out."""
+        first, *lines = text.split("\n")
+        about = _object(first)
+        if about is None or about.get(_KEY) != 1:
+            return None
+        try:
+            episodes = [{**one, "fields": about["fields"][one["fields"]]} for one in about["episodes"]]
+            note = cls(
+                about["format"], about["version"], about["options"], about["metadata"], episodes, about["source"],
+                set(about["left_out"]),
+            )  # fmt: skip
+        except (LookupError, TypeError):
+            return None
+        if not note._is_sound():
+            return None
+        known = {episode["id"] for episode in note.episodes}
+        for line in lines:
+            if line.strip() and not note._take(_object(line) or {}, known):
+                note.has_damaged_lines = True
+        return note
+
+    def _take(self, line: Mapping[str, Any], known: Collection[str]) -> bool:
+        """Add the facts of a line; return whether the line is sound.
+
+        Args:
+            line: The line.
+            known: Ids of the episodes of the source.
+        """
+        files, published, removed = (line.get(name) for name in ("files", "published", "removed"))
+        sums = sums_from_json({} if files is None else files)
+        if sums is None:
+            return False
+        if line.get("placed") is True:
+            self.unplaced = ""
+            return True
+        if "episode" not in line and "left_out" not in line:
+            if line.get("open") is True:
+                self.files_of_all.clear()
+            lists = [[] if names is None else names for names in (published, removed)]
+            if not all(_are_texts(names) for names in lists) or not {*lists[0]} <= {*known}:
+                return False
+            for name in lists[1]:
+                self.files_of_all.pop(name, None)
+            self.files_of_all |= sums
+            self.published.update(lists[0])
+            if "finish" in line:
+                self.finish = line["finish"] if isinstance(line["finish"], dict) else {}
+            return bool(line)
+        name = line.get("episode", line.get("left_out"))
+        if not isinstance(name, str) or name not in known:
+            return False
+        if "left_out" in line:
+            self.left_out.add(name)
+            return True
+        rows: Any = line.get("rows")
+        stored: Any = line.get("stored", {})
+        if not _are_sums(rows) or not _are_sums(stored):
+            return False
+        self.rows.pop(name, None)  # the last line in the note is the last one in `rows`
+        self.rows[name] = rows
+        self.unplaced = name
+        self.files[name], self.stored[name] = sums, stored
+        return True
+
+    def _is_sound(self) -> bool:
+        """Return whether all parts are of their types: a note may be damaged or made by others."""
+        if not isinstance(self.options, dict) or not isinstance(self.metadata, dict):
+            return False
+        if not isinstance(self.source, str) or not all(isinstance(name, str) for name in self.left_out):
+            return False
+        if not _is_shallow(self.options) or not _is_shallow(self.metadata):
+            return False
+        return all(_is_description(episode) and _is_shallow(episode) for episode in self.episodes)
+
+
+def line_of(episode: str, sums: Mapping[str, str], files: Mapping[str, FileSum], stored: Mapping[str, str]) -> str:
+    """Return the line of an episode that was written."""
+    about: dict[str, Any] = {"episode": episode, "rows": sums}
+    if files:
+        about["files"] = sums_as_json(files)
+    if stored:
+        about["stored"] = stored
+    return json.dumps(about) + "\n"
+
+
+def files_line(
+    files: Mapping[str, FileSum],
+    published: Iterable[str] = (),
+    removed: Iterable[str] = (),
+    finish: Mapping[str, Any] | None = None,
+) -> str:
+    """Return a line about files of all episodes."""
+    about: dict[str, Any] = {"files": sums_as_json(files)}
+    for name, names in (("published", published), ("removed", removed)):
+        if listed := sorted(names):
+            about[name] = listed
+    if finish is not None:
+        about["finish"] = finish
+    return json.dumps(about) + "\n"
+
+
+def placed_line() -> str:
+    """Return the line after an episode whose files have taken their places."""
+    return json.dumps({"placed": True}) + "\n"
+
+
+def open_line() -> str:
+    """Return the line before files of all episodes are written again."""
+    return json.dumps({"open": True}) + "\n"
+
+
+def note_replaced(folder: Path, removed: Iterable[Path], added: Iterable[Path] = ()) -> None:
+    """Note that blocks of a folder are removed on purpose; called before they are removed.
+
+    Does nothing in a folder that is no target of a conversion.
+
+    Args:
+        folder: The folder.
+        removed: Blocks to be removed.
+        added: New blocks with their episodes.
+    """
+    place = folder / NOTE_NAME
+    if place.is_file():
+        sums = {path.name: file_sum(path) for path in added}
+        append_line(place, files_line(sums, removed=[path.name for path in removed]), is_durable=True)
+
+
+def append_line(place: Path, line: str, is_durable: bool = False) -> None:
+    """Append a line to a note; with `is_durable` flush it to the disk."""
+    descriptor = os.open(place, os.O_WRONLY | os.O_APPEND)
+    data = line.encode()
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+        if is_durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def left_out_line(episode: str) -> str:
+    """Return the line of an episode that could not be read."""
+    return json.dumps({"left_out": episode}) + "\n"
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line, object_pairs_hook=_without_repeated, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_shallow(value: Any, depth: int = _MAX_DEPTH) -> bool:
+    """Return whether lists and objects are nested less than `depth` times, so that they can be compared as JSON."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth > 0 and all(_is_shallow(part, depth - 1) for part in parts)
+
+
+def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raise ValueError if a name is repeated."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a repeated name")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)  # NaN and infinities are texts in a note
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _are_sums(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
+
+
+def _is_description(episode: Mapping[str, Any]) -> bool:
+    """Return whether a description has the parts of `described`."""
+    fields = episode["fields"]
+    if not isinstance(fields, dict) or not isinstance(episode.get("id"), str):
+        return False
+    if not _are_sums(fields.get("numbers")) or not isinstance(episode.get("metadata"), dict):
+        return False
+    if not _are_texts(fields.get("texts")) or not _are_texts(fields.get("final")):
+        return False
+    if type(episode.get("length")) is not int or episode["length"] < 1:
+        return False
+    return all(name in episode for name in ("terminated", "truncated", "success", "task"))
+
+
+def described(episode: Any) -> dict[str, Any]:
+    """Describe an episode as a note has it, without reading a row."""
+    return {
+        "id": episode.id,
+        "length": episode.length,
+        "fields": {
+            "numbers": _forms(episode.schema),
+            "texts": list(episode.texts),
+            "final": list(episode.final),
+        },
+        "terminated": episode.terminated,
+        "truncated": episode.truncated,
+        "success": episode.success,
+        "task": episode.task,
+        "metadata": shortened(episode.metadata),
+    }
+
+
+@lru_cache(maxsize=64)
+def _forms(schema: Schema) -> Mapping[str, str]:
+    return {name: f"{one.dtype}{list(one.shape)}" for name, one in schema.items()}
+
+
+def shortened(metadata: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """Return metadata as JSON has them; long values as their checksum."""
+    found = {}
+    for name, value in metadata.items():
+        told = plain(value)
+        text = json.dumps(told)
+        if name not in without:
+            found[str(name)] = told if len(text) <= _MAX_VALUE_BYTES else f"crc32 {crc32(text.encode()):08x}"
+    return found

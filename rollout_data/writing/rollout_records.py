@@ -1,0 +1,418 @@
+"""Records: what a caller hands to a writer, checked and brought into the form in which it is stored.
+
+One rule: everything is checked here, before anything is written; nothing is written here. A record of one step
+(`[N, ...]`) becomes a rollout of one step (`[1, N, ...]`), so that the code behind it knows one form only. A record
+of the same form (names, dtypes, shapes) as the one before it is not checked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.codecs.codecs import check_codec, codec_of
+from storage.codecs.stages import image_error
+from storage.core.fields import Field, Schema, check_same_names, dtype_name, flatten
+from storage.core.memory import as_given, on_host
+from storage.core.records import dense
+from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
+
+from ..blocks.block_header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED
+from .annotation_checks import NO_NOTES, StepNotes, as_ids, check_kinds, episode_notes, is_texts
+from .component_options import checked_codecs, checked_segments, split_components
+
+OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
+FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
+FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
+_NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
+#: Mark of a frame that exists; the other marks are the flags of fragments.
+PRESENT = 128
+#: Mark of an end whose final observation is known. Fragments have another meaning for this bit.
+HAS_FINAL = 1
+#: A value as it was given: an array, or a tensor where numpy has no such memory or dtype.
+Leaf = np.ndarray | torch.Tensor
+
+
+@dataclass(eq=False)
+class Rollout:
+    """A checked record, time first.
+
+    Attributes:
+        schema: Its fields, as users see them.
+        fields: Field -> `[T, N, *shape]` as it is stored; may share memory with the record.
+        marks: `[T, N]` uint8: `PRESENT` where there is a frame, and the flags with which it ends its trajectory.
+        policy_version: `[T, N]` int64, or one number for all.
+        finals: Observation field -> `[k, *shape]` as stored, a row for each `HAS_FINAL` in the order of time, then
+            env; or None if none were given.
+        max_errors: Field -> largest error that its codec made, where it loses.
+        notes: What was said of its episodes, and its texts.
+    """
+
+    schema: Schema
+    fields: Mapping[str, np.ndarray]
+    marks: np.ndarray
+    policy_version: np.ndarray | int
+    finals: Mapping[str, np.ndarray] | None
+    max_errors: Mapping[str, float]
+    notes: StepNotes = NO_NOTES
+
+    def steps(self, start: int, stop: int) -> Rollout:
+        """Give the steps `start:stop`, sharing memory; errors of codecs are those of all steps."""
+        num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
+        version, finals = self.policy_version, self.finals
+        return replace(
+            self,
+            fields={name: values[start:stop] for name, values in self.fields.items()},
+            marks=self.marks[start:stop],
+            policy_version=version[start:stop] if isinstance(version, np.ndarray) else version,
+            finals=finals and {name: rows[num_finals[start] : num_finals[stop]] for name, rows in finals.items()},
+            notes=self.notes.steps(start, stop),
+        )
+
+
+def ends_of(marks: np.ndarray) -> np.ndarray:
+    """Tell which frames end their trajectory by themselves, whether it is kept or not."""
+    is_end: np.ndarray = marks & (TERMINATED | TRUNCATED) > 0
+    return is_end
+
+
+def numbers(field: Field, values: np.ndarray) -> np.ndarray:
+    """Give stored values as numbers: bfloat16 stands as uint16."""
+    if field.dtype != "bfloat16":
+        return values
+    return torch.from_numpy(values).view(torch.bfloat16).float().numpy()
+
+
+def nonfinite_rewards(schema: Schema, values: Mapping[str, np.ndarray], marks: np.ndarray) -> dict[str, int]:
+    """Count the stored rewards `[T, N, ...]` that are NaN or infinite where there are frames, by field with any."""
+    found = {}
+    for name, field in schema.below(REWARD).items():
+        rewards = numbers(field, values[name])
+        if rewards.dtype.kind == "f" and not (is_finite := np.isfinite(rewards)).all():
+            found[name] = int((~is_finite.reshape(*marks.shape, -1) & (marks > 0)[..., None]).sum())
+    return {name: count for name, count in found.items() if count}
+
+
+class RolloutReader:
+    """Check records and bring them into form.
+
+    Args:
+        num_envs: N.
+        obs_segments, obs_disassemble_mapping: As of `RolloutWriter`.
+        success_only: Whether `success` tells which of the trajectories that end are kept.
+        needed: Fields that records may not lack, or what their names begin with.
+
+    Attributes:
+        schema: What all records must have; None takes what the first one has. Set by the writer.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        obs_segments: Mapping[str, Sequence[int]] | None,
+        obs_disassemble_mapping: Mapping[str, str] | None,
+        success_only: bool,
+        needed: Sequence[str] = (OBSERVATION, "action"),
+    ) -> None:
+        self.schema: Schema | None = None
+        self._num_envs, self._success_only, self._needed = num_envs, success_only, needed
+        self._segments = checked_segments(obs_segments)
+        self._codecs = checked_codecs(obs_disassemble_mapping, self._segments)
+        #: Of the last record that was read: its form, and names of its flags and of its final values.
+        self._form: object = None
+        self._flags, self._finals = list[str](), list[str]()
+        self._all_present = np.full((1, num_envs), PRESENT, np.uint8)
+
+    def read(
+        self, action: str, record: Mapping[str, Any], is_step: bool, has_final: np.ndarray | None = None
+    ) -> Rollout:
+        """Read a record: from `given_values`, `[N, ...]` for a step, else `[T, N, ...]`.
+
+        Args:
+            action: The call, for errors.
+            record: The values by name.
+            is_step: Whether the record is a step.
+            has_final: `[T, N]` bool, the ends that have a row in the final observations; None for all of them.
+
+        Raises:
+            SchemaError: Another field set, shape, dtype or leading size than declared.
+        """
+        values = dict(record)
+        version = values.pop("policy_version", None)
+        success = values.pop("success", None) if self._success_only else None
+        episode = values.pop("episode", None)
+        texts = {name: values.pop(name) for name in [*values] if name not in _NUMERIC and is_texts(values[name])}
+        fields = _leaves(action, values, texts)
+        final_texts = {name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS}
+        form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()], [*texts, *final_texts]
+        is_known, self._form = form == self._form, None
+        if not is_known:
+            self._flags = [name for name in FLAGS if name in fields]
+            self._finals = [name for name in fields if name.partition("/")[0] in FINALS]
+        flag_leaves = [(name, fields.pop(name)) for name in self._flags]
+        finals = {name: fields.pop(name) for name in self._finals}
+        if not is_known:
+            _check_whole(action, fields, self._needed)
+        if self._segments:
+            fields = split_components(action, fields, OBSERVATION, self._segments, 1 if is_step else 2)
+        lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
+        found: dict[int, bytes] = {}
+        fields |= {name: as_ids(action, name, value, lead, found) for name, value in texts.items()}
+        finals |= {
+            name: as_ids(action, name, value, _shape_of(value, lead), found) for name, value in final_texts.items()
+        }
+        schema = self._declared(action, fields, len(lead), texts) if self.schema is None else self.schema
+        if not is_known:
+            _check_fields(action, schema, fields, lead)
+            check_kinds(action, schema, texts)
+        flags = {name: _flag(action, name, leaf, lead) for name, leaf in flag_leaves}
+        marks = self._all_present if is_step else np.full(lead, PRESENT, np.uint8)
+        # In most steps nothing ends: at 64 envs that look takes 1 us, and making the marks 7.
+        is_plain = "env_mask" not in flags and not any(map(np.count_nonzero, flags.values()))
+        if not is_plain:
+            marks = _marks(action, flags, marks.shape)
+            if self._success_only:
+                marks |= ends_of(marks) * ~_kept(action, success, marks) * np.uint8(DROPPED)
+        errors: dict[str, float] = {}
+        stored = {}
+        for name, leaf in fields.items():
+            array = _stored(schema[name], leaf, errors)
+            stored[name] = array[None] if is_step else array
+        rows = None
+        if finals and not (is_known and is_plain):
+            is_end = ends_of(marks) if has_final is None else ends_of(marks) & has_final
+            marks = marks | is_end * np.uint8(HAS_FINAL)
+            picked = self._pick_ends(action, finals, schema, lead, is_end)
+            rows = {name: _stored(schema[name], leaf, errors) for name, leaf in picked.items()}
+            if missing := [name for name in schema.below(PRIVILEGED) if name not in rows]:
+                rows |= {name: stored[name][is_end] for name in missing}
+                marks |= is_end * np.uint8(FINAL_OBSERVATION_ONLY)
+        said = () if episode is None else episode_notes(action, episode, marks, is_step)
+        notes = StepNotes(said, found) if said or found else NO_NOTES
+        rollout = Rollout(schema, stored, marks, _version(action, version, lead), rows, errors, notes)
+        self._form = form
+        return rollout
+
+    def _declared(self, action: str, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
+        """Declare the schema that a first record has: observation, privileged, action, reward, extras."""
+        order = [OBSERVATION, PRIVILEGED, "action", REWARD]
+        ranks = {name: order.index(head) if (head := name.split("/")[0]) in order else len(order) for name in fields}
+        names = sorted(fields, key=ranks.__getitem__)
+        components = [name.removeprefix(OBSERVATION + "/") for name in names if name.startswith(OBSERVATION + "/")]
+        for name in self._codecs:
+            if name not in components:
+                expected = nearest(name, components) if components else "a dict as the observation, or obs_segments"
+                raise SchemaError(action, "with obs_disassemble_mapping", expected, repr(name))
+        codecs = {f"{OBSERVATION}/{name}": codec for name, codec in self._codecs.items()}
+        dtypes = {name: dtype_name(fields[name].dtype, f"with the field {name!r}", action) for name in names}
+        shapes = {name: tuple(fields[name].shape[num_lead:]) for name in names}
+        schema = Schema(Field(n, shapes[n], dtypes[n], codecs.get(n, "raw"), is_text=n in texts) for n in names)
+        for field in schema.values():
+            check_codec(field)
+        return schema
+
+    def _pick_ends(
+        self, action: str, leaves: dict[str, Leaf], schema: Schema, lead: tuple[int, ...], is_end: np.ndarray
+    ) -> dict[str, Leaf]:
+        """Pick the rows of the ends from `final_observation` and its privileged twin, by the field of the frames."""
+        if self._segments:
+            is_whole_record = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
+            num_leads = (len(lead), 1) if is_whole_record else (1, len(lead))
+            leaves = split_components(action, leaves, "final_observation", self._segments, *num_leads)
+        rows = {}
+        for name, leaf in leaves.items():
+            head, slash, rest = name.partition("/")
+            field_name = FINALS[head] + slash + rest
+            if field_name not in schema:
+                expected = nearest(field_name, schema)
+                raise MissingFieldError(action, f"with the field {name!r}", expected, repr(field_name))
+            rows[field_name] = _ended_rows(action, name, leaf, schema[field_name], lead, is_end)
+        for name in schema.below(OBSERVATION):
+            if name not in rows:
+                expected, got = "all observation fields", ", ".join(leaves)
+                raise MissingFieldError(action, f"without the final value of {name!r}", expected, got)
+        return rows
+
+
+def _is_spoken(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and is_texts(value)
+
+
+def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the leading shape of final texts: that of all frames, or that of the ends."""
+    shape = np.shape(np.array(texts, object))
+    return shape if shape and shape != (*lead, 1) else lead
+
+
+def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
+    """Walk a record; None is not given. Texts below a name are added to `texts`."""
+    found: dict[str, Leaf] = {}
+    for name, value in values.items():
+        if name in found:
+            raise SchemaError(action, f"with the field {name!r}", "each place used once", "two values")
+        if type(value) is np.ndarray:
+            found[name] = value
+        elif not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS:
+            flat = flatten(value, f"{name}/", takes_flat=True)  # `rollout_data.open` gives flat names
+            leaves = {leaf: item for leaf, item in flat.items() if item is not None}
+            spoken = {leaf: item for leaf, item in leaves.items() if _is_spoken(item)}
+            texts.update(spoken)
+            below = {leaf: _leaf(action, leaf, item) for leaf, item in leaves.items() if leaf not in spoken}
+            if twice := below.keys() & found.keys():
+                raise SchemaError(action, f"with the field {sorted(twice)[0]!r}", "each place used once", "two values")
+            found.update(below)
+        elif value is not None:
+            found[name] = _leaf(action, name, value)
+    return found
+
+
+def _leaf(action: str, name: str, value: Any) -> Leaf:
+    """View a value as an array, or as a detached tensor where numpy cannot; copy only what neither can view."""
+    if isinstance(value, torch.Tensor):
+        try:
+            array: np.ndarray = value.numpy()
+            return array
+        except (TypeError, RuntimeError):  # it has a gradient, or bfloat16, or is elsewhere, or not dense
+            return dense(name, value, action)
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        advice = "Fill it, or say with env_mask which envs have no frame"
+        raise SchemaError(action, f"with the field {name!r}", "an array without masked values", "masked ones", advice)
+    try:
+        return np.asarray(value)
+    except ValueError as cause:
+        raise SchemaError(action, f"with the field {name!r}", "an array", str(cause)) from cause
+
+
+def _check_whole(action: str, fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
+    for name in (one for one in needed if one not in {field.partition("/")[0] for field in fields}):
+        where, got = f"without the field {name!r}", f"only {', '.join(fields) or 'nothing'}"
+        raise MissingFieldError(action, where, f"a value for {name!r}", got, "Give it as a keyword or in the record")
+
+
+def _check_fields(action: str, schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:
+    for name, leaf in fields.items():
+        if leaf.shape[: len(lead)] != lead:
+            axes = "num_envs" if len(lead) == 1 else "time, num_envs"
+            where, expected = f"with the field {name!r}", f"leading size {lead} ({axes})"
+            raise SchemaError(action, where, expected, f"shape {tuple(leaf.shape)}")
+    check_same_names(schema, fields, action)
+    for name, field in schema.items():
+        _check_row(action, name, field, fields[name], len(lead))
+
+
+def _check_row(action: str, name: str, field: Field, leaf: Leaf, num_lead: int) -> None:
+    where = f"with the field {name!r}"
+    got = dtype_name(leaf.dtype, where, action)
+    if leaf.shape[num_lead:] != field.shape:
+        raise SchemaError(action, where, f"rows of shape {field.shape}", str(tuple(leaf.shape[num_lead:])))
+    if got != field.dtype:
+        raise FieldTypeError(action, where, f"dtype {field.dtype}, as declared by the first record", got)
+
+
+def _flag(action: str, name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
+    """Give a flag as a `[T, N]` bool array."""
+    if leaf.shape not in (lead, (*lead, 1)):
+        expected = f"shape {lead} or {(*lead, 1)}"
+        raise SchemaError(action, f"with the flag {name!r}", expected, str(tuple(leaf.shape)))
+    return _truth(action, name, leaf).reshape(-1, lead[-1])
+
+
+def _truth(action: str, name: str, leaf: Leaf) -> np.ndarray:
+    array = on_host(leaf)
+    if array.dtype == bool:
+        return array
+    dtype_name(array.dtype, f"with the flag {name!r}", action)
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        raise UsageError(action, f"with the flag {name!r}", "true and false values", "NaN")
+    is_true: np.ndarray = array != 0
+    return is_true
+
+
+def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Make the marks `[T, N]` of done, timeout, terminated, truncated and env_mask, each `[T, N]` bool."""
+    done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
+    is_seen = True if mask is None else mask
+    if truncated is None:
+        truncated = timeout
+    elif timeout is not None and (timeout & is_seen != truncated & is_seen).any():
+        raise UsageError(action, "with both timeout and truncated", "the same values", "different ones")
+    if done is not None and terminated is None:
+        # A stale timeout where nothing ended is no end: simulators leave old flags standing.
+        truncated = None if truncated is None else truncated & done
+        terminated = done if truncated is None else done & ~truncated
+    elif done is not None and terminated is not None:
+        truncated = done & ~terminated if truncated is None else truncated
+        if ((terminated | truncated) & is_seen != done & is_seen).any():
+            where = "with done, terminated and truncated"
+            raise UsageError(action, where, "done = terminated | truncated", "a contradiction")
+    marks = np.full(shape, PRESENT, np.uint8)
+    for flag, mark in ((terminated, TERMINATED), (truncated, TRUNCATED)):
+        if flag is not None:
+            marks |= flag * np.uint8(mark)
+    if mask is not None:
+        marks *= mask
+    return marks
+
+
+def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
+    """Give `success` of a record as `[T, N]` bool; it may be missing where nothing ends."""
+    if success is None and not ends_of(marks).any():
+        return np.ones(marks.shape, bool)
+    flags = np.zeros(0) if success is None else _truth(action, "success", _leaf(action, "success", success))
+    if flags.size != marks.size:
+        expected = f"success of shape {marks.shape[1:]} for a step, true where a trajectory is kept"
+        raise SchemaError(action, "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0))
+    return flags.reshape(marks.shape)
+
+
+def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
+    """Give values as they are stored: by their codec, and as an array on the host; note what that lost."""
+    if type(leaf) is np.ndarray and field.codec == "raw":
+        return leaf
+    codec = codec_of(field)
+    if codec.stored_dtype is not None:
+        leaf = as_given(leaf)
+        errors[field.name] = max(errors.get(field.name, 0.0), image_error(leaf))
+        leaf = codec.encode(leaf)
+    if isinstance(leaf, torch.Tensor):  # numpy has no bfloat16: its bytes are kept as uint16
+        leaf = (leaf.view(torch.uint16) if leaf.dtype == torch.bfloat16 else leaf).cpu().numpy()
+    return leaf
+
+
+def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
+    if version is None:
+        return -1
+    leaf = _leaf(action, "policy_version", version)
+    name, array = dtype_name(leaf.dtype, "with policy_version", action), on_host(leaf)
+    if array.dtype.kind not in "iu":
+        raise FieldTypeError(action, "with policy_version", "integers", name)
+    if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
+        raise FieldTypeError(action, "with policy_version", "numbers below 2**63", str(array.max()))
+    array = array.astype(np.int64)
+    if array.ndim == 0:
+        return int(array)
+    if len(lead) == 2 and array.shape in (lead[:1], (lead[0], 1)):
+        return np.broadcast_to(array.reshape(-1, 1), lead)
+    if array.shape not in (lead, (*lead, 1)):
+        raise SchemaError(action, "with policy_version", f"one integer or shape {lead}", str(array.shape))
+    return array.reshape(-1, lead[-1])
+
+
+def _ended_rows(action: str, name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray) -> Leaf:
+    """Pick `[k, *shape]` out of `[*lead, *shape]`, or take it if it is that already."""
+    num_ends, num_lead = int(is_end.sum()), leaf.ndim - len(field.shape)
+    if num_lead == len(lead) and leaf.shape[:num_lead] == lead:
+        _check_row(action, name, field, leaf, num_lead)
+        rows, chosen = leaf.reshape(-1, *field.shape), np.flatnonzero(is_end)
+        return rows[chosen] if isinstance(rows, np.ndarray) else rows[torch.from_numpy(chosen).to(rows.device)]
+    if num_lead == 1 and len(leaf) == num_ends:
+        _check_row(action, name, field, leaf, 1)
+        return leaf
+    expected = f"shape {(*lead, *field.shape)}"
+    if (num_ends,) != lead:
+        expected += f", or {(num_ends, *field.shape)} for the ends of this record"
+    raise SchemaError(action, f"with {name!r}", expected, str(tuple(leaf.shape)))
