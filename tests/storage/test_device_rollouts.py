@@ -297,3 +297,33 @@ def test_copies_draw_what_the_storage_draws_wherever_its_generator_is(device: st
     copied = copy.deepcopy(storage)
     for mine, other in zip(drawn(storage, False), drawn(copied, False), strict=True):
         assert torch.equal(mine.obs, other.obs)
+
+
+@pytest.mark.parametrize("compat", [True, False])
+def test_the_storage_for_rsl_rl_waits_for_nothing(compat: bool) -> None:
+    pytest.importorskip("tensordict", exc_type=ImportError)
+    from storage.adapters.rsl_rl import RslRlStorage
+
+    observations = {"policy": torch.ones(NUM_ENVS, 3, device="cuda")}
+    storage = RslRlStorage("rl", NUM_ENVS, NUM_STEPS, observations, (2,), device="cuda", compat=compat)
+    last_values = torch.ones(NUM_ENVS, 1, device="cuda")
+    made = storage.Transition(observations=observations, actions=torch.ones(NUM_ENVS, 2, device="cuda"))
+    made.rewards = torch.ones(NUM_ENVS, device="cuda")
+    made.dones = torch.zeros(NUM_ENVS, device="cuda")
+    made.values = torch.ones(NUM_ENVS, 1, device="cuda")
+    made.actions_log_prob = torch.zeros(NUM_ENVS, device="cuda")
+    made.distribution_params = (made.actions, made.actions)
+
+    def update() -> int:
+        storage.clear()
+        for _ in range(NUM_STEPS):
+            storage.add_transition(made)
+        storage.compute_returns(last_values, 0.9, 0.8)
+        return len(list(storage.mini_batch_generator(2, 2)))
+
+    update()  # the first call may allocate
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert update() == 4
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
