@@ -186,10 +186,12 @@ def test_a_draw_that_finds_too_few_valid_rows_repeats_valid_ones_and_is_counted(
     buffer.extend(record)
     for _ in range(3):
         buffer.sample_transitions(64)
+        torch.cuda.synchronize()
     number = torch.arange(600.0).view(-1, 1)
     buffer.extend({"observation": number.cuda(), "done": (number % 10 != 3).cuda()})
     batch = buffer.sample_transitions(64)
     assert (batch["observation"].cpu() % 10 == 3).all()
+    torch.cuda.synchronize()
     buffer.sample_transitions(64)
     assert buffer._boundaries is not None
     assert buffer._boundaries.num_short_draws == 1
@@ -200,8 +202,10 @@ def test_a_draw_without_any_valid_row_raises_at_a_later_call() -> None:
     buffer.extend({"x": torch.zeros(600, 1).cuda(), "done": torch.zeros(600, 1).cuda()})
     for _ in range(3):
         buffer.sample_transitions(64, next_keys="x")
+        torch.cuda.synchronize()
     buffer.extend({"x": torch.zeros(600, 1).cuda(), "done": torch.ones(600, 1).cuda()})
     buffer.sample_transitions(64, next_keys="x")
+    torch.cuda.synchronize()
     with pytest.raises(UsageError, match="whose batch must not be used"):
         buffer.sample_transitions(64, next_keys="x")
     with pytest.raises(UsageError, match="a row whose next observation is known"):
@@ -240,6 +244,7 @@ def test_an_end_that_end_key_does_not_name_raises_at_a_later_call() -> None:
     with pytest.raises(UsageError, match="an end_key that names 'truncated' too"):
         for _ in range(20):
             buffer.sample_transitions(64)
+            torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("has_finals", [False, True])

@@ -98,12 +98,14 @@ def test_priorities_that_are_wrong_are_left_out_and_a_later_call_raises() -> Non
     with pytest.raises(UsageError, match="got 4 others at earlier calls, which were left out"):
         for _ in range(50):
             buffer.sample_tensors(8)
+            torch.cuda.synchronize()
     buffer.sample_tensors(8)
     buffer.extend_tensors({"x": torch.zeros(2, 1).cuda()}, torch.tensor([torch.nan, 3.0]).cuda())
     assert buffer._ring.priorities.tolist()[:2] == [5.0, 3.0]
     with pytest.raises(UsageError, match="got 1 others"):
         for _ in range(50):
             buffer.sample_tensors(8)
+            torch.cuda.synchronize()
 
 
 def test_priorities_on_the_host_are_refused_at_once() -> None:
@@ -135,6 +137,7 @@ def test_a_draw_without_any_weight_raises_at_a_later_call() -> None:
     with pytest.raises(UsageError, match="whose batch must not be used"):
         for _ in range(40):
             buffer.sample_tensors(4)
+            torch.cuda.synchronize()
     with pytest.raises(BufferEmptyError):
         buffer.sample_tensors(4)
 
@@ -176,6 +179,7 @@ def test_experts_are_drawn_by_their_priorities_on_a_device() -> None:
     with pytest.raises(UsageError, match="got 2 others at an earlier call"):
         for _ in range(100):
             expert.sample(3)
+            torch.cuda.synchronize()
     torch.testing.assert_close(expert.priorities.cpu(), torch.tensor([4, 2 / 11, 5 / 11, 3 / 11]) / (4 + 10 / 11))
 
 
