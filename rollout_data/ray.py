@@ -61,6 +61,7 @@ def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: A
 def _read(windows: WindowDataset, asked: dict[str, Any]) -> dict[str, Any]:
     """Read trajectories from a number on, which begin at these frames, less the last."""
     (first,), (starts,) = asked[_TRAJECTORY], asked[_FRAME]
+    starts = np.asarray(starts, np.int64)
     frames, lengths = np.arange(starts[0], starts[-1]), np.diff(starts)
     numbers = np.arange(first, first + len(lengths))
     flat = flatten(dict(windows.__getitems__(frames)))

@@ -623,6 +623,8 @@ def _setitem(func: Any, self: Any, index: Any, value: Any) -> None:
     view, tensors = _split_index(self, index)
     if tensors:
         if not isinstance(value, torch.Tensor):
+            if any(one is not None and one.dtype not in (torch.bool, torch.uint8) for one in tensors):
+                PretendCuda.active().wait("number written at indices")  # torch copies it from pageable memory
             value = torch.tensor(value, dtype=self.dtype)
         elif value.dtype != self.dtype:
             value = _to(torch.Tensor.to, value, value.device, self.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -42,7 +42,6 @@ _PAGE_BYTES, _PAGE_STORED_BYTES, _PAGE_VALUES, _MAX_HEADER_BYTES = 2, 3, (5, 8),
 Array = np.ndarray[Any, Any]
 
 
-@cache
 def arrow() -> tuple[Any, Any]:
     """Import pyarrow, and its module for Parquet files.
 

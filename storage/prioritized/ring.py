@@ -205,7 +205,7 @@ class PrioritizedRing:
         places = self.places(ids)
         if self._is_on_cpu:
             if given is None:
-                given = own(torch.full(ids.shape, self._largest, dtype=torch.float64)), 0.0
+                given = own(torch.full(ids.shape, self._largest, dtype=torch.float64, device="cpu")), 0.0
             self._set(own(places), *given)
             assert self._num_valid is not None
             self._num_valid += len(ids) - int(self._counts[places].sum())

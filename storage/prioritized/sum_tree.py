@@ -148,7 +148,10 @@ class WideTree:
         """Set `[n]` places to values of `last_copies`, or to one value; give the numbers before, as `own` does."""
         leaves = self._own_levels[0]
         before = leaves[index]
-        leaves[index] = values
+        if self._is_on_cpu or isinstance(values, torch.Tensor):
+            leaves[index] = values
+        else:
+            leaves.index_fill_(0, index, values)  # `leaves[index] = number` makes the host wait
         self._refresh(index)
         return before
 

@@ -71,10 +71,9 @@ class DictBuffer(RingBuffer):
         self.narrow = arguments.flag(action, "narrow", narrow)
         self.contiguous = arguments.flag(action, "contiguous", contiguous)
         self.output_device = arguments.optional_device(action, "output_device", output_device)
-        self.nested_key_separator = arguments.instance(
-            action, "nested_key_separator", nested_key_separator, "as a str", str
-        )
+        arguments.instance(action, "nested_key_separator", nested_key_separator, "as a str", str)
         super().__init__(capacity, device, generator)
+        self.nested_key_separator = nested_key_separator
         if self.capacity % self.num_envs:
             raise UsageError(action, "", f"a capacity that num_envs={num_envs} divides", str(capacity))
 

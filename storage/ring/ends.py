@@ -229,7 +229,8 @@ class EndedRows:
         lost = None
         if self._is_on_cpu:
             rows = flags.nonzero().squeeze(1)
-            places = torch.arange(self._count, self._count + len(rows)) % self.num_places + 1
+            numbers = torch.arange(self._count, self._count + len(rows), device="cpu")
+            places = numbers % self.num_places + 1
             keys = rows + first_key
             self._count += len(rows)
         else:

@@ -66,7 +66,7 @@ def test_help_has_the_example_and_the_function_and_the_example_is_a_right_call(n
     assert f"rollout-data {row.example}" in out and row.function in out and "--json" in out
     assert shlex.split(row.example)[0] == name
     assert pkgutil.resolve_name(row.function).__doc__
-    assert callable(pkgutil.resolve_name(f"rollout_data.tools.{row.answers}:{name}"))
+    assert callable(pkgutil.resolve_name(f"rollout_data.tools.cli.{row.answers}:{name}"))
 
 
 def test_the_overview_has_every_command_with_its_summary(says: Says) -> None:
@@ -91,7 +91,7 @@ def test_the_overview_has_every_command_with_its_summary(says: Says) -> None:
         ("pack x", "expected either OUT_DIR or --in-place, got neither"),
         ("convert WALK y --to lerbot", "one of 'lerobot', "),
         ("convert WALK y --option nonsense=1", "expected 'obs_disassemble_mapping', got 'nonsense'"),
-        ("convert WALK WALK", "expected another place"),
+        ("convert WALK WALK", "expected target as a place outside of"),
         ("convert WALK y --option nonsense", "expected NAME=VALUE, got 'nonsense'"),
         ("ls WALK --select nobody", "'nobody'"),
         ("ls WALK --select size>3", "expected a column "),

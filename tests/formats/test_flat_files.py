@@ -119,7 +119,7 @@ def test_a_file_that_may_have_several_formats_needs_its_name(tmp_path: Path) -> 
 def test_a_folder_of_recordings_tells_what_is_in_it(tmp_path: Path) -> None:
     for name in ("walk-v10", "walk-v9"):
         shutil.copytree(ROOT / "minari" / "cartpole-hdf5-v0", tmp_path / name)
-    with pytest.raises(ForeignFileError, match=r"'walk-v9' \(minari\), 'walk-v10' \(minari\)\. Open one of them"):
+    with pytest.raises(UsageError, match=r"holds 2 recordings \('walk-v9', 'walk-v10'\)\. Name one of them"):
         rollout_data.open(tmp_path)
 
 

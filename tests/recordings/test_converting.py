@@ -185,7 +185,7 @@ def test_a_conversion_refuses_what_is_not_its_own(tmp_path):
     source = write_demos(tmp_path / "demos.hdf5", LENGTHS)
     with pytest.raises(UsageError, match="expected an empty folder, or one of an earlier conversion"):
         convert(source, tmp_path / "own")
-    with pytest.raises(UsageError, match="expected another place"):
+    with pytest.raises(UsageError, match="expected target as a place outside of"):
         convert(tmp_path / "own", tmp_path / "own")
     with pytest.raises(UsageError, match="got 'rolloutdata'"):
         convert(source, tmp_path / "x", to="rolloutdata")

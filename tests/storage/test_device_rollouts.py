@@ -67,7 +67,10 @@ def assert_same_columns(mine: Any, other: Any) -> None:
     found = columns_of(mine)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name].cpu(), value), name
+        if torch.cuda.is_available() and value.is_floating_point():
+            torch.testing.assert_close(found[name].cpu(), value)  # a real device rounds sums by itself
+        else:
+            assert torch.equal(found[name].cpu(), value), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,14 +52,24 @@ class Source:
             assert self.made.wait_for(lambda: self.num_made >= num_made, 20)
 
 
+#: Threads of producers that other tests of this process have left.
+_before: set[threading.Thread] = set()
+
+
+def producers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("prefetch")}
+
+
 def num_producers() -> int:
-    """Count the threads of producers in this process."""
-    return sum(thread.name.startswith("prefetch") for thread in threading.enumerate())
+    """Count the threads of producers that the current test has started."""
+    return len(producers() - _before)
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     gc.collect()  # iterations of other tests that nothing holds any more
+    _before.clear()
+    _before.update(producers())
     yield
     gc.collect()
     assert num_producers() == 0

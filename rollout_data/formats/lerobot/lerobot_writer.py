@@ -122,7 +122,7 @@ class Writer(ForeignWriter):
         forms: dict[str, Any] = {}
         for field in {name: one for episode in episodes for name, one in episode.schema.items()}.values():
             if is_picture_field(field):
-                videos = [episode.video(field.name) for episode in episodes]
+                videos = [_video_of(episode, field.name) for episode in episodes]
                 codec, about = _chosen_video(videos, fps, options["video"], options["groot"])
                 forms[field.name] = [codec, about is not None]
         return {**options, "fps": fps, "video": forms}
@@ -223,7 +223,7 @@ class Writer(ForeignWriter):
         is_v3 = self._version == "v3.0"
         if not is_picture_field(field):
             return column_of(field, units, "", is_v3)
-        videos = [episode.video(field.name) for episode in self.episodes]
+        videos = [_video_of(episode, field.name) for episode in self.episodes]
         codec, about = _chosen_video(videos, self._fps, self._codec, self.options["groot"])
         if self.options["groot"] and not codec:
             where, expected = f"the camera {field.name!r} for GR00T", f"video= one of {', '.join(ENCODERS)}"
@@ -394,7 +394,7 @@ class Writer(ForeignWriter):
     def _write_video(self, episode: EpisodeToWrite, column: Column, path: Path, statistics: Statistics) -> None:
         """Copy or encode the video of an episode, and add its pictures to the statistics."""
         name, rows = column.field.name, (0, episode.length)
-        source = episode.video(name) if column.about is not None else None
+        source = _video_of(episode, name) if column.about is not None else None
         how = ""
         if source is not None:
             with suppress(CorruptFileError):  # reading the rows raises the error of the source
@@ -429,7 +429,7 @@ class Writer(ForeignWriter):
         self, episode: EpisodeToWrite, column: Column, rows: tuple[int, int], statistics: Statistics
     ) -> Iterator[Array]:
         """Read rows of a field a few megabytes at a time, and count them in its statistics."""
-        is_video = column.kind == "video" or episode.video(column.field.name) is not None
+        is_video = column.kind == "video" or _video_of(episode, column.field.name) is not None
         part_bytes = _VIDEO_PART_BYTES if is_video else _PART_BYTES
         step = max(1, part_bytes // max(1, column.field.row_bytes))
         for start in range(*rows, step):
@@ -673,6 +673,11 @@ def _checked_fps(fps: Any) -> float | None:
     if fps is None:
         return None
     return arguments.real(_ACTION, "fps", fps, "> 0", lambda fps: 0 < fps < float("inf"))
+
+
+def _video_of(episode: EpisodeToWrite, name: str) -> VideoRange | None:
+    """Return the video of a field; None if the episode lacks the field or does not store it as video."""
+    return episode.video(name) if name in episode.schema else None
 
 
 def _chosen_video(
