@@ -205,7 +205,7 @@ class ParquetFile:
         expected = "an intact Parquet file"
         with (
             damage_named("read", repr(str(self.path)), expected, *damage),
-            parquet.ParquetFile(str(self.path), metadata=self._footer) as file,
+            parquet.ParquetFile(os.fspath(self.path), metadata=self._footer) as file,
         ):
             yield file
 

@@ -363,7 +363,9 @@ class Dealer:
         left = self._agreed(turn, wanted, blocks_in_use)
         store = self.source.snapshot()
         if self.options.refresh_s is not None and not self.source.holds_blocks:
-            raise UsageError("refresh", f"a pass over {self._where}", "block files", "trajectory folders", "Pack them")
+            advice = "Convert it first: rollout_data.convert(path, new_path); or leave out refresh_s"
+            got = f"data of the format {self.source.format!r}"
+            raise UsageError("refresh", f"a pass over {self._where}", "block files", got, advice)
         if self.is_cut_off and index is not None and _content(index) != _content(store.index):
             expected = "folders that stay as they are, behind a plain DataLoader in several ranks"
             advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PosixPath, PurePath, PurePosixPath
 from typing import Any
 
 from storage.core.arguments import is_url
@@ -46,6 +46,48 @@ _DONE_NAME, _LOCK_ENDING = ".complete", ".lock"
 _POLL_S = 0.1
 #: Locks of the copies that this process uses, which keep others from deleting them.
 _in_use: dict[Path, int] = {}
+#: Folder of a copy -> the URL that its files have as text.
+_urls: dict[str, str] = {}
+
+
+class CopiedPath(PosixPath):
+    """A file or folder of a copy. `open` reads the copy; the text, as in errors, is the URL."""
+
+    def __str__(self) -> str:
+        file = os.fspath(self)
+        for folder, url in _urls.items():
+            if file == folder or file.startswith(f"{folder}/"):
+                return url + file.removeprefix(folder)
+        return file
+
+    def __fspath__(self) -> str:
+        return os.path.join("", *self.parts)
+
+    # Some versions of Python compare and list paths by their text.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PurePath) and os.fspath(self) == os.fspath(other)
+
+    def __hash__(self) -> int:
+        return hash(Path(os.fspath(self)))
+
+    def iterdir(self) -> Iterator[CopiedPath]:
+        return (self / name for name in os.listdir(self))
+
+    def glob(self, pattern: str, **options: Any) -> Iterator[CopiedPath]:
+        return map(type(self), Path(os.fspath(self)).glob(pattern, **options))
+
+    def rglob(self, pattern: str, **options: Any) -> Iterator[CopiedPath]:
+        return map(type(self), Path(os.fspath(self)).rglob(pattern, **options))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        file = os.fspath(self)
+        urls = {folder: url for folder, url in _urls.items() if file == folder or file.startswith(f"{folder}/")}
+        return _unpickled, (file, urls)
+
+
+def _unpickled(file: str, urls: Mapping[str, str]) -> CopiedPath:
+    _urls.update(urls)
+    return CopiedPath(file)
 
 
 def local_origin(origin: Origin, options: RemoteOptions) -> Origin:
@@ -69,7 +111,8 @@ def local_origin(origin: Origin, options: RemoteOptions) -> Origin:
     if (refused := _refused_format(listing)) is not None and origin.format is None:
         raise _refused(where, refused)
     folder = _copied(files, listing, is_file)
-    return replace(origin, path=folder / origin.path.name if is_file else folder)
+    _urls[os.fspath(folder)] = str(origin.path.parent if is_file else origin.path)
+    return replace(origin, path=CopiedPath(folder / origin.path.name if is_file else folder))
 
 
 def _holds_blocks(listing: Listing) -> bool:

@@ -63,6 +63,7 @@ class Readers(Kind):
     def __init__(self, source: Origins) -> None:
         self._source = source
         self._readers = [_opened(origin) for origin in source.origins]
+        self.format = " and ".join(dict.fromkeys(reader.format for reader in self._readers))
         self._sight, self._last = (Readers, self._readers), self._store()
         for reader in self._readers:
             for problem in reader.problems:

@@ -73,6 +73,11 @@ class Source(Origins):
         return isinstance(self._kind, Blocks)
 
     @property
+    def format(self) -> str:
+        """Name of the format; "" as long as all folders are empty."""
+        return "" if self._kind is None else self._kind.format
+
+    @property
     def metadata(self) -> dict[str, Any]:
         """Contents of the first folder's metadata.json, with the established totals."""
         return read_metadata(self.paths[0]) if self._kind is None else self._kind.metadata

@@ -121,7 +121,7 @@ def path(action: str, name: str, value: Any) -> Path:
         raise UsageError(action, "", f"{name} a path".strip(), repr(value))
     text = os.fsdecode(value)
     if is_url(text):
-        advice = "Only open, RolloutDataset, WindowDataset and push take URLs: mount it, or copy the data"
+        advice = "Data are read from URLs, and only push writes to one: mount it, or copy the data"
         raise UsageError(action, repr(text), "a path on this machine", "a URL", advice)
     return Path(text)
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +22,10 @@ from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset
 from rollout_data.formats.registry import FORMATS
 from rollout_data.remote.access_errors import AccessError
-from rollout_data.remote.local_copy import COPIED
-from storage.errors import ForeignFileError, UsageError
+from rollout_data.remote.local_copy import COPIED, local_origin
+from rollout_data.remote.locations import Origin, remote_path
+from rollout_data.tools.cli.command_line import main
+from storage.errors import ForeignFileError, RolloutDataError, UsageError
 
 WRITTEN = {"lerobot": {"fps": 10}, "robomimic": {}, "isaaclab": {}, "minari": {}, "d4rl": {}}
 
@@ -173,3 +180,101 @@ def test_a_refusal_while_a_set_is_copied_is_one_error_and_leaves_no_half_of_it(o
         rollout_data.open("recursive://set")
     system.fails = staticmethod(lambda *request: None)
     check_same(rollout_data.open(path), rollout_data.open("recursive://set"))
+
+
+def numbers(batches):
+    return [batch.observation.tolist() for batch in batches]
+
+
+#: What takes a recording -> a call with it and a new folder; the same as locally, but for the name.
+SAME = {
+    "stream": lambda path, out: numbers([RolloutDataset(path, 2, device="cpu").get_batch(4)]),
+    "latest": lambda path, out: numbers([RolloutDataset(path, 2, device="cpu", keep_latest_n_trajs=2).get_batch(4)]),
+    "refresh": lambda path, out: RolloutDataset(path, 2, device="cpu", refresh_s=1).get_batch(4),
+    "loader": lambda path, out: numbers(rollout_data.loader(RolloutDataset(path, 2, device="cpu"), num_workers=1)),
+    "windows": lambda path, out: WindowDataset(path, 2)[3]["action"].tolist(),
+    "no such field": lambda path, out: WindowDataset(path, 2, fields=["other"]),
+    "no such episode": lambda path, out: rollout_data.open(path).select("other"),
+    "convert": lambda path, out: (rollout_data.convert(path, out, progress=False), read(out))[1],
+    "merge": lambda path, out: (rollout_data.merge([path], out), read(out))[1],
+    "split": lambda path, out: (rollout_data.split(path, {"all": 1.0}, out), read(out / "all"))[1],
+    "repair": lambda path, out: (rollout_data.repair(path, out), read(out))[1],
+    "doctor": lambda path, out: [str(finding) for finding in rollout_data.doctor(path).findings],
+    "report": lambda path, out: rollout_data.report(path, out.with_suffix(".html")).stat().st_size > 0,
+    "info": lambda path, out: commanded("info", path),
+    "ls": lambda path, out: commanded("ls", path),
+    "play": lambda path, out: commanded("play", path),
+}
+#: What only works on this machine.
+REFUSED = {
+    "drop": lambda path, out: rollout_data.drop(path, 0),
+    "keep": lambda path, out: rollout_data.keep(path, 0),
+    "tag": lambda path, out: rollout_data.tag(path, 0, task="push"),
+    "prune": lambda path, out: rollout_data.prune(path, frames=3),
+    "push": lambda path, out: rollout_data.push(path, "memory://elsewhere"),
+    "verify": lambda path, out: commanded("verify", path),
+    "pack": lambda path, out: commanded("pack", path, str(out)),
+}
+
+
+def read(path):
+    return [episode.read("action").tolist() for episode in rollout_data.open(path)]
+
+
+def commanded(name, path, *rest):
+    """Run a command; return the lines that it prints, or raise its error."""
+    printed, told = io.StringIO(), io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(told):
+        code = main([name, str(path), *rest])
+    if code:
+        raise UsageError(told.getvalue())
+    return printed.getvalue()
+
+
+def outcome(call, path, out):
+    """Return the result of a call, or its error, with "PATH" for the path."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            result = call(path, out)
+        except RolloutDataError as error:
+            result = f"{type(error).__name__}: {error}"
+    return repr(result).replace(str(path), "PATH")
+
+
+@pytest.mark.parametrize("call", [*SAME, *REFUSED])
+@pytest.mark.parametrize("form", ["lerobot", "robomimic"])
+def test_each_call_gives_the_local_result_or_an_error_that_names_the_url(own, tmp_path, cache, form, call):
+    path = converted(own, tmp_path / ("set.hdf5" if form == "robomimic" else "set"), form)
+    url = at_url(path, f"calls/{path.name}")
+    far = outcome({**SAME, **REFUSED}[call], url, tmp_path / "far")
+    assert str(cache) not in far
+    if call in SAME:
+        assert far == outcome(SAME[call], path, tmp_path / "near")
+    else:
+        assert "Error" in far and "PATH" in far
+
+
+@pytest.mark.parametrize("form", ["lerobot", "robomimic"])
+def test_errors_of_damaged_files_name_the_url(own, tmp_path, cache, form):
+    path = converted(own, tmp_path / ("set.hdf5" if form == "robomimic" else "set"), form)
+    damaged = path if path.is_file() else next(path.glob("data/**/*.parquet"))
+    damaged.write_bytes(damaged.read_bytes()[:-200])
+    url = at_url(path, f"damaged/{path.name}")
+    far = outcome(lambda one, out: (read(one), rollout_data.open(one).problems), url, tmp_path)
+    assert "PATH" in far and "Error" in far and str(cache) not in far
+    assert far == outcome(lambda one, out: (read(one), rollout_data.open(one).problems), path, tmp_path)
+
+
+def test_a_path_of_a_copy_shows_the_url_and_opens_the_copy(own, tmp_path):
+    path = converted(own, tmp_path / "set", "lerobot")
+    url = at_url(path, "shown/set")
+    rollout_data.open(url)
+    far = local_origin(Origin(remote_path(url)), RemoteOptions()).path
+    file = far / "meta" / "info.json"
+    assert str(file) == f"{url}/meta/info.json" and file.read_bytes() == (path / "meta/info.json").read_bytes()
+    assert pickle.loads(pickle.dumps(file)) == file == Path(os.fspath(file)) and len({file, Path(os.fspath(file))}) == 1
+    assert {one.name for one in far.iterdir() if one.name[0] != "."} == {one.name for one in path.iterdir()} - {
+        one.name for one in path.glob(".*")
+    }
+    assert {str(one) for one in far.rglob("info.json")} == {str(file)}

@@ -6,6 +6,7 @@ They are where the description of a batch, a FlatBuffer, says (Arrow's format, M
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ class ArrowFile:
         )
         with (
             damage_named("read", repr(str(self.path)), "an intact Arrow file", *damage),
-            pyarrow.memory_map(str(self.path)) as mapped,
+            pyarrow.memory_map(os.fspath(self.path)) as mapped,
             ipc.open_file(mapped) as file,
         ):
             yield file.schema, self._batches(ipc, mapped, file.schema, file.num_record_batches)

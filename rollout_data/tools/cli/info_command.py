@@ -15,7 +15,7 @@ from ...blocks.block_header import DATA, FORMAT_NAME, OPEN, TERMINATED, TRUNCATE
 from ...blocks.folder_metadata import load_metadata
 from ...formats.episode_writer import plain
 from ...formats.open_recording import open as open_recording
-from ...remote.locations import DataDir, origins_of
+from ...remote.locations import DataDir, RemotePath, origins_of
 from ...sources.block_source import Blocks
 from ...sources.episode import end_of
 from ...sources.episode_table import COLUMNS
@@ -29,8 +29,10 @@ ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
 
 def describe(data_dir: str) -> dict[str, Any]:
     """Collect counts, fields, metadata and problems of a recording of any format; of our own, blocks and codecs too."""
-    kind = kind_of(origins_of(data_dir)[0])
-    return _describe_blocks(data_dir) if kind in (Blocks, None) else _describe_recording(data_dir)
+    origin = origins_of(data_dir)[0]
+    if isinstance(origin.path, RemotePath) or kind_of(origin) not in (Blocks, None):
+        return _describe_recording(data_dir)
+    return _describe_blocks(data_dir)
 
 
 def _describe_recording(data_dir: str) -> dict[str, Any]:

@@ -279,7 +279,8 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
     origin, *others = origins_of(path, _call(action), "path")
     if others or isinstance(origin.path, RemotePath):
         expected, advice = "path as one folder of this machine", "Edit it, then push it"
-        raise UsageError(_call(action), "", expected, "a URL or several", advice)
+        got = f"the URL {str(origin.path)!r}" if not others else f"{1 + len(others)} paths"
+        raise UsageError(_call(action), "", expected, got, advice)
     if inside := recordings_in(origin.path):
         raise several_error(_call(action), origin.path, inside)
     if kind_of(origin) is not Blocks:
