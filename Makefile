@@ -8,19 +8,20 @@ TRAINERS_VENV := .venv-trainers
 TRAINERS_READY := $(TRAINERS_VENV)/.ready
 # Every test file that needs a package of tests/files/trainers.txt; tests/test_project.py compares.
 TRAINER_TESTS := tests/files/test_trainers.py tests/files/test_stable_baselines3.py tests/storage/test_adapter_rsl_rl.py \
-	tests/buffers/test_small_parts.py tests/storage/test_described_names.py tests/test_documents.py
+	tests/storage/test_device_rollouts.py tests/buffers/test_small_parts.py tests/storage/test_described_names.py tests/test_documents.py
 INPUTS := setup.cfg pyproject.toml constraints.txt tests/remote/s3.txt
 # Systems whose own classes read our files; tests/readers/NAME.txt says what is installed.
 READERS := minari robomimic lerobot_v21 lerobot_v30
 SOAK_S ?= 1800
 NAMES ?=
 
-.PHONY: demo test test-ray test-trainers test-readers lint docs bench soak fuzz clean help
+.PHONY: demo test test-gpu test-ray test-trainers test-readers lint docs bench soak fuzz clean help
 
 help:
 	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (open demo/report.html first)"
 	@echo "make test    all tests; those of the report page skip without a browser, on Debian:"
 	@echo "             apt-get install --no-install-recommends chromium fonts-dejavu-core"
+	@echo "make test-gpu  the tests marked gpu, on a CUDA device where there is one, else on the pretended one"
 	@echo "make test-ray  install Ray (500 MB) and run the tests that need it; make test skips them without it"
 	@echo "make test-trainers  the tests that need rsl_rl, tensordict, stable-baselines3, accelerate or Lightning"
 	@echo "make test-readers  the classes of other systems read our files: $(READERS), each in an environment of its own"
@@ -60,6 +61,10 @@ demo: $(READY)
 # Three processes for two cores, as many tests wait for the disk or for others; one thread in each.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $$(( $$(getconf _NPROCESSORS_ONLN) * 3 / 2 ))
+
+# Where torch finds a CUDA device, the tests of calls without waits run with its sync debug mode at "error".
+test-gpu: $(READY)
+	$(VENV)/bin/python -m pytest -m gpu
 
 # Apart: Ray is large, and its actors start for a minute or two.
 test-ray: $(READY)
