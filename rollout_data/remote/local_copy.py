@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PosixPath, PurePath, PurePosixPath
@@ -70,14 +70,17 @@ class CopiedPath(PosixPath):
     def __hash__(self) -> int:
         return hash(Path(os.fspath(self)))
 
-    def iterdir(self) -> Iterator[CopiedPath]:
-        return (self / name for name in os.listdir(self))
+    def iterdir(self) -> Generator[CopiedPath, None, None]:
+        for name in os.listdir(self):
+            yield self / name
 
-    def glob(self, pattern: str, **options: Any) -> Iterator[CopiedPath]:
-        return map(type(self), Path(os.fspath(self)).glob(pattern, **options))
+    def glob(self, pattern: str) -> Generator[CopiedPath, None, None]:
+        for path in Path(os.fspath(self)).glob(pattern):
+            yield type(self)(path)
 
-    def rglob(self, pattern: str, **options: Any) -> Iterator[CopiedPath]:
-        return map(type(self), Path(os.fspath(self)).rglob(pattern, **options))
+    def rglob(self, pattern: str) -> Generator[CopiedPath, None, None]:
+        for path in Path(os.fspath(self)).rglob(pattern):
+            yield type(self)(path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         file = os.fspath(self)
