@@ -222,9 +222,9 @@ def _public_name(frame: FrameType, package: str) -> str:
     name = "" if code.co_name.startswith("_") or is_nested else code.co_name
     if code.co_varnames[:1] not in (("self",), ("cls",)):
         return name if name in public else ""
-    owner = frame.f_locals.get(code.co_varnames[0])
+    owner: Any = frame.f_locals.get(code.co_varnames[0])
     # `isinstance` would ask an object that is not complete for its `__class__`.
-    kind = owner if issubclass(type(owner), type) else type(owner)
+    kind: type = owner if issubclass(type(owner), type) else type(owner)
     if not any(base.__name__ in public for base in kind.__mro__):
         return ""
     return f"{kind.__name__}.{name}" if name else kind.__name__
