@@ -6,7 +6,7 @@ from typing import Any
 
 from storage.errors import UsageError
 
-from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of
+from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of, present_origins_of
 from ..sources.recording import Recording, open_origin
 
 
@@ -37,6 +37,7 @@ def open(path: DataDir, format: str | None = None, *, remote: RemoteOptions | No
 def open_source(action: str, name: str, source: DataDir) -> Recording:
     """Open the source of a call, a path or a `Recording`; errors name the call and its argument."""
     found = _origin_of(action, name, source)
+    present_origins_of(source, action, name)
     return Recording(found, open_origin(found))
 
 

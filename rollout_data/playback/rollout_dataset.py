@@ -22,7 +22,7 @@ from storage.errors import UsageError
 from ..blocks.annotations import Notes
 from ..blocks.block_header import DATA
 from ..blocks.trajectory_index import Int64s
-from ..remote.locations import DataDirs, RemoteOptions, checked_remote, origins_of
+from ..remote.locations import DataDirs, RemoteOptions, checked_remote, present_origins_of
 from ..sources.chunk_decoder import CHUNK_CACHE_BYTES
 from ..sources.field_statistics import FieldStatistics, compute_statistics
 from ..sources.format_registry import chunk_frames
@@ -137,7 +137,7 @@ class RolloutDataset(RolloutStream):
         remote: RemoteOptions | None = None,
     ) -> None:
         super().__init__(data_dir, num_envs, device)
-        self._origins = origins_of(data_dir, CREATE)
+        self._origins = present_origins_of(data_dir, CREATE, "data_dir")
         if num_transitions_per_env is not None:
             num_transitions_per_env = _whole("num_transitions_per_env", num_transitions_per_env, 1)
         self.num_transitions_per_env = num_transitions_per_env

@@ -142,6 +142,20 @@ def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str =
     return origins
 
 
+def present_origins_of(data_dir: DataDirs, action: str, name: str) -> list[Origin]:
+    """Give what `origins_of` gives, for a caller that reads the files anew.
+
+    Raises:
+        DataFileError: An episode of an open recording was dropped or removed since it was opened.
+    """
+    origins = origins_of(data_dir, action, name)
+    listed: Any = [data_dir] if is_one(data_dir) else data_dir
+    for one in listed:
+        if not isinstance(one, Origin) and hasattr(one, "origin"):
+            one.check_present()
+    return origins
+
+
 def is_one(data_dir: Any) -> bool:
     """Tell a place of data from a list of some; a recording is one although it is a sequence."""
     return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")

@@ -99,6 +99,21 @@ class FolderReader(ForeignReader):
         for error in self.removed(numbers).values():
             raise error
 
+    def check_present(self, numbers: Int64s) -> None:
+        """Raise an error that names the first of some episodes that the folder does not hold any more."""
+        self.check_there(numbers.tolist())
+        source = Source(self._origin)
+        source.refresh()
+        keys = self.store.index.keys(numbers)
+        places = source.snapshot().index.find(keys)
+        for (writer, within), place in zip(keys, places.tolist(), strict=True):
+            if place < 0:
+                name = f"{writer[writer.find(':') + 1 :]}:{within}"
+                where, expected = f"{name!r} of {str(self.path)!r}", "an episode that is still there"
+                got = "one that was dropped since the recording was opened"
+                advice = "Undrop it, or call refresh() to go on without it"
+                raise DataFileError("read the episode", where, expected, got, advice).of("", name)
+
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         self.check_there([number])
         values = self._rows(number, name, start, stop)

@@ -231,6 +231,18 @@ class Recording(Sequence[Episode]):
         errors = self._reader.removed(self._numbers.tolist())
         return {error.episode: error for error in errors.values()}
 
+    def check_present(self) -> None:
+        """Raise if the files no longer hold an episode of this recording: it was dropped, or its file was removed.
+
+        For callers that read the files anew, as `merge` does, in place of this snapshot.
+
+        Raises:
+            DataFileError: It names the episode.
+        """
+        reader = vars(self).get("_reader")  # nothing was seen by a recording that was not read
+        if isinstance(reader, FolderReader):
+            reader.check_present(self._numbers)
+
     def _of(self, places: Any) -> Recording:
         """Give the episodes at some places: numbers, a slice or a mask."""
         ids = tuple(self.column("id")[places].tolist())
@@ -312,6 +324,7 @@ class Recording(Sequence[Episode]):
 
         What was computed is kept in the user's cache folder (`XDG_CACHE_HOME`), never beside the data.
         """
+        self.check_present()
         source = Source(self.origin)
         source.refresh()
         store = source.snapshot()

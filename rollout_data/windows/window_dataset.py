@@ -24,7 +24,7 @@ from ..blocks.annotations import Notes
 from ..blocks.block_header import DATA
 from ..blocks.row_layout import Allocate
 from ..blocks.trajectory_index import Int64s, LostBlockError
-from ..remote.locations import DataDirs, RemoteOptions, checked_remote, origins_of
+from ..remote.locations import DataDirs, RemoteOptions, checked_remote, present_origins_of
 from ..sources.chunk_decoder import CHUNK_CACHE_BYTES
 from ..sources.field_statistics import FieldStatistics, Frames, compute_statistics
 from ..sources.frame_store import FrameStore
@@ -125,7 +125,7 @@ class WindowDataset(WindowBatches):
     ) -> None:
         self.on_error = choice(CREATE, "on_error", on_error, get_args(OnError))
         self.losses, self._intact = WindowLosses(), 0  # the last window that was found to be readable
-        self.data_dir, self._origins = data_dir, origins_of(data_dir, CREATE)
+        self.data_dir, self._origins = data_dir, present_origins_of(data_dir, CREATE, "data_dir")
         self.padding = choice(CREATE, "padding", padding, get_args(Padding))
         self.length = whole(CREATE, "length", length, 1, MAX_FRAMES)
         self.stride = whole(CREATE, "stride", stride, 1, MAX_FRAMES)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rollout_data
-from rollout_data import convert, drop, keep, prune, tag, undrop, untag
+from rollout_data import convert, doctor, drop, keep, merge, prune, repair, split, tag, undrop, untag
 from storage.errors import DataFileError, RolloutDataError
 from tests.editing.folders import content, folder_of
 from tests.files.recorded import record
@@ -108,3 +108,41 @@ def test_prune_and_tag_beside_readers_raise_errors_of_ours_only(tmp_path: Path) 
         for reader in readers:
             reader.join()
     assert unexpected == []
+
+
+@pytest.mark.parametrize("is_selection", [False, True])
+@pytest.mark.parametrize("how", ["drop", "prune"])
+def test_what_reads_the_files_anew_refuses_a_recording_that_lost_an_episode(
+    walk: Path, tmp_path: Path, how: str, is_selection: bool
+) -> None:
+    recording = rollout_data.open(walk)
+    if is_selection:
+        recording = recording.select(recording.ids[:4])
+    if how == "drop":
+        drop(walk, "a:1")
+    else:
+        prune(walk, trajectories=8)
+    lost = "a:1" if how == "drop" else "a:0"
+    calls = {
+        "merge": lambda: merge([recording], tmp_path / "merged"),
+        "split": lambda: split(recording, {"a": 0.5, "b": 0.5}, tmp_path / "parts"),
+        "repair": lambda: repair(recording, tmp_path / "repaired"),
+        "play": lambda: rollout_data.RolloutDataset(recording, 1, device="cpu", num_transitions_per_env=4),
+        "windows": lambda: rollout_data.WindowDataset(recording, length=2),
+        "statistics": lambda: recording.statistics(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(DataFileError, match=f"'{lost}'") as caught:
+            call()
+        assert "refresh()" in str(caught.value), name
+    assert not (tmp_path / "merged").exists() and not (tmp_path / "parts").exists()
+    left = len(recording.refresh())
+    assert merge([recording], tmp_path / "merged").num_trajectories == left
+
+
+def test_the_doctor_and_the_report_keep_the_snapshot(walk: Path, tmp_path: Path) -> None:
+    recording = rollout_data.open(walk)
+    drop(walk, "a:1")
+    assert doctor(recording).summary["episodes"] == 10
+    pytest.importorskip("plotly")
+    assert "a:1" in rollout_data.report(recording, tmp_path / "page.html").read_text(encoding="utf-8")

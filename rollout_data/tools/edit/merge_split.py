@@ -34,7 +34,7 @@ from ...formats.convert import convert
 from ...formats.frame_rate import RATE_KEYS
 from ...formats.open_recording import open as open_recording
 from ...formats.open_recording import open_source
-from ...remote.locations import DataDir, DataDirs, RemotePath, origins_of
+from ...remote.locations import DataDir, DataDirs, RemotePath, present_origins_of
 from ...sources.block_source import Blocks
 from ...sources.episode_reader import NO_FIELDS
 from ...sources.recording import Recording
@@ -128,11 +128,11 @@ def merge(sources: DataDirs, out: str | os.PathLike[str], *, progress: bool = Fa
     Raises:
         UsageError: There is no source, or `out` is not empty, or lies in one.
         SchemaError: The fields differ.
-        DataFileError: A source cannot be opened.
+        DataFileError: A source cannot be opened, or lacks an episode that an open recording of it has.
     """
     action = "call rollout_data.merge"
     progress = arguments.flag(action, "progress", progress)
-    recordings = [open_source(action, "sources", one) for one in origins_of(sources, action, "sources")]
+    recordings = [open_source(action, "sources", one) for one in present_origins_of(sources, action, "sources")]
     done = NewFolder(arguments.path(action, "out", out))
     with new_folder(action, "out", out, *(one.path for one in recordings)) as made:
         _unite(recordings, made, done, progress)
@@ -162,7 +162,7 @@ def split(
     Raises:
         UsageError: The shares do not add up to 1, a name cannot be that of a folder, or `out` is not empty, or lies in
             the source.
-        DataFileError: The source cannot be opened.
+        DataFileError: The source cannot be opened, or lacks an episode that the open recording has.
     """
     action = "call rollout_data.split"
     progress = arguments.flag(action, "progress", progress)

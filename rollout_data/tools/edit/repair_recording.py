@@ -141,6 +141,7 @@ def repair(
     if recording is None:
         assert failure is not None
         raise failure
+    recording.check_present()
     diagnosis = doctor(recording, only=only, progress=progress)
     plan = _Plan(recording, diagnosis.findings, bool(only), yes)
     if dry_run:
