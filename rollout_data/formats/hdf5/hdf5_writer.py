@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -279,9 +280,9 @@ class Hdf5Writer(ForeignWriter):
         return cls.file_at(path).exists()
 
     @classmethod
+    @abstractmethod
     def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
         """Return the rows of each episode that is written."""
-        raise NotImplementedError
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
