@@ -86,7 +86,7 @@ def test_a_url_of_no_known_kind_is_refused(tmp_path, monkeypatch, reader, url):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["verify"], ["pack", "--in-place"], ["prune", "--frames", "1"]])
+@pytest.mark.parametrize("arguments", [["verify"], ["pack", "--in-place"], ["prune", "--frames", "1"]])
 def test_the_command_refuses_a_url(capsys, arguments):
     assert main([arguments[0], "s3://bucket/walk", *arguments[1:]]) == 2
     assert "got a URL" in capsys.readouterr().err
