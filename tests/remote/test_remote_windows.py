@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -172,6 +173,26 @@ def test_chunks_are_fetched_one_group_ahead_and_no_further(tmp_path):
         most = max(most, fetched - num_read * row_bytes)
     assert most <= 4 * 2 * 4096  # two groups, batches that wait, and the rows beyond the ends of all chunks
     assert fetched < 1.2 * far.num_frames * row_bytes
+    assert LaggingFileSystem.most_at_once <= 3
+
+
+def test_as_many_requests_are_under_way_as_allowed(tmp_path):
+    record(tmp_path / "long", [900, 900, 900])
+    far = far_windows(lagging(tmp_path / "long", 0.0), remote={"num_chunks": 2, "num_requests": 3})
+    lock = threading.Lock()
+    held = []
+    three_are_held = threading.Event()
+
+    def hold_until_three_are_here(path, start, stop):
+        with lock:
+            held.append(path)
+            if len(held) == 3:
+                three_are_held.set()
+        assert three_are_held.wait(30)
+
+    LaggingFileSystem.fails = staticmethod(hold_until_three_are_here)
+    next(iter(WindowLoader(far, 16, num_ahead=1)))
+    assert three_are_held.is_set()
     assert LaggingFileSystem.most_at_once == 3
 
 
