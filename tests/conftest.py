@@ -19,6 +19,9 @@ FUZZ_FACTOR = 20
 #: Where hypothesis keeps what `@settings` asked for; a test that did not ask follows the profile.
 ASKED = "_hypothesis_internal_use_settings"
 
+#: Operations after which an event of the late device completes: more than two calls have.
+LATENESS = 100
+
 # A busy machine is no reason to fail.
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("default", derandomize=True, **BUSY)
@@ -53,3 +56,13 @@ def cuda_device(request: pytest.FixtureRequest) -> Iterator[PretendCuda | None]:
         return
     with PretendCuda() as device:
         yield device
+
+
+@pytest.fixture(params=["in time", "late"])
+def any_device(request: pytest.FixtureRequest, cuda_device: PretendCuda | None) -> Iterator[None]:
+    """The device, and the pretended one also where events complete late."""
+    if request.param == "late":
+        if cuda_device is None:
+            pytest.skip("a real device completes its events when it does")
+        cuda_device.lateness = LATENESS
+    yield

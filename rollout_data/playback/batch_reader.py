@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from storage.core.fields import map_leaves, unflatten
-from storage.core.memory import BufferPool
+from storage.core.memory import BufferPool, sent, sent_together
 from storage.errors import SchemaError, UsageError
 
 from ..blocks.annotation_table import TASK
@@ -79,12 +79,12 @@ class BatchReader:
         own = {name: cut(rows, grid) for name, cut in self._cuts.items()}
         if self.options.notes is not None:
             tasks = _tasks(plan, self.options.notes)[..., 0] if without_time else _tasks(plan, self.options.notes).T
-            own.setdefault(TASK, torch.from_numpy(np.ascontiguousarray(tasks)).to(self.options.device))
+            own.setdefault(TASK, sent(torch.from_numpy(np.ascontiguousarray(tasks)), self.options.device))
         nexts = {name: self._cuts[name](rows, following) for name in self._final_cuts}
         has_own: set[str] = set()
         for part in plan.parts:
             self._put_finals(part, nexts, has_own, without_time)
-        tensors = torch.from_numpy(flags[:, 0] if without_time else flags).to(self.options.device).unbind()
+        tensors = sent(torch.from_numpy(flags[:, 0] if without_time else flags), self.options.device).unbind()
         batch = _transition(own, nexts, tensors, stream_id)
         return map_batch(self._owned, batch) if self.options.contiguous else batch
 
@@ -131,17 +131,25 @@ class BatchReader:
         if not len(which):
             return
         trajectory, device = ends.trajectory[which], self.options.device
-        rows = FrameRows({name: store.finals(name, trajectory).to(device) for name in store.layouts[FINAL].columns})
+        columns = list(store.layouts[FINAL].columns)
         # Without a recorded privileged part, the next privileged observation is that of the stream.
-        is_whole = torch.from_numpy((index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0).to(device)
-        at = [torch.from_numpy(places[which]).to(device) for places in (ends.time, ends.env)][without_time:]
+        has_privileged = (index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0
+        privileged = has_privileged.nonzero()[0]
+        places = [ends.time[which], ends.env[which]][without_time:]
+        on_host = [*places, privileged, *(place[privileged] for place in places)]
+        finals = [store.finals(name, trajectory) for name in columns]
+        there = sent_together([*finals, *map(torch.from_numpy, on_host)], device)
+        rows = FrameRows(dict(zip(columns, there, strict=False)))
+        at, (chosen, *at_privileged) = there[len(columns) :][: len(places)], there[len(columns) + len(places) :]
         for name, cut in self._final_cuts.items():
             if name not in has_own:
                 nexts[name] = self._copied(nexts[name])
                 has_own.add(name)
-            chosen = is_whole if name.split("/")[0] == PRIVILEGED else is_whole | True
             values = cut(rows, Grid((len(which),), (1,)))
-            put(nexts[name], tuple(places[chosen] for places in at), values[chosen])
+            if name.split("/")[0] == PRIVILEGED and not has_privileged.all():
+                put(nexts[name], tuple(at_privileged), values[chosen])
+            else:
+                put(nexts[name], tuple(at), values)
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
@@ -179,7 +187,7 @@ class BatchReader:
             return nearest
         lower = np.floor(position)
         below, above = (self._single(deal, trajectory, frame) for frame in (lower, lower + 1))
-        weight = torch.from_numpy(position - lower).to(self.options.device)
+        weight = sent(torch.from_numpy(position - lower), self.options.device)
         return Transition(*(_mix(*values, weight) for values in zip(below, above, nearest, strict=True)))
 
     def _single(self, deal: Deal, trajectory: Int64s, frame: np.ndarray) -> Transition:
@@ -257,7 +265,7 @@ def _write(action: str, name: str, target: Any, source: Any, rows: torch.Tensor 
     if rows is None:
         target.copy_(source)
     else:
-        target[rows.to(target.device)] = source.to(target.device, target.dtype)
+        target[sent(rows, target.device)] = source.to(target.device, target.dtype)
 
 
 def _mix(below: Any, above: Any, nearest: Any, weight: torch.Tensor) -> Any:

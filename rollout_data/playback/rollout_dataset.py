@@ -63,8 +63,9 @@ class RolloutDataset(RolloutStream):
         num_transitions_per_env: T of the batches of iteration; None is one step without a time axis.
         seed: Of permutations and starting frames.
         cache: "none" reads the mapped files, "ram" copies the frames into memory first, "device" into
-            the memory of `device`, so that a batch never leaves it. Blocks are never modified; if
-            another program truncates a mapped one, every process that reads it ends, as with any mapped file.
+            the memory of `device`, so that a batch never leaves it. With "ram" and "device" a batch on a GPU waits for
+            nothing; filling the cache does. Blocks are never modified; if another program truncates a mapped one,
+            every process that reads it ends, as with any mapped file.
         flatten_observations: Join components along the last axis in `obs_segments` order; False
             gives dicts.
         mark_first_frame: Mark the first frame delivered of a trajectory as done, by which recurrent

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from storage.core.durable import crc32
-from storage.core.memory import BufferPool
+from storage.core.memory import BufferPool, sent
 from storage.errors import DataFileError, UnansweredError, UsageError
 
 from ..blocks.block import Block
@@ -143,7 +143,7 @@ class CachedFrames(FrameStore):
         """Do nothing: what is in memory can be read."""
 
     def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
-        rows = torch.from_numpy(self._final_row[trajectories]).to(self.device)
+        rows = sent(torch.from_numpy(self._final_row[trajectories]), self.device)
         return torch.index_select(self._rows[FINAL, column], 0, rows).view(torch.uint8)
 
     def _words(self, place: Place) -> torch.Tensor:

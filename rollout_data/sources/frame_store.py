@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from storage.core.memory import BufferPool
+from storage.core.memory import BufferPool, sent, sent_together
 from storage.core.threads import each
 from storage.errors import UsageError
 
@@ -67,7 +67,8 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     width, num_words, num_windows = words.shape[1], words.shape[0], windows.shape[0]
     size, starts, broken, num_rows = length, first, _NO_PIECES, num_windows * length
     is_whole = len(first) == num_windows  # each window is one run
-    if not is_whole and (num_rows <= _FEW_ROWS or num_words < length):
+    if words.device.type != "cpu" or (not is_whole and (num_rows <= _FEW_ROWS or num_words < length)):
+        # A device gathers single rows as fast as pieces, and one array of numbers is one copy to it.
         size, starts = 1, counted_from(first, runs.num_rows)
     elif not is_whole:
         size = _piece_size(runs.target, length, num_rows, 4 * width)
@@ -77,9 +78,10 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         starts = np.repeat(shift, num_begun) + np.arange(0, num_rows, size)
         broken = np.unique(runs.target[runs.target % size != 0] // size)
         starts[broken] = 0
-    rows = torch.from_numpy(starts).to(words.device)
+    rows = torch.from_numpy(starts)
     if size == 1 and (by_time := windows.transpose(0, 1)).is_contiguous():
         rows, windows = rows.view(num_windows, length).t().reshape(-1), by_time
+    rows = sent(rows, words.device)
     if windows.is_contiguous():  # a piece is one copy
         pieces = words.as_strided((num_words - size + 1, size * width), (width, 1))
         torch.index_select(pieces, 0, rows, out=windows.view(-1, size * width))
@@ -96,15 +98,15 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
     """Copy single rows to places in windows; on the CPU through numpy, which takes a quarter of the time."""
     if not len(numbers):
         return
-    rows = torch.from_numpy(numbers).to(words.device)
     window, row = np.divmod(place, windows.shape[1])
     if words.device.type == "cpu":
         size = 1 << (len(numbers) - 1).bit_length()  # memory that is a little too small is of no use to a pool
         scratch = _scratch.empty((size, words.shape[1]), words.dtype)[: len(numbers)]
+        rows = torch.from_numpy(numbers)
         windows.numpy()[window, row] = torch.index_select(words, 0, rows, out=scratch).numpy()
     else:
-        at = torch.from_numpy(window).to(words.device), torch.from_numpy(row).to(words.device)
-        windows[at] = torch.index_select(words, 0, rows)
+        rows, *at = sent_together([torch.from_numpy(numbers), *map(torch.from_numpy, (window, row))], words.device)
+        windows[tuple(at)] = torch.index_select(words, 0, rows)
 
 
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,18 +16,6 @@ from .streams import Naive, chi_square, chi_square_bound, drawn_windows, rows
 pytestmark = pytest.mark.gpu
 
 GAMMA = 0.5
-#: Operations after which an event of the late device completes: more than two calls have.
-LATENESS = 100
-
-
-@pytest.fixture(params=["in time", "late"])
-def any_device(request: pytest.FixtureRequest, cuda_device: PretendCuda | None) -> Iterator[None]:
-    """The device, and the pretended one also where events complete late."""
-    if request.param == "late":
-        if cuda_device is None:
-            pytest.skip("a real device completes its events when it does")
-        cuda_device.lateness = LATENESS
-    yield
 
 
 class Steps:

@@ -33,7 +33,7 @@ def record(
     lengths: list[int],
     num_envs: int = 1,
     ends: list[str] | None = None,
-    with_final: bool = False,
+    with_final: bool | str = False,  # "observation": without a privileged part
     first_number: int = 0,
     flush_every: int | None = None,
     **options,
@@ -44,7 +44,7 @@ def record(
     """
     ends = ends or ["terminated"] * len(lengths)
     queue = [
-        Recorded(first_number + k, n, e, with_final and e != "open")
+        Recorded(first_number + k, n, e, bool(with_final) and e != "open")
         for k, (n, e) in enumerate(zip(lengths, ends, strict=True))
     ]
     current: list[Recorded | None] = [None] * num_envs
@@ -69,7 +69,9 @@ def record(
                 final[env] = observation_of(item.number, frame[env] + 0.5)
                 if frame[env] == item.length - 1 and item.end != "open":
                     done[env], timeout[env] = True, item.end == "truncated"
-            extra = {"final_observation": final, "final_privileged_observation": -final} if with_final else {}
+            extra = {"final_observation": final} if with_final else {}
+            if with_final and with_final != "observation":
+                extra["final_privileged_observation"] = -final
             writer.add(
                 observation=observation,
                 privileged_observation=-observation,

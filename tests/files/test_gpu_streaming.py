@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_data import RolloutDataset
+from rollout_data import RolloutDataset, WindowDataset, WindowLoader
 from tests.files.recorded import drain, record
+from tests.test_device_calls import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +25,53 @@ def test_batches_on_the_gpu_hold_what_batches_on_the_cpu_hold(tmp_path, cache):
         assert other.observation.is_cuda and other.done.is_cuda
         for one, two in zip(batch, to_cpu(other), strict=True):
             assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+
+
+def equal_batches(batch, other):
+    return all(
+        torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+        for one, two in zip(to_cpu(batch), to_cpu(other), strict=True)
+    )
+
+
+@pytest.mark.parametrize("with_final", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 24])
+@pytest.mark.parametrize("cache", ["ram", "device"])
+def test_playback_does_not_wait_and_plays_what_the_cpu_plays(any_device, tmp_path, cache, num_steps, with_final):
+    lengths = [9, 1, 30, 4, 17] * 3 + [6]
+    ends = ["terminated", "truncated", "terminated", "truncated", "terminated"] * 3 + ["open"]
+    record(tmp_path, lengths, num_envs=2, with_final=with_final, ends=ends)
+    options = {"dataset_loops": 0, "random_shuffle_traj_order": True, "starting_frame_range": (0, 3), "seed": 1}
+    expected = RolloutDataset(tmp_path, 6, device="cpu", **options)
+    dataset = RolloutDataset(tmp_path, 6, device="cuda", cache=cache, **options)
+    dataset.reset()  # the cache is filled here
+    for _ in range(12):
+        batch = expected.get_batch(num_steps)
+        with no_waits():
+            other = dataset.get_batch(num_steps)
+        assert other.observation.is_cuda
+        assert equal_batches(batch, other)
+
+
+def test_final_observations_without_a_privileged_part_leave_the_streams_on_a_device(any_device, tmp_path):
+    record(tmp_path, [3, 5, 2], with_final="observation")
+    for cache in ("none", "ram", "device"):
+        expected = drain(RolloutDataset(tmp_path, 2, 4, device="cpu"), 4)
+        batches = drain(RolloutDataset(tmp_path, 2, 4, device="cuda", cache=cache), 4)
+        assert all(map(equal_batches, expected, batches))
+
+
+def test_windows_arrive_on_the_device_without_a_wait(any_device, tmp_path):
+    record(tmp_path, [40, 30], with_final=True)
+    windows = WindowDataset(tmp_path, 4, next_observations=True)
+    expected = WindowLoader(windows, 8, seed=3)
+    loader = WindowLoader(windows, 8, seed=3, device="cuda")
+    with no_waits():
+        batches = list(loader)
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch["observation"].is_cuda
+        assert torch.equal(batch["observation"].cpu(), other["observation"])
+        assert torch.equal(batch["next_observation"].cpu(), other["next_observation"])
 
 
 def test_prefetched_batches_arrive_on_the_gpu_complete(tmp_path):
