@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 
 class Counter:
@@ -48,7 +48,7 @@ def workers(work: str) -> Iterator[subprocess.Popen]:
         yield process
     finally:
         process.stdin.close()
-        process.wait(10)
+        process.wait(_PATIENCE_S)
 
 
 def start_one(process: subprocess.Popen, folder: Path, seed: int, longest_s: float = 0.25) -> int:

@@ -21,6 +21,7 @@ import torch
 from rollout_data import RolloutDataset, RolloutWriter
 from storage import AsyncCheckpointSaver, PipelinedDataCollector, load_checkpoint
 from storage.core.threads import Worker
+from tests.watch import await_wait_in
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = tuple(str(ROOT / name) + os.sep for name in ("storage", "rollout_data"))
@@ -173,7 +174,13 @@ def test_what_an_interrupted_close_waited_for_the_next_one_waits_for(kind: str) 
         closed = PipelinedDataCollector(slow())
         items = iter(closed)
     assert begun.wait(WAIT_S)
-    interrupter = threading.Timer(0.05, lambda: os.kill(os.getpid(), signal.SIGINT))
+    closing = threading.current_thread()
+
+    def press_ctrl_c() -> None:
+        await_wait_in(closing, "close")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=press_ctrl_c)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt):
         closed.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from storage.core.threads import Worker, each
 from storage.errors import ClosedError, WaitTimeoutError
+from tests.watch import await_wait_in
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,7 +76,7 @@ def test_a_worker_is_drained_although_jobs_keep_coming_and_jobs_that_wait_can_be
     assert started.wait(20)
     draining = threading.Thread(target=worker.drain)
     draining.start()
-    draining.join(0.05)
+    await_wait_in(draining, "drain")
     worker.submit(gates[1].wait, 60)
     cancelled = worker.submit(fail, "never")
     assert draining.is_alive() and cancelled.cancel()
@@ -101,7 +103,7 @@ def test_jobs_run_before_the_interpreter_exits_and_in_the_caller_while_it_does()
         "for number in (1, 2, 3):\n"
         "    worker.submit(lambda number=number: [time.sleep(0.02), found.append(number)])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
@@ -114,6 +116,8 @@ def test_each_gives_results_in_order_and_raises_the_first_failure(num_threads: i
     def work(number: int) -> None:
         if number in (3, 7):
             raise KeyError(number)
+        if number > 7:
+            time.sleep(0.01)  # or other threads may do all the rest before the first failure is seen
         done.append(number)
 
     with pytest.raises(KeyError, match="3"):

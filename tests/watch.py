@@ -1,4 +1,4 @@
-"""Look at what a program asks of the system: what it opens, renames and removes, as audit events tell.
+"""Look at what a program asks of the system, as audit events tell, and at where its threads wait.
 
 An audit hook cannot be removed, hence one for all tests, which does nothing outside of `watching`.
 """
@@ -6,6 +6,8 @@ An audit hook cannot be removed, hence one for all tests, which does nothing out
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,3 +46,27 @@ def opened(suffix: str) -> Iterator[list[str]]:
 
     with watching(note):
         yield found
+
+
+def await_wait_in(thread: threading.Thread, name: str, within_s: float = 60.0) -> None:
+    """Return once a thread waits for an event, a lock or another thread within a function of this name.
+
+    Raises:
+        TimeoutError: It does not wait there within `within_s` seconds.
+    """
+    end_s = time.monotonic() + within_s
+    while not _waits_in(thread, name):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"{thread.name} does not wait in {name!r}")
+        time.sleep(0.001)
+
+
+def _waits_in(thread: threading.Thread, name: str) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or frame.f_code.co_filename != threading.__file__:
+        return False
+    names = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return name in names

@@ -125,7 +125,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None
 
     loading = threading.Thread(target=load, daemon=True)
     loading.start()
-    loading.join(20)
+    loading.join(60)
     has_waited = loading.is_alive()
     if has_waited:  # let it go
         os.close(os.open(path, os.O_RDWR))

@@ -35,7 +35,7 @@ def slow_disk() -> Iterator[threading.Event]:
     gate = threading.Event()
 
     def wait(rename: Callable[..., None], *paths: Path) -> None:
-        assert gate.wait(30)
+        assert gate.wait(120)
         rename(*paths)
 
     with instead_of("rename", wait):

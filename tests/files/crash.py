@@ -20,6 +20,8 @@ from tests.killed import Counter
 
 WORK = "tests.files.crash:record_until_killed"
 BLOCK_BYTES = 6000
+#: Frames that a recorder has added at most when it is killed: those of some blocks.
+MOST_ADDED = 600
 
 
 def step_of(rng: np.random.Generator, num_envs: int, ages: np.ndarray, numbers: np.ndarray) -> dict[str, np.ndarray]:
@@ -53,7 +55,7 @@ def record_until_killed(folder: Path, seed: int) -> None:
 
 def kill_one(process: subprocess.Popen, folder: Path, seed: int) -> dict[str, int]:
     """Kill a recorder at a random instant, check everything; give what happened."""
-    killed.kill_one(process, folder, seed)
+    killed.kill_one_at(process, folder, seed, folder / "added", MOST_ADDED)
     return check_what_is_left(folder / "data", Counter.read(folder / "added"))
 
 

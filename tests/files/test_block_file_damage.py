@@ -119,7 +119,7 @@ def test_flipped_bits_of_the_heap_of_texts_let_no_reader_wait(block, tmp_path):
     arguments = (block, tmp_path / block.name, positions, list(range(8)))
     process = multiprocessing.get_context("fork").Process(target=check_flips, args=arguments)
     process.start()
-    process.join(60)
+    process.join(150)
     is_waiting = process.is_alive()
     process.kill()
     process.join()
@@ -312,7 +312,7 @@ def test_reading_needs_little_memory_whatever_a_file_declares(block, tmp_path):
         paths.append(change(block, tmp_path / edit.__name__, edit))
     process = multiprocessing.get_context("fork").Process(target=_open_all_in_little_memory, args=(paths,))
     process.start()
-    process.join(60)
+    process.join(150)
     assert process.exitcode == 0
 
 

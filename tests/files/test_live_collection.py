@@ -122,15 +122,15 @@ def test_every_frame_comes_once_in_a_pass_beside_writers_however_it_is_read(tmp_
 
 def test_a_pass_is_looked_into_when_the_time_has_come(tmp_path):
     record(tmp_path, [4] * 4000, num_envs=100)
-    dataset = opened(tmp_path, 4, refresh_s=0.2, num_transitions_per_env=4)
-    batches = iter(dataset)
-    next(batches)
-    record(tmp_path, [4], first_number=9000)
-    start_s, num_late = time.monotonic(), 0
-    while not (next(batches).observation[..., 0] == 9000).any():
-        num_late += time.monotonic() - start_s > 0.2
-        time.sleep(0.001)
-    assert num_late <= 1  # the batch that was under way
+    dataset = opened(tmp_path, 4, refresh_s=200.0, num_transitions_per_env=4)
+    start_s = time.monotonic()
+    with clock_at(start_s):
+        batches = iter(dataset)
+        next(batches)
+        record(tmp_path, [4], first_number=9000)
+        assert not any((next(batches).observation[..., 0] == 9000).any() for _ in range(20))
+    with clock_at(start_s + 100):  # half of the time, as looks of others may come as late
+        assert any((next(batches).observation[..., 0] == 9000).any() for _ in range(2))
     assert dataset.state_dict()["pass"] == 0
 
 
@@ -189,6 +189,13 @@ def test_a_time_that_cannot_be_is_refused(tmp_path, wrong):
 
 
 @contextmanager
+def clock_at(seconds):
+    """Stop the monotonic clock at a time."""
+    with mock.patch.object(time, "monotonic", lambda: seconds):
+        yield
+
+
+@contextmanager
 def clock_ahead(seconds):
     """Let the monotonic clock stand `seconds` later."""
     real = time.monotonic
@@ -238,9 +245,10 @@ def test_a_look_at_a_folder_that_has_not_changed_is_one_system_call(tmp_path):
         record(tmp_path, [4], first_number=number)
     dataset = opened(tmp_path, 2)
     dataset.get_batch(1)
-    with clock_ahead(0.9):
+    start_s = time.monotonic()
+    with clock_at(start_s):
         dataset.get_batch(1)
-    with clock_ahead(5), counted("stat", "scandir", "listdir") as counts:
+    with clock_at(start_s + 5), counted("stat", "scandir", "listdir") as counts:
         dataset.get_batch(1)  # the last complete look
         assert counts["scandir"] and counts["stat"] >= 30
         counts.update(stat=0, scandir=0)
@@ -249,7 +257,7 @@ def test_a_look_at_a_folder_that_has_not_changed_is_one_system_call(tmp_path):
     assert counts["scandir"] == counts["listdir"] == 0
     assert counts["stat"] <= 11  # one for a look, and one in which files that are gone are given up
     record(tmp_path, [4], first_number=30)
-    with clock_ahead(5), counted("stat", "scandir") as counts:
+    with clock_at(start_s + 5), counted("stat", "scandir") as counts:
         while not (dataset.get_batch(1).observation[..., 0] == 30).any():
             pass
     assert counts["stat"] < 30  # those that are known are not asked for
@@ -261,13 +269,14 @@ def test_a_block_that_leaves_no_trace_in_the_time_of_its_folder_is_found_a_littl
     os.utime(tmp_path, ns=(10**18, 10**18))
     dataset = opened(tmp_path, 2)
     dataset.get_batch(1)
-    with clock_ahead(5):
+    start_s = time.monotonic()
+    with clock_at(start_s + 5):
         dataset.get_batch(1)
         record(tmp_path, [9], first_number=50)
         os.utime(tmp_path, ns=(10**18, 10**18))  # as where times are coarse, or where the clock jumped back
-    with clock_ahead(5.5):
+    with clock_at(start_s + 5.5):
         assert not (dataset.get_batch(9).observation[..., 0] == 50).any()
-    with clock_ahead(7):
+    with clock_at(start_s + 7):
         assert (dataset.get_batch(18).observation[..., 0] == 50).any()
 
 
@@ -349,17 +358,17 @@ def test_a_block_that_vanishes_between_the_look_and_the_reading_costs_its_trajec
     found = frames_of(dataset.get_batch(3))
     before = set(tmp_path.glob("*.h5"))
     record(tmp_path, [3], first_number=4)
+    (new,) = set(tmp_path.glob("*.h5")) - before
     record(tmp_path, [3], first_number=5)
-    new = sorted(set(tmp_path.glob("*.h5")) - before, key=lambda path: path.stat().st_mtime_ns)
 
     def vanish(event, arguments):
-        if event == "open" and str(arguments[0]) == str(new[0]):
-            new[0].unlink(missing_ok=True)
+        if event == "open" and str(arguments[0]) == str(new):
+            new.unlink(missing_ok=True)
 
     with watching(vanish):
         for batch in iter_rest(dataset, 3):
             found += frames_of(batch)
-    assert not new[0].exists()
+    assert not new.exists()
     assert sorted({number for *_, number, _ in found}) == [0, 1, 2, 3, 5]
 
 

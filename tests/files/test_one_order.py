@@ -226,7 +226,7 @@ def test_of_two_iterations_of_a_loader_the_newer_one_goes_on(tmp_path):
 def test_a_killed_worker_is_one_error_and_the_next_batch_follows(tmp_path, context):
     record(tmp_path, [5, 3, 4, 6] * 400)
     command = [sys.executable, "-m", "tests.files.killed_worker", str(tmp_path), context]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=170)
     assert "the next batch followed" in done.stdout, done.stderr
 
 
@@ -299,7 +299,7 @@ def test_an_error_of_any_kind_reaches_the_ranks_that_wait_for_the_one_that_looks
     for rank in ranks:
         rank.start()
     try:
-        told = [answers.get(timeout=60) for _ in ranks]
+        told = [answers.get(timeout=150) for _ in ranks]
     finally:
         for rank in ranks:
             rank.join(10)

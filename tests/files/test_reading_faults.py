@@ -325,7 +325,7 @@ def test_a_prefetch_that_is_left_open_does_not_break_the_exit(tmp_path):
         "iterator = iter(dataset.prefetch(3)); next(iterator)\n"
     )
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=150)
         assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -93,7 +93,6 @@ def test_a_report_is_named_after_its_recording(walks: Path, monkeypatch, capsys)
     assert rollout_data.report(walks / "demos.hdf5", "page.html") == Path("page.html")
 
 
-@pytest.mark.timeout(120)
 def test_pipes_and_sockets_among_data_are_waited_for_by_no_command(walks: Path, capsys, monkeypatch) -> None:
     with socket.socket(socket.AF_UNIX) as unix:
         for folder in (walks, walks / "walk_2", walks / "empty"):

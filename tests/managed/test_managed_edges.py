@@ -26,7 +26,7 @@ from storage import (
 from storage.errors import ClosedError, RolloutDataError, UsageError
 
 TINY = torch.finfo(torch.float32).tiny
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 def item(number: int, **leaves: Any) -> dict[str, Any]:

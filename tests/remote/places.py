@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
+import threading
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -11,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.lagging import LaggingFileSystem
-from rollout_data import RemoteOptions, RolloutWriter, WindowDataset, WindowLoader
+from rollout_data import RemoteOptions, RolloutWriter, WindowDataset, WindowLoader, push
 from storage.core.fields import flatten
 from tests.files.recorded import record
 
@@ -38,6 +41,32 @@ class Store(LaggingFileSystem):
 
     def size(self, path: str) -> int:
         return (self.root / str(self._strip_protocol(path)).strip("/")).stat().st_size
+
+
+class KilledAt:
+    """Kills its process by the n-th request whose path ends so, before that is answered; see `Store.fails`."""
+
+    def __init__(self, number: int, ending: str = "") -> None:
+        self.left, self.ending, self.lock = number, ending, threading.Lock()
+
+    def __call__(self, path: str, start: int | None, stop: int | None) -> None:
+        with self.lock:
+            self.left -= path.endswith(self.ending)
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pushed_until_killed(folder: Path, url: str, number: int, ending: str = "") -> None:
+    """Push a folder in a process of its own, which is killed by a request; see `KilledAt`."""
+
+    def work() -> None:
+        Store.fails = staticmethod(KilledAt(number, ending))
+        push(folder, url)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(100)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def store_at(root: Path, protocol: str, latency_s: float = 0.0) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import shutil
-import signal
-import time
 import warnings
 
 import fsspec
@@ -22,7 +18,7 @@ from rollout_data.remote.piece_checksums import parse, spans_of, sums_of
 from storage.errors import DataFileError, RolloutDataWarning
 from tests.files.recorded import drain, record
 
-from .places import Store, check_epoch, far_windows, lagging, store_at, uneven
+from .places import Store, check_epoch, far_windows, lagging, pushed_until_killed, store_at, uneven
 
 
 @pytest.fixture(scope="module")
@@ -221,14 +217,9 @@ def test_pushing_again_adds_missing_checksums_and_mends_damaged_ones(folder, tmp
 
 
 def test_a_push_that_is_killed_anywhere_is_finished_by_the_next_one(folder, tmp_path):
-    store_at(tmp_path, "store", 0.02)
-    context = multiprocessing.get_context("fork")
-    for num_s in (0.05, 0.1, 0.15):
-        process = context.Process(target=push, args=(folder, "store://walk"))
-        process.start()
-        time.sleep(num_s)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(10)
+    store_at(tmp_path, "store")
+    for number in (1, 3, 10, 20, 30):
+        pushed_until_killed(folder, "store://walk", number)
         for path in (tmp_path / "walk").glob("*.h5") if (tmp_path / "walk").exists() else ():
             assert (path.parent / f"{path.name}.sums").exists()  # they come first
     push(folder, "store://walk")

@@ -22,7 +22,6 @@ from storage.errors import DataFileError
 
 from .places import check_epoch, same, uneven
 
-pytestmark = pytest.mark.timeout(90)
 KEYS = {"key": "none", "secret": "none"}
 
 

@@ -49,7 +49,7 @@ class Source:
 
     def wait_for(self, num_made: int) -> None:
         with self.made:
-            assert self.made.wait_for(lambda: self.num_made >= num_made, 20)
+            assert self.made.wait_for(lambda: self.num_made >= num_made, 60)
 
 
 #: Threads of producers that other tests of this process have left.
@@ -82,7 +82,7 @@ def test_a_source_that_keeps_its_iteration_leaves_no_thread(num_got: int) -> Non
     assert [next(source.items) for _ in range(num_got)] == list(range(num_got))
     made = weakref.ref(source)
     del source
-    for _ in range(500):
+    for _ in range(6000):
         gc.collect()  # an item that is being made belongs to the thread
         if made() is None:
             break

@@ -10,7 +10,7 @@ import pytest
 
 from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import BackgroundError
-from tests.killed import kill_one, workers
+from tests.killed import kill_one_at, workers
 from tests.trajectory_replay.crash import WORK, check_what_is_left
 from tests.trajectory_replay.recorded import trajectory
 from tests.watch import watching
@@ -20,7 +20,7 @@ def test_killed_collectors_leave_folders_that_load(tmp_path: Path) -> None:
     with workers(WORK) as process:
         held = []
         for seed in range(10):
-            kill_one(process, tmp_path / str(seed), seed, longest_s=0.4)
+            kill_one_at(process, tmp_path / str(seed), seed, tmp_path / str(seed) / ".begun")
             held.append(check_what_is_left(tmp_path / str(seed)))
     assert any(auto for auto, _ in held)
 

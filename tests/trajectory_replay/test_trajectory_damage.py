@@ -175,7 +175,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
     code = "import sys; from rollout_data import TrajectoryReplayBuffer as B; B().load_checkpoint(sys.argv[1])"
-    ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=150)
     assert (
         f"CorruptFileError: cannot open {str(pipe)!r}: expected a file, got a folder, a pipe or a device" in ran.stderr
     )
