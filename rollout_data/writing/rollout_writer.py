@@ -31,11 +31,12 @@ from ..blocks.block_header import DATA, DROPPED, OPEN, layouts_of
 from ..blocks.folder_metadata import Metadata, publish_metadata
 from .annotation_checks import NoteCount
 from .block_publisher import BlockPublisher, check_storable
+from .late_steps import LateSteps, has_device_tensors
 from .record_inputs import given_values, keywords_of, unpack_storage, warn_of_misspellings
 from .retention import checked_limits
 from .rollout_records import RolloutReader, nonfinite_rewards
 from .staged_frames import MAX_STAGED_BYTES, MAX_UNCOUNTED_STEPS, Staging, Tally
-from .step_infos import InfoReader
+from .step_infos import InfoReader, needed_infos
 from .writer_journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
 
 #: Ids of envs are stored as int32.
@@ -43,6 +44,7 @@ MAX_NUM_ENVS = 1 << 24
 #: Most environments have time limits of 1,000 steps: where nothing has ended in twice as many, ends are not told.
 MAX_STEPS_WITHOUT_END = 2000
 _MAKE = "create a RolloutWriter"
+_ADD = "call RolloutWriter.add"
 
 
 class RolloutWriter(Shown, Owned):
@@ -129,6 +131,7 @@ class RolloutWriter(Shown, Owned):
         needed = [name for name, is_absent in may_lack.items() if not is_absent]
         self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, self.success_only, needed)
         self._infos = InfoReader(self.num_envs)
+        self._late_steps = LateSteps()
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
@@ -176,6 +179,10 @@ class RolloutWriter(Shown, Owned):
         **extras: Any,
     ) -> None:
         """Record one step of all envs. Everything is copied.
+
+        A step with tensors on a GPU travels in one asynchronous copy and is read when it has arrived, at a later `add`
+        or at the next call of another method. Its errors are raised there, up to three steps late; the step of the
+        call that raises is recorded all the same. `num_waits` counts the steps that had to be waited for.
 
         Args:
             transition: A mapping, named tuple or object with these names, instead of keywords. Names
@@ -249,6 +256,7 @@ class RolloutWriter(Shown, Owned):
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
         """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
         self._check_usable()
+        self._settle()
         leave_open = arguments.flag("call RolloutWriter.discard", "leave_open", leave_open)
         envs = np.unique(arguments.env_ids("call RolloutWriter.discard", "env_ids", env_ids, self.num_envs))
         self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
@@ -256,9 +264,12 @@ class RolloutWriter(Shown, Owned):
     def flush(self) -> None:
         """Publish everything that was added and wait until it is on the disk."""
         self._check_usable()
+        late_error = self._record_late_steps()
         self._hand_over()
         self._publisher.settle()
         self._publisher.check()
+        if late_error is not None:
+            raise late_error
 
     def close(self) -> None:
         """Publish everything, mark trajectories in progress as open, stop. May be called twice, also after a Ctrl-C.
@@ -270,8 +281,10 @@ class RolloutWriter(Shown, Owned):
             return
         self._owner.check()
         self._closed = True
+        late_error = None
         try:
             if not (self._is_ended or self._publisher.failure):
+                late_error = self._record_late_steps()
                 self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                 self._hand_over()
                 self._is_ended = True
@@ -280,32 +293,39 @@ class RolloutWriter(Shown, Owned):
             raise
         self._leave_folder()
         self._publisher.check()
+        if late_error is not None:
+            raise late_error
 
     @property
     def num_frames(self) -> int:
         """Frames kept so far: of trajectories that were not dropped; with `success_only`, that have ended too."""
-        tally = self._counted()
+        tally = self._settled()
         return tally.num_finished_frames + (0 if self.success_only else tally.num_open_frames)
 
     @property
     def num_finished_frames(self) -> int:
         """Frames of the kept trajectories that have ended."""
-        return self._counted().num_finished_frames
+        return self._settled().num_finished_frames
 
     @property
     def num_trajectories(self) -> int:
         """Kept trajectories that have ended."""
-        return self._counted().num_trajectories
+        return self._settled().num_trajectories
 
     @property
     def num_nonfinite_rewards(self) -> int:
         """Values among the accepted rewards that are NaN or infinite, in every field that is or is below `reward`."""
-        return self._counted().num_nonfinite
+        return self._settled().num_nonfinite
+
+    @property
+    def num_waits(self) -> int:
+        """Steps with tensors on a GPU that the host waited for."""
+        return self._late_steps.num_waits
 
     @property
     def schema(self) -> Schema | None:
         """The fields, as the first record declared them; None before it."""
-        self._owner.check()
+        self._settle()
         return self._reader.schema
 
     def _enter_folder(self) -> list[DeadWriter]:
@@ -332,8 +352,43 @@ class RolloutWriter(Shown, Owned):
 
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
-        action = "call RolloutWriter.add" if is_step else "call RolloutWriter.add_rollout"
+        action = _ADD if is_step else "call RolloutWriter.add_rollout"
         values = given_values(action, transition, keywords)
+        if is_step and has_device_tensors(values):
+            self._send(values)
+        else:
+            self._settle()
+            self._record(action, values, is_step, time.time_ns())
+
+    def _send(self, values: dict[str, Any]) -> None:
+        """Begin to copy a step from a GPU, after recording those that have arrived."""
+        if "infos" in values:
+            values["infos"] = needed_infos(values["infos"])
+        try:
+            while (late := self._late_steps.receive(wait=self._late_steps.is_full)) is not None:
+                self._record(_ADD, *late)
+        finally:  # an error of an earlier step costs that step alone
+            self._late_steps.send((values, True, time.time_ns()))
+
+    def _settle(self) -> None:
+        """Record all steps that are still on their way from a GPU; raise the error of one of them."""
+        self._owner.check()
+        error = self._record_late_steps()
+        if error is not None:
+            raise error
+
+    def _record_late_steps(self) -> Exception | None:
+        """Record all steps that are still on their way from a GPU; return the error of the first that has one."""
+        errors = []
+        while (late := self._late_steps.receive(wait=True)) is not None:
+            try:
+                self._record(_ADD, *late)
+            except Exception as error:  # noqa: BLE001 - returned; the steps after it are recorded
+                errors.append(error)
+        return errors[0] if errors else None
+
+    def _record(self, action: str, values: dict[str, Any], is_step: bool, time_ns: int) -> None:
+        """Check a record and stage it."""
         infos, has_final = values.pop("infos", None), None
         if infos is not None:
             found, has_final = self._infos.read(action, infos, values, is_step)
@@ -352,7 +407,7 @@ class RolloutWriter(Shown, Owned):
             staging = self._staging_with_room()
             stop = min(num_steps, start + staging.room)
             part = rollout if stop - start == num_steps else rollout.steps(start, stop)
-            self._last_ns = max(self._last_ns + 1, time.time_ns())
+            self._last_ns = max(self._last_ns + 1, time_ns)
             staging.put(part, self._last_ns)
             self._last_ns += stop - start - 1
             self._num_accepted += int(np.count_nonzero(part.marks))
@@ -369,6 +424,10 @@ class RolloutWriter(Shown, Owned):
                 steps = f"more than {MAX_STEPS_WITHOUT_END} steps in {str(self.data_dir)!r}"
                 text = f"no trajectory has ended in {steps}: say where they end"
                 warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=3)
+
+    def _settled(self) -> Tally:
+        self._settle()
+        return self._counted()
 
     def _counted(self) -> Tally:
         self._owner.check()

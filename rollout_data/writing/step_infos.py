@@ -24,6 +24,13 @@ def are_infos(extras: Any) -> bool:
     return isinstance(extras, Mapping) and not _RECORDED.isdisjoint(extras)
 
 
+def needed_infos(infos: Any) -> Any:
+    """Return infos with None for the values that are not recorded; their names stay, for warnings."""
+    if isinstance(infos, Mapping):
+        return {key: value if str(key).removeprefix("_") in _RECORDED else None for key, value in infos.items()}
+    return [needed_infos(info) for info in infos] if isinstance(infos, list) else infos
+
+
 class InfoReader:
     """Read infos of the records of one writer; warn once of each key that is not recorded.
 

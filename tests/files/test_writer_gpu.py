@@ -2,14 +2,128 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from rollout_data.writing.rollout_writer import RolloutWriter
+from rollout_data import RolloutWriter
+from storage.errors import SchemaError
 from tests.files.readback import trajectories_of
+from tests.test_device_calls import no_waits
+
+pytestmark = pytest.mark.gpu
+NUM_ENVS = 5
 
 
-@pytest.mark.gpu
+def steps_of(num_steps, generator_seed=0):
+    """Steps whose values tell where they are from, as a simulator on a GPU gives them, with rsl_rl's infos."""
+    generator = torch.Generator().manual_seed(generator_seed)
+    steps = []
+    for step in range(num_steps):
+        number = torch.arange(NUM_ENVS, dtype=torch.float32) + 100 * step
+        steps.append({
+            "observation": {"policy": number[:, None] + torch.arange(3), "depth": number[:, None] / 3},
+            "action": number[:, None].double() / 7,
+            "reward": number,
+            "done": torch.rand(NUM_ENVS, generator=generator) < 0.3,
+            "count": number.to(torch.int64),
+            "half": number.to(torch.bfloat16),
+            "infos": {
+                "time_outs": torch.rand(NUM_ENVS, generator=generator) < 0.5,
+                "final_obs": {"policy": number[:, None] + torch.arange(3) + 0.5, "depth": number[:, None] + 1},
+            },
+        })  # fmt: skip
+    return steps
+
+
+def on(device, value):
+    if isinstance(value, dict):
+        return {name: on(device, item) for name, item in value.items()}
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def equal_recordings(folder, other):
+    pairs = list(zip(trajectories_of(folder), trajectories_of(other), strict=True))
+    for expected, got in pairs:
+        assert (got.env, got.flags, got.length) == (expected.env, expected.flags, expected.length)
+        assert all((got.column(name) == expected.column(name)).all() for name in expected.fields)
+        assert (got.finals is None) == (expected.finals is None)
+        if expected.finals is not None:
+            assert all(np.array_equal(got.finals[name], rows) for name, rows in expected.finals.items())
+    return len(pairs)
+
+
+def test_recording_from_a_gpu_does_not_wait_and_records_what_the_cpu_records(any_device, tmp_path):
+    steps = steps_of(40)
+    with RolloutWriter(tmp_path / "cpu", NUM_ENVS, durable=False) as writer:
+        for step in steps:
+            writer.add(**step)
+    with RolloutWriter(tmp_path / "gpu", NUM_ENVS, durable=False) as writer:
+        for number, step in enumerate(steps):
+            values = on("cuda", step)
+            with no_waits():
+                writer.add(**values)
+            for leaf in (values["observation"]["policy"], values["reward"]):
+                leaf.fill_(torch.nan)  # the simulator goes on in the same memory
+            if number == 20:
+                assert writer.num_frames == 21 * NUM_ENVS
+    assert equal_recordings(tmp_path / "cpu", tmp_path / "gpu") > NUM_ENVS
+
+
+def test_memory_on_the_host_may_change_after_a_step_with_tensors_on_a_gpu(any_device, tmp_path):
+    steps = [{name: value for name, value in step.items() if name != "infos"} for step in steps_of(9)]
+    with RolloutWriter(tmp_path / "cpu", NUM_ENVS, durable=False) as writer:
+        for step in steps:
+            writer.add(**step, task=["walk"] * NUM_ENVS, policy_version=3)
+    reward = np.zeros(NUM_ENVS, np.float32)
+    tasks = ["walk"] * NUM_ENVS
+    with RolloutWriter(tmp_path / "gpu", NUM_ENVS, durable=False) as writer:
+        for step in steps:
+            reward[:] = step["reward"].numpy()
+            tasks[:] = ["walk"] * NUM_ENVS
+            writer.add(**{**on("cuda", step), "reward": reward}, task=tasks, policy_version=3)
+            reward[:] = np.nan
+            tasks[:] = ["run"] * NUM_ENVS
+    assert equal_recordings(tmp_path / "cpu", tmp_path / "gpu") >= NUM_ENVS
+
+
+@pytest.mark.parametrize("end", ["add", "flush", "close", "num_frames", "add_rollout", "host step"])
+def test_an_error_of_a_step_from_a_gpu_comes_late_and_costs_that_step_alone(any_device, tmp_path, end):
+    steps = [{name: value for name, value in step.items() if name != "infos"} for step in steps_of(6)]
+    good = [on("cuda", step) for step in steps]
+    writer = RolloutWriter(tmp_path / "gpu", NUM_ENVS, durable=False)
+    writer.add(**good[0])
+    writer.add(**{**good[1], "reward": torch.zeros(NUM_ENVS + 1, device="cuda")})
+    calls = {
+        "add": lambda: [writer.add(**good[0]) for _ in range(200)],
+        "flush": writer.flush,
+        "close": writer.close,
+        "num_frames": lambda: writer.num_frames,
+        "add_rollout": lambda: writer.add_rollout(**{
+            name: value[None] if isinstance(value, torch.Tensor) else {key: item[None] for key, item in value.items()}
+            for name, value in steps[2].items()
+        }),
+        "host step": lambda: writer.add(**steps[2]),
+    }  # fmt: skip
+    with pytest.raises(SchemaError, match=r"call RolloutWriter\.add with the field 'reward'"):
+        calls[end]()
+    if end != "close":
+        writer.add(**good[3])
+        writer.close()
+    recorded = sum(one.length for one in trajectories_of(tmp_path / "gpu")) // NUM_ENVS
+    assert recorded == 1 if end == "close" else recorded >= 2
+
+
+def test_a_full_queue_of_steps_waits_for_the_oldest_and_counts_it(cuda_device, tmp_path):
+    if cuda_device is None:
+        pytest.skip("a real device completes its copies when it does")
+    cuda_device.lateness = 1 << 40
+    with RolloutWriter(tmp_path, NUM_ENVS, durable=False) as writer:
+        for step in steps_of(5):
+            writer.add(**on("cuda", step))
+        assert writer.num_waits == 2  # three steps are on their way
+
+
 def test_tensors_on_a_gpu_are_recorded_like_those_on_the_cpu(tmp_path):
     generator = torch.Generator().manual_seed(0)
     depth = torch.rand(7, 5, 8, 8, generator=generator)

@@ -1,0 +1,168 @@
+"""Copy the tensors of steps from a CUDA device to the host while the simulation goes on.
+
+A step is packed into one block on the device and copied into a pinned buffer by one asynchronous copy. It is read once
+the copy has arrived, usually when the next step comes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from storage.core.memory import lasting
+
+#: Each tensor begins at a multiple of this many bytes in its block, so that it can be viewed as any dtype.
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of the device stood in a step: its number in the block."""
+
+    number: int
+
+
+@dataclass
+class _Copy:
+    """A step under way: its values with a `_Place` for each device tensor, and these tensors in the pinned buffer."""
+
+    values: Any
+    tensors: list[torch.Tensor]
+    buffer: torch.Tensor
+    arrived: torch.cuda.Event
+
+
+class LateSteps:
+    """Steps of which some tensors are on a CUDA device, first in first out.
+
+    Attributes:
+        MAX_STEPS: Steps that may be under way; a further one waits for the first of them.
+        num_waits: Times that the host waited for a copy.
+    """
+
+    MAX_STEPS = 3
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+        self._copies: deque[_Copy] = deque()
+        self._free_buffers: list[torch.Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def __len__(self) -> int:
+        """Count the steps under way."""
+        return len(self._copies)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a further step has to wait."""
+        return len(self._copies) == self.MAX_STEPS
+
+    @lasting
+    def send(self, values: Any) -> None:
+        """Copy a step. The caller may change its values afterwards.
+
+        Args:
+            values: Nested mappings, lists and tuples of tensors, arrays and other values. Tensors of one CUDA device
+                are copied asynchronously, in the order of the current stream; the rest is copied at once.
+        """
+        on_device: list[torch.Tensor] = []
+        held = _held(values, on_device)
+        starts = []
+        num_bytes = 0
+        for tensor in on_device:
+            starts.append(num_bytes)
+            num_bytes += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+        def parts(block: torch.Tensor) -> list[torch.Tensor]:
+            return [
+                block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                for start, tensor in zip(starts, on_device, strict=True)
+            ]
+
+        device = on_device[0].device
+        block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        torch._foreach_copy_(parts(block), on_device)
+        buffer = self._buffer(num_bytes)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Copied beside the current stream: the simulation does not stand behind the copy.
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            buffer[:num_bytes].copy_(block, non_blocking=True)
+        block.record_stream(self._stream)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(self._stream)
+        self._copies.append(_Copy(held, parts(buffer), buffer, arrived))
+
+    def receive(self, wait: bool) -> Any:
+        """Return the values of the first step under way, with its tensors in a pinned buffer on the host.
+
+        The buffer is used again by later calls of `send`: copy what has to last.
+
+        Args:
+            wait: Wait for the step. Otherwise return None if it has not arrived.
+        """
+        if not self._copies:
+            return None
+        first = self._copies[0]
+        if not first.arrived.query():  # type: ignore[no-untyped-call]
+            if not wait:
+                return None
+            self.num_waits += 1
+            first.arrived.synchronize()
+        self._copies.popleft()
+        self._free_buffers.append(first.buffer)
+        return _restored(first.values, first.tensors)
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        while self._free_buffers:
+            buffer = self._free_buffers.pop(0)
+            if buffer.nbytes >= num_bytes:
+                return buffer
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def has_device_tensors(values: Any) -> bool:
+    """Return whether nested mappings and lists hold a tensor of a CUDA device."""
+    if isinstance(values, torch.Tensor):
+        return _is_sent(values)
+    if isinstance(values, Mapping):
+        return any(map(has_device_tensors, values.values()))
+    return isinstance(values, (list, tuple)) and any(map(has_device_tensors, values))
+
+
+def _is_sent(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.layout == torch.strided
+
+
+def _held(value: Any, on_device: list[torch.Tensor]) -> Any:
+    """Copy nested values, but add the tensors of a device to a list and leave their places."""
+    if isinstance(value, torch.Tensor):
+        if not _is_sent(value):
+            return value.detach().clone()
+        on_device.append(value.detach())
+        return _Place(len(on_device) - 1)
+    if isinstance(value, Mapping):
+        return {name: _held(item, on_device) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_held(item, on_device) for item in value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.copy()
+    return copy.deepcopy(value)
+
+
+def _restored(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Put tensors back into their places."""
+    if isinstance(value, _Place):
+        return tensors[value.number]
+    if isinstance(value, dict):
+        return {name: _restored(item, tensors) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_restored(item, tensors) for item in value)
+    return value
