@@ -27,13 +27,17 @@ import sys
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rollout_data import RolloutDataset, RolloutWriter
 from storage import AdvancedReplayBuffer, DictBuffer, RolloutStorage
 from storage.core.fields import Field, Schema
 from storage.core.rows import lay_out
@@ -596,10 +600,76 @@ def prioritized_cases(num_rows: int, sizes: Sizes, device: torch.device) -> Iter
     )
 
 
+def file_cases(num_envs: int, sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Yield recording a step of all environments, and playing recorded trajectories from the device's memory."""
+    num_words = row_words(sizes)
+    row_bytes = num_words * 4
+    names = {"observation": "observation", "action": "action", "reward": "reward", "done": "terminated"}
+    rows = rows_of(num_envs, sizes, device)
+    step = {name: rows[row_name] for name, row_name in names.items()}
+
+    def copying() -> Call:
+        block = torch.empty(num_envs * row_bytes, dtype=torch.uint8, device=device)
+        pinned = torch.empty(num_envs * row_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return lambda: pinned.copy_(block, non_blocking=True)
+
+    def recording() -> Call:
+        opened = ExitStack()
+        folder = opened.enter_context(tempfile.TemporaryDirectory())
+        writer = opened.enter_context(RolloutWriter(folder, num_envs, durable=False, retention={"bytes": 1 << 28}))
+
+        def add() -> None:
+            writer.add(**step)
+
+        weakref.finalize(add, opened.close)
+        return add
+
+    yield Case(
+        "record a step",
+        (
+            Contender("pinned copy of the same bytes", copying, LIMIT),
+            Contender("RolloutWriter.add", recording, OURS),
+        ),
+        num_envs * row_bytes,
+    )
+
+    def playing(num_steps: int) -> Call:
+        opened = ExitStack()
+        folder = opened.enter_context(tempfile.TemporaryDirectory())
+        with RolloutWriter(folder, num_envs, durable=False) as writer:
+            for number in range(2 * NUM_STEPS):
+                is_last = number % 20 == 19
+                writer.add(**{**step, "done": torch.full((num_envs, 1), is_last, device=device)})
+        dataset = RolloutDataset(folder, num_envs, device=device, cache="device", dataset_loops=0)
+        dataset.reset()
+
+        def play() -> Any:
+            return dataset.get_batch(num_steps)
+
+        weakref.finalize(play, opened.close)
+        return play
+
+    for num_steps in (1, NUM_STEPS):
+        num_read = num_envs * (num_steps + 1)
+        yield Case(
+            f"play {num_steps} steps from the device's memory",
+            (
+                Contender(
+                    "index_select of packed rows",
+                    partial(bare_gather, num_read, num_envs * 2 * NUM_STEPS, num_words, device),
+                    LIMIT,
+                ),
+                Contender("RolloutDataset", partial(playing, num_steps), OURS),
+            ),
+            num_read * row_bytes,
+        )
+
+
 SECTIONS: dict[str, Callable[[int, Sizes, torch.device], Iterator[Case]]] = {
     "rollout": rollout_cases,
     "ring": ring_cases,
     "prioritized": prioritized_cases,
+    "files": file_cases,
 }
 
 

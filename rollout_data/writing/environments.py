@@ -50,6 +50,8 @@ class Simulator:
             raise UsageError(action, "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset))
         self.action = action
         self.env, self.num_envs, self.seen = env, 1 if self._is_single else int(num_envs), dict[str, Any]()
+        #: Where the env has its tensors; None where it has arrays.
+        self._device: torch.device | None = None
         self.name = str(getattr(_attribute(env, "spec"), "id", None) or type(getattr(env, "unwrapped", env)).__name__)
         self.is_over, self.infos = np.zeros(self.num_envs, bool), dict[str, Any]()
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
@@ -88,6 +90,8 @@ class Simulator:
         if privileged is None and not np.any(is_reset):
             privileged = self.seen.get("privileged_observation")
         if observation is not None:
+            leaf = _leaf(observation)
+            self._device = leaf.device if isinstance(leaf, torch.Tensor) else None
             self.seen = self.copied(_fields(observation, privileged))
         self.is_over &= True if is_reset is None else ~is_reset
         return observation
@@ -143,7 +147,7 @@ class Simulator:
 
     def executed(self, actions: Any) -> Any:
         """Give actions as the env takes them: tensors on its device, or arrays of its space's dtype and shape."""
-        if isinstance(_leaf(self.seen.get("observation")), torch.Tensor):
+        if self._device is not None:
             return mapped(self._as_env, actions)
         return _as_arrays(actions, _attribute(self.env, "action_space"), self._is_space_of_all)
 
@@ -160,7 +164,7 @@ class Simulator:
         """Tell rewards, terminated, truncated from privileged observations, rewards, dones."""
         if first is None or hasattr(self.env, "get_privileged_observations"):
             return False
-        return on_host(second).dtype.kind != "f" or on_host(third).dtype.kind == "f"
+        return not _is_floating(second) or _is_floating(third)
 
     def _told_mode(self, observation: Any, infos: Any) -> str:
         """Tell the autoreset mode from a step in which an episode ended."""
@@ -174,8 +178,7 @@ class Simulator:
         raise UsageError("record the end of an episode", f"of {self.name!r}", expected, got, advice)
 
     def _as_env(self, value: Any) -> Any:
-        example = _leaf(self.seen["observation"])
-        return torch.as_tensor(value, device=example.device) if isinstance(example, torch.Tensor) else value
+        return value if self._device is None else torch.as_tensor(value, device=self._device)
 
 
 def joined(infos: Any) -> Mapping[str, Any]:
@@ -263,6 +266,10 @@ def _named(tree: Any) -> Any:
     if isinstance(tree, tuple):
         tree = {str(number): item for number, item in enumerate(tree)}
     return {key: _named(item) for key, item in tree.items()} if hasattr(tree, "items") else tree
+
+
+def _is_floating(values: Any) -> bool:
+    return values.is_floating_point() if isinstance(values, torch.Tensor) else np.asarray(values).dtype.kind == "f"
 
 
 def _leaf(tree: Any) -> Any:

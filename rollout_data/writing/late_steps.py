@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ class _Copy:
     """A step under way: its values with a `_Place` for each device tensor, and these tensors in the pinned buffer."""
 
     values: Any
+    about: Any
     tensors: list[torch.Tensor]
     buffer: torch.Tensor
     arrived: torch.cuda.Event
@@ -64,12 +64,13 @@ class LateSteps:
         return len(self._copies) == self.MAX_STEPS
 
     @lasting
-    def send(self, values: Any) -> None:
+    def send(self, values: Any, about: Any = None) -> None:
         """Copy a step. The caller may change its values afterwards.
 
         Args:
             values: Nested mappings, lists and tuples of tensors, arrays and other values. Tensors of one CUDA device
                 are copied asynchronously, in the order of the current stream; the rest is copied at once.
+            about: Returned with the values, as it is.
         """
         on_device: list[torch.Tensor] = []
         held = _held(values, on_device)
@@ -92,18 +93,18 @@ class LateSteps:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Copied beside the current stream: the simulation does not stand behind the copy.
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             buffer[:num_bytes].copy_(block, non_blocking=True)
         block.record_stream(self._stream)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(self._stream)
-        self._copies.append(_Copy(held, parts(buffer), buffer, arrived))
+        self._copies.append(_Copy(held, about, parts(buffer), buffer, arrived))
 
-    def receive(self, wait: bool) -> Any:
-        """Return the values of the first step under way, with its tensors in a pinned buffer on the host.
+    def receive(self, wait: bool) -> tuple[Any, Any] | None:
+        """Return the values of the first step under way, with its tensors on the host, and what was sent about them.
 
-        The buffer is used again by later calls of `send`: copy what has to last.
+        Later calls of `send` write into the memory of these tensors: copy what has to last.
 
         Args:
             wait: Wait for the step. Otherwise return None if it has not arrived.
@@ -118,7 +119,7 @@ class LateSteps:
             first.arrived.synchronize()
         self._copies.popleft()
         self._free_buffers.append(first.buffer)
-        return _restored(first.values, first.tensors)
+        return _restored(first.values, first.tensors), first.about
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         while self._free_buffers:
@@ -132,7 +133,7 @@ def has_device_tensors(values: Any) -> bool:
     """Return whether nested mappings and lists hold a tensor of a CUDA device."""
     if isinstance(values, torch.Tensor):
         return _is_sent(values)
-    if isinstance(values, Mapping):
+    if hasattr(values, "items"):
         return any(map(has_device_tensors, values.values()))
     return isinstance(values, (list, tuple)) and any(map(has_device_tensors, values))
 
@@ -148,7 +149,7 @@ def _held(value: Any, on_device: list[torch.Tensor]) -> Any:
             return value.detach().clone()
         on_device.append(value.detach())
         return _Place(len(on_device) - 1)
-    if isinstance(value, Mapping):
+    if hasattr(value, "items"):
         return {name: _held(item, on_device) for name, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_held(item, on_device) for item in value)

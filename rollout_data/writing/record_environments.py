@@ -29,7 +29,9 @@ from ..blocks.annotation_table import TASK
 from ..blocks.block_folder import BlockFolder
 from ..blocks.block_header import TERMINATED, TRUNCATED
 from .environments import Simulator, joined, mapped, told
+from .late_steps import has_device_tensors
 from .rollout_writer import RolloutWriter
+from .step_infos import needed_infos
 
 _RECORD = "call rollout_data.record_demonstrations"
 #: Methods of an env that are recorded.
@@ -88,6 +90,9 @@ class RecordingWrapper(Owned):
     episode leaves an open trajectory. Actions are recorded in the dtype of the env's space. Noted of an episode are the
     `seed` of its reset, as it was given, the first text that infos have as `task` beside one of its observations, and
     the `success` that they tell of its last step. `close()` closes `rollout_writer`, the writer, then the env.
+
+    Steps of a simulator on a GPU are recorded without waiting for it, see `RolloutWriter.add`: a later call raises
+    their errors.
 
     Args:
         env: As for `record_demonstrations`.
@@ -207,6 +212,7 @@ def record_demonstrations(
             if have[0] >= goals[0] and have[1] >= goals[1]:
                 break
             observation, *_ = recorder.call("step", simulator.executed(act(observation)))
+            writer.settle()  # the loop asks what has ended and how much there is
             if (waiting := simulator.reset_arguments) is not None:
                 observation, *_ = recorder.call("reset", **waiting)
             num_steps += 1
@@ -259,7 +265,9 @@ class _Recorder:
         self._lengths, self._rewards = np.zeros(num_envs, np.int64), np.zeros(num_envs)
         self._has_succeeded, self._is_success_told = np.zeros(num_envs, bool), False
         self._sum_of_rewards, self._num_ended, self._num_dropped_in_a_row = 0.0, 0, 0
-        self._before, self._action = simulator.seen, None
+        #: What the env showed before the next step to be recorded, and the same of a step to come after a reset.
+        self._before, self._fresh = simulator.seen, simulator.seen
+        self._action: Any = None
         self._reset: Any = slice(None)
         self._seed: Any = None
         self._lacks_task = np.ones(num_envs, bool)
@@ -282,8 +290,9 @@ class _Recorder:
             self._seed = kwargs.get("seed")
         result = getattr(self.simulator.env, name)(*args, **kwargs)
         if name in ("step", "step_wait"):
-            self._add(result)
+            self._take(result)
         elif not name.endswith("_async"):
+            self.writer.settle()
             is_reset = np.zeros(len(self._lengths), bool)
             is_reset[self._reset] = name != "get_observations"
             if (cut := is_reset & (self._lengths > 0)).any():
@@ -291,8 +300,19 @@ class _Recorder:
                 self._clear(cut)
             self.simulator.see(result, is_reset)
             self.hear(self._seed, is_reset)
-            self._before = self.simulator.seen
+            self._fresh = self.simulator.seen
         return result
+
+    def _take(self, result: Any) -> None:
+        """Record a step; one with tensors on a GPU when it has arrived on the host."""
+        fresh, self._fresh = self._fresh, {}
+        if has_device_tensors((fresh, self._action, result)):
+            *values, infos = result
+            infos = needed_infos(infos, {*self._names, TASK, "final_info", "observations"})
+            self.writer.record_late((fresh, self._action, (*values, infos)), self._add)
+        else:
+            self.writer.settle()
+            self._add((fresh, self._action, result))
 
     def hear(self, seed: Any, is_reset: np.ndarray) -> None:
         """Keep what a reset of these envs, `[N]` bool, tells of the episodes that begin."""
@@ -320,7 +340,10 @@ class _Recorder:
         taken = {env: self._said.pop(env) for env in [*self._said] if is_present[env]}
         return [taken.get(env) for env in range(len(is_present))] if any(taken.values()) else None
 
-    def _add(self, result: Any) -> None:
+    def _add(self, step: tuple[dict[str, Any], Any, Any]) -> None:
+        fresh, action, result = step
+        if fresh:
+            self._before = fresh
         before, self._before = self._before, {}  # so that after an error no frame is missing in the middle
         if not before:
             raise UsageError("record a step", "", "reset() or get_observations() before it", "neither")
@@ -339,9 +362,9 @@ class _Recorder:
         self._clear(done)
         if (lacking := record.pop("lacks_final", None)) is not None:  # a record has them of all its ends or of none
             without = {name: value for name, value in record.items() if not name.startswith("final_")}
-            self.writer.add(**before, action=self._action, **without, env_mask=lacking, episode=self._taken(lacking))
+            self.writer.add(**before, action=action, **without, env_mask=lacking, episode=self._taken(lacking))
             record["env_mask"] = ~lacking
-        self.writer.add(**before, action=self._action, **record, episode=self._taken(record.get("env_mask", True)))
+        self.writer.add(**before, action=action, **record, episode=self._taken(record.get("env_mask", True)))
         self._hear_tasks(infos)
         self._before = self.simulator.seen
         if self._is_choosing and done.any():

@@ -113,7 +113,7 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
             is_close = (ratio >= 0.8 and (1 - ratio) * length < 3.5) or sorted(name) == sorted(known)
             if is_close and known not in name.split("_"):
                 text = f"{name!r} is recorded as an extra field: if {meant!r} was meant, give it by that name"
-                warnings.warn(text, RolloutDataWarning, stacklevel=4)
+                warnings.warn(text, RolloutDataWarning, stacklevel=5)
                 break
 
 

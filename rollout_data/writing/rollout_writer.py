@@ -14,7 +14,8 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -44,7 +45,6 @@ MAX_NUM_ENVS = 1 << 24
 #: Most environments have time limits of 1,000 steps: where nothing has ended in twice as many, ends are not told.
 MAX_STEPS_WITHOUT_END = 2000
 _MAKE = "create a RolloutWriter"
-_ADD = "call RolloutWriter.add"
 
 
 class RolloutWriter(Shown, Owned):
@@ -132,6 +132,8 @@ class RolloutWriter(Shown, Owned):
         self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, self.success_only, needed)
         self._infos = InfoReader(self.num_envs)
         self._late_steps = LateSteps()
+        #: When the late step that is being recorded was added; None while none is.
+        self._late_ns: int | None = None
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
@@ -256,7 +258,7 @@ class RolloutWriter(Shown, Owned):
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
         """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
         self._check_usable()
-        self._settle()
+        self.settle()
         leave_open = arguments.flag("call RolloutWriter.discard", "leave_open", leave_open)
         envs = np.unique(arguments.env_ids("call RolloutWriter.discard", "env_ids", env_ids, self.num_envs))
         self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
@@ -280,11 +282,11 @@ class RolloutWriter(Shown, Owned):
         if self not in _open_writers:
             return
         self._owner.check()
+        has_to_end = not (self._is_ended or self._publisher.failure)
+        late_error = self._record_late_steps() if has_to_end else None
         self._closed = True
-        late_error = None
         try:
-            if not (self._is_ended or self._publisher.failure):
-                late_error = self._record_late_steps()
+            if has_to_end:
                 self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                 self._hand_over()
                 self._is_ended = True
@@ -325,7 +327,7 @@ class RolloutWriter(Shown, Owned):
     @property
     def schema(self) -> Schema | None:
         """The fields, as the first record declared them; None before it."""
-        self._settle()
+        self.settle()
         return self._reader.schema
 
     def _enter_folder(self) -> list[DeadWriter]:
@@ -352,27 +354,44 @@ class RolloutWriter(Shown, Owned):
 
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
-        action = _ADD if is_step else "call RolloutWriter.add_rollout"
+        action = "call RolloutWriter.add" if is_step else "call RolloutWriter.add_rollout"
         values = given_values(action, transition, keywords)
-        if is_step and has_device_tensors(values):
-            self._send(values)
+        is_late = self._late_ns is not None
+        if is_step and not is_late and has_device_tensors(values):
+            if "infos" in values:
+                values["infos"] = needed_infos(values["infos"])
+            self.record_late(values, partial(self._record, action, is_step=True))
         else:
-            self._settle()
-            self._record(action, values, is_step, time.time_ns())
+            self.settle()
+            self._record(action, values, is_step)
 
-    def _send(self, values: dict[str, Any]) -> None:
-        """Begin to copy a step from a GPU, after recording those that have arrived."""
-        if "infos" in values:
-            values["infos"] = needed_infos(values["infos"])
+    def record_late(self, values: Any, record: Callable[[Any], None]) -> None:
+        """Copy values from a GPU without waiting, and record them when they have arrived, before any later step.
+
+        Args:
+            values: Nested mappings, lists and tuples with tensors on a GPU.
+            record: Called with these values, the tensors on the host, where a later call overwrites them; it may call
+                `add`.
+        """
+        self._check_usable()
         try:
             while (late := self._late_steps.receive(wait=self._late_steps.is_full)) is not None:
-                self._record(_ADD, *late)
+                self._record_late_step(*late)
         finally:  # an error of an earlier step costs that step alone
-            self._late_steps.send((values, True, time.time_ns()))
+            self._late_steps.send(values, (record, time.time_ns()))
 
-    def _settle(self) -> None:
+    def _record_late_step(self, values: Any, about: tuple[Callable[[Any], None], int]) -> None:
+        record, self._late_ns = about
+        try:
+            record(values)
+        finally:
+            self._late_ns = None
+
+    def settle(self) -> None:
         """Record all steps that are still on their way from a GPU; raise the error of one of them."""
         self._owner.check()
+        if self._late_ns is not None:  # called by one of them
+            return
         error = self._record_late_steps()
         if error is not None:
             raise error
@@ -382,12 +401,12 @@ class RolloutWriter(Shown, Owned):
         errors = []
         while (late := self._late_steps.receive(wait=True)) is not None:
             try:
-                self._record(_ADD, *late)
+                self._record_late_step(*late)
             except Exception as error:  # noqa: BLE001 - returned; the steps after it are recorded
                 errors.append(error)
         return errors[0] if errors else None
 
-    def _record(self, action: str, values: dict[str, Any], is_step: bool, time_ns: int) -> None:
+    def _record(self, action: str, values: dict[str, Any], is_step: bool) -> None:
         """Check a record and stage it."""
         infos, has_final = values.pop("infos", None), None
         if infos is not None:
@@ -407,7 +426,7 @@ class RolloutWriter(Shown, Owned):
             staging = self._staging_with_room()
             stop = min(num_steps, start + staging.room)
             part = rollout if stop - start == num_steps else rollout.steps(start, stop)
-            self._last_ns = max(self._last_ns + 1, time_ns)
+            self._last_ns = max(self._last_ns + 1, self._late_ns or time.time_ns())
             staging.put(part, self._last_ns)
             self._last_ns += stop - start - 1
             self._num_accepted += int(np.count_nonzero(part.marks))
@@ -423,10 +442,10 @@ class RolloutWriter(Shown, Owned):
             if self._counted().num_open_frames >= self._num_accepted:
                 steps = f"more than {MAX_STEPS_WITHOUT_END} steps in {str(self.data_dir)!r}"
                 text = f"no trajectory has ended in {steps}: say where they end"
-                warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=3)
+                warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=4)
 
     def _settled(self) -> Tally:
-        self._settle()
+        self.settle()
         return self._counted()
 
     def _counted(self) -> Tally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,12 @@ def are_infos(extras: Any) -> bool:
     return isinstance(extras, Mapping) and not _RECORDED.isdisjoint(extras)
 
 
-def needed_infos(infos: Any) -> Any:
-    """Return infos with None for the values that are not recorded; their names stay, for warnings."""
+def needed_infos(infos: Any, names: Container[str] = ()) -> Any:
+    """Return infos with None for the values that are neither recorded nor called one of `names`."""
     if isinstance(infos, Mapping):
-        return {key: value if str(key).removeprefix("_") in _RECORDED else None for key, value in infos.items()}
-    return [needed_infos(info) for info in infos] if isinstance(infos, list) else infos
+        is_needed = {key: (own := str(key).removeprefix("_")) in _RECORDED or own in names for key in infos}
+        return {key: value if is_needed[key] else None for key, value in infos.items()}
+    return [needed_infos(info, names) for info in infos] if isinstance(infos, list) else infos
 
 
 class InfoReader:
@@ -94,7 +95,7 @@ class InfoReader:
             self._warned_keys.update(keys)
             listed = ", ".join(map(repr, keys))
             text = f"infos have {listed}, which is not recorded: to keep a value, give it by a name of its own"
-            warnings.warn(text, RolloutDataWarning, stacklevel=5)
+            warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     def _ended(self, values: Mapping[str, Any], num_steps: int) -> np.ndarray | None:
         """Return where trajectories end, `[T, N]` bool; None if flags have a wrong size, which is found later."""

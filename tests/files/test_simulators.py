@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rollout_data import RecordingWrapper, RolloutDataset, WindowDataset, record_demonstrations
+from storage.core.memory import sent
 from storage.errors import RolloutDataWarning, UsageError
 from tests.files.readback import end_of, trajectories_of
 from tests.files.simulator_fakes import (
@@ -22,6 +23,7 @@ from tests.files.simulator_fakes import (
     Privileged,
     RslRl,
 )
+from tests.test_device_calls import no_waits
 
 #: Name -> (env, field of the state, whether there are privileged and final observations, options).
 FAKES = {
@@ -301,18 +303,60 @@ def test_a_wrapped_loop_goes_on_while_nothing_succeeds_yet(tmp_path):
         play(max_dropped=500)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_tensors_on_a_device_stay_there(tmp_path):
-    class OnDevice(ManiSkill):
+def on_a_gpu(make):
+    """Make a fake whose tensors are on a GPU; it makes them without waiting."""
+    env = make()
+
+    class OnDevice(type(env)):
         def given(self, array):
-            return super().given(array).cuda()
+            return sent(torch.from_numpy(np.array(array)), torch.device("cuda"))
 
         def advance(self, actions, envs=slice(None)):
             assert actions.is_cuda
             return super().advance(actions, envs)
 
-    env = OnDevice("torch")
-    record_demonstrations(
-        env, lambda state: state[:, 1:].cpu(), tmp_path, min_trajectories=6, show_progress=False, success_only=True
-    )
-    check(tmp_path, "maniskill", has_all=False)
+    env.__class__ = OnDevice
+    env.memory = env.memory.cuda()
+    return env
+
+
+#: Fakes that give tensors and reset their environments themselves.
+ON_A_GPU = ["isaac lab", "privileged", "maniskill", "rsl_rl", "old rsl_rl", "legged_gym", "tensors, next step"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+@pytest.mark.parametrize("lateness", [0, 12])
+def test_steps_on_a_gpu_are_recorded_without_waiting(cuda_device, tmp_path, name, lateness):
+    if cuda_device is not None:
+        cuda_device.lateness = lateness
+    make, _, _, _, options = FAKES[name]
+    env = on_a_gpu(make)
+    with RecordingWrapper(env, tmp_path, **options) as wrapper:
+        observation = wrapper.get_observations() if hasattr(env, "get_observations") else wrapper.reset()
+        for number in range(40):
+            state = observation[0] if isinstance(observation, tuple) else observation
+            while hasattr(state, "items"):
+                state = next(state[name] for name in ("policy", "state", "obs") if name in list(state.keys()))
+            with no_waits():
+                observation = wrapper.step(state[:, 1:])
+            if number in (0, 7):
+                assert wrapper.rollout_writer.num_frames > 0
+        num_frames = wrapper.rollout_writer.num_frames
+    assert sum(one.length for one in check(tmp_path, name)) == num_frames > 20 * N
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_tensors_on_a_gpu_stay_there(tmp_path, name):
+    make, _, _, _, options = FAKES[name]
+    env = on_a_gpu(make)
+
+    def policy(observation):
+        while hasattr(observation, "items"):
+            names = list(observation.keys())
+            observation = next(observation[name] for name in ("policy", "state", "obs") if name in names)
+        return observation[:, 1:].cpu()
+
+    record_demonstrations(env, policy, tmp_path, min_trajectories=6, show_progress=False, **options)
+    check(tmp_path, name)
