@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from storage.core import arguments
+from storage.core.late_copies import has_device_tensors
 from storage.core.memory import as_given, on_host
 from storage.core.threads import Owned, Owner
 from storage.errors import RolloutDataWarning, UsageError
@@ -29,7 +30,6 @@ from ..blocks.annotation_table import TASK
 from ..blocks.block_folder import BlockFolder
 from ..blocks.block_header import TERMINATED, TRUNCATED
 from .environments import Simulator, joined, mapped, told
-from .late_steps import has_device_tensors
 from .rollout_writer import RolloutWriter
 from .step_infos import needed_infos
 

@@ -23,6 +23,7 @@ import torch
 
 from storage.core import arguments
 from storage.core.fields import Schema
+from storage.core.late_copies import LateCopies, has_device_tensors
 from storage.core.memory import BufferPool
 from storage.core.shown import Shown
 from storage.core.threads import Owned
@@ -32,7 +33,6 @@ from ..blocks.block_header import DATA, DROPPED, OPEN, layouts_of
 from ..blocks.folder_metadata import Metadata, publish_metadata
 from .annotation_checks import NoteCount
 from .block_publisher import BlockPublisher, check_storable
-from .late_steps import LateSteps, has_device_tensors
 from .record_inputs import given_values, keywords_of, unpack_storage, warn_of_misspellings
 from .retention import checked_limits
 from .rollout_records import RolloutReader, nonfinite_rewards
@@ -131,7 +131,7 @@ class RolloutWriter(Shown, Owned):
         needed = [name for name, is_absent in may_lack.items() if not is_absent]
         self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, self.success_only, needed)
         self._infos = InfoReader(self.num_envs)
-        self._late_steps = LateSteps()
+        self._late_steps = LateCopies()
         #: When the late step that is being recorded was added; None while none is.
         self._late_ns: int | None = None
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)

@@ -1,7 +1,7 @@
-"""Copy the tensors of steps from a CUDA device to the host while the simulation goes on.
+"""Copy nested values with tensors from a CUDA device to the host while the program goes on.
 
-A step is packed into one block on the device and copied into a pinned buffer by one asynchronous copy. It is read once
-the copy has arrived, usually when the next step comes.
+The tensors are packed into one block on the device, which one asynchronous copy brings into a pinned buffer. The values
+are read once the copy has arrived.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.core.memory import lasting
+from .memory import lasting
 
 #: Each tensor begins at a multiple of this many bytes in its block, so that it can be viewed as any dtype.
 _ALIGNMENT_BYTES = 16
@@ -22,14 +22,14 @@ _ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor of the device stood in a step: its number in the block."""
+    """Where a tensor of the device stood among the values: its number in the block."""
 
     number: int
 
 
 @dataclass
 class _Copy:
-    """A step under way: its values with a `_Place` for each device tensor, and these tensors in the pinned buffer."""
+    """Values under way: with a `_Place` for each device tensor, and these tensors in the pinned buffer."""
 
     values: Any
     about: Any
@@ -38,15 +38,15 @@ class _Copy:
     arrived: torch.cuda.Event
 
 
-class LateSteps:
-    """Steps of which some tensors are on a CUDA device, first in first out.
+class LateCopies:
+    """Values of which some tensors are on a CUDA device, first in first out.
 
     Attributes:
-        MAX_STEPS: Steps that may be under way; a further one waits for the first of them.
+        MAX_COPIES: Copies that may be under way; before a further one the first has to be received.
         num_waits: Times that the host waited for a copy.
     """
 
-    MAX_STEPS = 3
+    MAX_COPIES = 3
 
     def __init__(self) -> None:
         self.num_waits = 0
@@ -55,17 +55,17 @@ class LateSteps:
         self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
-        """Count the steps under way."""
+        """Count the copies under way."""
         return len(self._copies)
 
     @property
     def is_full(self) -> bool:
-        """Whether a further step has to wait."""
-        return len(self._copies) == self.MAX_STEPS
+        """Whether no further copy may begin."""
+        return len(self._copies) == self.MAX_COPIES
 
     @lasting
     def send(self, values: Any, about: Any = None) -> None:
-        """Copy a step. The caller may change its values afterwards.
+        """Begin to copy values. The caller may change them afterwards.
 
         Args:
             values: Nested mappings, lists and tuples of tensors, arrays and other values. Tensors of one CUDA device
@@ -92,7 +92,7 @@ class LateSteps:
         buffer = self._buffer(num_bytes)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Copied beside the current stream: the simulation does not stand behind the copy.
+        # On a stream of its own: later work of the current stream does not stand behind the copy.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             buffer[:num_bytes].copy_(block, non_blocking=True)
@@ -102,12 +102,12 @@ class LateSteps:
         self._copies.append(_Copy(held, about, parts(buffer), buffer, arrived))
 
     def receive(self, wait: bool) -> tuple[Any, Any] | None:
-        """Return the values of the first step under way, with its tensors on the host, and what was sent about them.
+        """Return the first values under way, with their tensors on the host, and what was sent about them.
 
         Later calls of `send` write into the memory of these tensors: copy what has to last.
 
         Args:
-            wait: Wait for the step. Otherwise return None if it has not arrived.
+            wait: Wait for the copy. Otherwise return None if it has not arrived.
         """
         if not self._copies:
             return None
