@@ -599,6 +599,12 @@ def can_be_filled(field: Field, depth: Collection[str] = ()) -> bool:
     return field.dtype in _FLOATS and not is_picture
 
 
+def has_unknown_end(episode: EpisodeToWrite) -> bool:
+    """Return whether the source does not tell how the episode ended."""
+    ends = episode.terminated, episode.truncated
+    return None in ends and not any(ends) and not has_open_end(episode)
+
+
 def has_open_end(episode: EpisodeToWrite) -> bool:
     """Return whether the recording stopped before the episode ended, as far as the source tells."""
     ends = episode.terminated, episode.truncated

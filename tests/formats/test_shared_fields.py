@@ -104,6 +104,78 @@ def test_an_episode_without_an_end_has_every_dataset_in_robomimic(tmp_path):
     assert back[0].final_observation is not None and back[1].final_observation is None, "it was not recorded"
 
 
+#: Format -> name of the target, what `changes` says of an unknown end, flags that stand for it in the target.
+END_FLAGS = {
+    "robomimic": ("x.hdf5", "`dones` is 0 in all steps: the end of the episode is not known", ["dones"]),
+    "minari": (
+        "lab/x-v0",
+        "neither terminated nor truncated, as the end is not known",
+        ["terminations", "truncations"],
+    ),
+    "d4rl": ("x.hdf5", "the end, which is unknown, is written as a timeout", ["terminals", "timeouts"]),
+    "lerobot": ("x", "'next.done' is False in episodes that do not tell it", ["next.done"]),
+    "trajectory-folders": (
+        "x",
+        "`dones` and `timeouts` are False in all steps: the end of the episode is not known",
+        ["dones", "timeouts"],
+    ),
+}
+ENDS = [(True, False), (None, None), (False, True), (None, None)]
+
+
+def record_ends(folder: Path) -> Any:
+    """Record four episodes with a final observation in RLinf's files, of which the second and fourth tell no end."""
+    convert(record(folder / "ours", [3, 4, 2, 5]), folder / "source", "rlinf")
+    for number, (terminated, truncated) in enumerate(ENDS):
+        path = folder / "source" / f"trajectory_{number}_recorded.pt"
+        block = torch.load(path, weights_only=True)
+        flags = block.pop("terminations"), block.pop("truncations")
+        if terminated is not None:
+            block |= {"terminations": flags[0] & terminated, "truncations": block["dones"] & truncated}
+        torch.save(block, path)
+    source = rollout_data.open(folder / "source")
+    assert [(one.terminated, one.truncated) for one in source] == ENDS
+    return source
+
+
+@pytest.mark.parametrize("name", END_FLAGS)
+def test_flags_of_an_unknown_end_are_named_in_changes_and_in_the_target(tmp_path, name):
+    source = record_ends(tmp_path)
+    place, change, flags = END_FLAGS[name]
+    options = {"fps": 10} if name == "lerobot" else {}
+    unknown = [source.ids[1], source.ids[3]]
+    assert convert(source, tmp_path / place, name, **options).changes[change] == unknown
+    back = rollout_data.open(tmp_path / place)
+    if name == "trajectory-folders":
+        noted = json.loads((tmp_path / place / "metadata.json").read_text())["absent_fields"]
+        assert noted == {"trajectory_1": flags, "trajectory_3": flags} and "absent_fields" not in back.metadata
+    else:
+        assert [one.metadata.get("absent_fields") for one in back] == [None, flags, None, flags]
+    if name in ("minari", "d4rl", "trajectory-folders"):
+        assert [(one.terminated, one.truncated) for one in back] == ENDS
+        assert [one.metadata.get("ends") for one in back] == [None] * 4
+        part = convert(back.select([back.ids[1], back.ids[2]]), tmp_path / "part" / place, name).changes
+        assert part[change] == [back.ids[1]]
+        again = rollout_data.open(tmp_path / "part" / place)
+        assert [(one.terminated, one.truncated) for one in again] == ENDS[1:3]
+    elif name == "robomimic":
+        told = rollout_data.open(tmp_path / place, terminated_from_dones=True)
+        assert [one.terminated for one in told] == [True, None, False, None]
+
+
+def test_an_open_end_that_d4rl_writes_as_a_timeout_is_named_and_stays_open(tmp_path):
+    convert(record(tmp_path / "ours", [3, 4], is_open=True), tmp_path / "m", "minari")
+    source = rollout_data.open(tmp_path / "m")
+    assert [(one.terminated, one.truncated) for one in source] == [(True, False), (False, False)]
+    changes = convert(source, tmp_path / "x.hdf5", "d4rl").changes
+    assert changes["the open end is written as a timeout"] == source.ids[1:]
+    with h5py.File(tmp_path / "x.hdf5") as file:
+        assert file["timeouts"][:].tolist() == [False] * 5 + [True]
+        assert json.loads(file["metadata/absent_fields"][()]) == {"1": ["timeouts"]}
+    back = rollout_data.open(tmp_path / "x.hdf5")
+    assert [(one.terminated, one.truncated) for one in back] == [(True, False), (False, False)]
+
+
 def test_dones_are_in_every_demo_where_the_ends_are_not_known(tmp_path):
     source = record(tmp_path / "ours", [4, 3])
     convert(source, tmp_path / "le", "lerobot", fps=10)
@@ -186,7 +258,9 @@ def test_every_demo_has_every_field_and_nothing_is_made_up_but_false_and_nan(tmp
             ]
         back = rollout_data.open(tmp_path / f"{name}.hdf5")
         noted = [one.metadata.get("absent_fields") for one in back]
-        assert [noted[0], sorted(noted[1]), noted[2]] == [None, ["is_held", "observation/touch"], None]
+        ends = ["dones"] if name == "robomimic" else []
+        lacking = [ends or None, [*ends, "is_held", "observation/touch"], ends or None]
+        assert [noted[0], sorted(noted[1]), noted[2]] == lacking
         convert(back, tmp_path / f"{name}2.hdf5", name)
         assert sorted(rollout_data.open(tmp_path / f"{name}2.hdf5")[1].metadata["absent_fields"]) == sorted(noted[1])
 
@@ -209,9 +283,11 @@ def test_d4rl_and_minari_note_the_fields_that_were_filled(tmp_path):
         assert file["observations"].shape == (12, 5) and np.isnan(file["observations"][4:8, 3:]).all()
         assert file["infos/is_held"][:].tolist() == [True, False] * 2 + [False] * 4 + [True, False] * 2
         noted = json.loads(file["metadata/absent_fields"][()])
-    assert {number: sorted(names) for number, names in noted.items()} == {"1": ["is_held", "observation/touch"]}
+    ends = ["terminals", "timeouts"]
+    lacking = {"0": ends, "1": ["is_held", "observation/touch", *ends], "2": ends}
+    assert {number: sorted(names) for number, names in noted.items()} == lacking
     back = [one.metadata.get("absent_fields") for one in rollout_data.open(tmp_path / "d.hdf5")]
-    assert back == [None, noted["1"], None]
+    assert back == [noted["0"], noted["1"], noted["2"]]
     changes = convert(source, tmp_path / "m", "minari", missing_reward=0.0).changes
     assert changes["field 'observation/touch' is NaN in episodes that lack it"] == ["demo_1"]
     back = rollout_data.open(tmp_path / "m")
@@ -253,7 +329,9 @@ def test_trajectory_folders_fill_floats_and_count_what_float32_changes(tmp_path)
     assert len({tuple(sorted(chunk)) for chunk in chunks}) == 1
     assert np.isnan(chunks[1]["obs_touch"]).all() and chunks[2]["obs_touch"][:, 0].tolist() == [20, 21, 22, 23]
     noted = json.loads((tmp_path / "t" / "metadata.json").read_text())["absent_fields"]
-    assert noted == {"trajectory_1": ["observation/touch"]} and len(source) == 3
+    ends = ["dones", "timeouts"]
+    lacking = {"trajectory_0": ends, "trajectory_1": ["observation/touch", *ends], "trajectory_2": ends}
+    assert noted == lacking and len(source) == 3
     assert changes["the field 'is_held' is left out"] == ["demo_0", "demo_2"]
 
 

@@ -50,7 +50,7 @@ class Reader(FlatReader):
             for group in _groups(file):
                 self._take_group(file, group)
         noted = parsed(self.metadata.pop(ABSENT, None), ABSENT)
-        return [_with_absent_fields(info, noted.get(info.name)) for info in self._cut()]
+        return [_without_absent(info, noted.get(info.name)) for info in self._cut()]
 
     def _take_group(self, file: OpenFile, group: str) -> None:
         found = {path: one for path, one in file.survey(group).items() if path != f"{_METADATA}{NOTE_DATASET}"}
@@ -83,9 +83,18 @@ class Reader(FlatReader):
         return self.cut(ends_of(terminated | truncated), terminated, truncated)
 
 
-def _with_absent_fields(info: EpisodeInfo, names: Any) -> EpisodeInfo:
-    """Return an episode with the names of fields that it lacked when it was written."""
-    return replace(info, metadata={**info.metadata, ABSENT: names}) if isinstance(names, list) else info
+def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
+    """Return an episode with the names of fields that it lacked when it was written, and without flags that it lacked.
+
+    A timeout that is noted as absent only separates the episode from the next one: the end is open, or unknown if the
+    note names `terminals` too.
+    """
+    if not isinstance(names, list):
+        return info
+    if "timeouts" in names:
+        flag = None if "terminals" in names else False
+        info = replace(info, terminated=flag, truncated=flag)
+    return replace(info, metadata={**info.metadata, ABSENT: names})
 
 
 def _groups(file: OpenFile) -> list[str]:

@@ -17,7 +17,7 @@ from storage.errors import UsageError
 
 from ...sources.episode_reader import ABSENT
 from ...writing.conversion_record import NOTE_DATASET, ConversionNote
-from ..episode_writer import Array, EpisodeToWrite, finals_of, shared_fields
+from ..episode_writer import Array, EpisodeToWrite, finals_of, has_open_end, has_unknown_end, shared_fields
 from .hdf5_writer import Hdf5Writer, Rows, written_dtype
 
 _FLAT = {"observation": "observations", "action": "actions", "reward": "rewards"}
@@ -56,10 +56,17 @@ class Writer(Hdf5Writer):
         following = {"next_observations": form["observations"]} if form and self._has_next else {}
         rows = {**form, **flags, **following}
         datasets = {name: (dtype, (num_rows, *shape)) for name, (dtype, shape) in rows.items()}
-        absent = {number: self._fields.absent(episode) for number, episode in enumerate(self.episodes)}
+        absent = {number: self._absent(episode) for number, episode in enumerate(self.episodes)}
         noted = json.dumps({str(number): names for number, names in absent.items() if names})
         contents = {f"metadata/{ABSENT}": np.bytes_(noted.encode())} if any(absent.values()) else {}
         return self.make_file(datasets, contents, {"/": {}})
+
+    def _absent(self, episode: EpisodeToWrite) -> list[str]:
+        """Return the fields and flags that an episode lacks; a timeout that only separates episodes is none."""
+        flags = ["terminals", "timeouts"] if has_unknown_end(episode) else []
+        if has_open_end(episode):
+            flags = ["timeouts"]
+        return [*self._fields.absent(episode), *flags]
 
     def _form(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Return dtype and shape of a row of each dataset.
@@ -138,8 +145,8 @@ class Writer(Hdf5Writer):
             self._file.write("next_observations", self._joined(episode, rows), first)
         lost = "the observation after the last step is left out, as not all episodes have one"
         self.changed(lost, episode, episode.final and not self._has_next)
-        is_unknown = episode.terminated is None and episode.truncated is None
-        self.changed("the end, which is unknown, is written as a timeout", episode, is_unknown)
+        self.changed("the end, which is unknown, is written as a timeout", episode, has_unknown_end(episode))
+        self.changed("the open end is written as a timeout", episode, has_open_end(episode))
         joined = f"the parts of the observation are joined: {', '.join(names)}"
         self.changed(joined, episode, names != ["observation"])
         lost = "texts and metadata of episodes are left out"

@@ -16,7 +16,7 @@ import numpy as np
 
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning
 
-from ...sources.episode_reader import EpisodeInfo
+from ...sources.episode_reader import ABSENT, EpisodeInfo
 from ..input_checks import parse_json
 from .flattened_names import OBS_NAMES, REPEATED, flat_key
 from .hdf5_datasets import OpenFile, matches
@@ -120,7 +120,8 @@ class Reader(Hdf5Reader):
         if isinstance(repeated, list):
             names = [self._obs_names.get(key, key) for key in map(str, repeated)]
             found["repeated"] = {"observation", *(f"observation/{one}" for one in names)}
-        if self.options.get("terminated_from_dones"):
+        is_told = "dones" not in (told.get(ABSENT) or ())
+        if self.options.get("terminated_from_dones") and is_told:
             found["terminated"] = self.flag(file, node, "dones", length)
         return found
 

@@ -19,7 +19,16 @@ from storage.errors import UsageError
 
 from ...sources.episode_reader import ABSENT
 from ...writing.conversion_record import ConversionNote
-from ..episode_writer import Array, EpisodeToWrite, SharedFields, finals_of, has_open_end, plain, shared_fields
+from ..episode_writer import (
+    Array,
+    EpisodeToWrite,
+    SharedFields,
+    finals_of,
+    has_open_end,
+    has_unknown_end,
+    plain,
+    shared_fields,
+)
 from .flattened_names import OBS_NAMES, REPEATED, flat_key
 from .hdf5_writer import Hdf5Writer, Rows, written_dtype
 
@@ -188,10 +197,9 @@ class Writer(Hdf5Writer):
 
     def _dones(self, episode: EpisodeToWrite) -> Array:
         """Return the `dones` of an episode, or 1 in its last row if it was terminated."""
-        field = episode.schema.get("dones")
-        if field is not None and field.num_elements == 1:
+        if _has_dones(episode):
             return self.cast(episode.read("dones"), np.dtype("<i8"), "dones", episode).reshape(-1)
-        self.changed("the field 'dones' is left out: it has several values a step", episode, field is not None)
+        self.changed("the field 'dones' is left out: it has several values a step", episode, "dones" in episode.schema)
         if not episode.terminated and not episode.truncated:
             why = "the episode has no end" if has_open_end(episode) else "the end of the episode is not known"
             self.changed(f"`dones` is 0 in all steps: {why}", episode)
@@ -239,7 +247,10 @@ class Writer(Hdf5Writer):
         told = {name: value for name, value in told.items() if name not in (ABSENT, REPEATED)}
         if self._demos[episode.id] != episode.id:
             told["id"] = episode.id
-        if absent := self._fields.absent(episode):
+        absent = self._fields.absent(episode)
+        if self.writes_dones and has_unknown_end(episode) and not _has_dones(episode):
+            absent = [*absent, "dones"]
+        if absent:
             told[ABSENT] = absent
         observations = (field for field, _ in self.columns(episode) if self._has_next(field))
         lacking = [field.name for field in observations if field.name not in episode.final]
@@ -269,6 +280,10 @@ class Writer(Hdf5Writer):
         self.changed(f"how an episode ended is left out{self.but_dones}", episode, tells_end)
         lost_final = episode.final and not self._writes_next
         self.changed("the observation after the last step is left out", episode, lost_final)
+
+
+def _has_dones(episode: EpisodeToWrite) -> bool:
+    return "dones" in episode.schema and episode.schema["dones"].num_elements == 1
 
 
 def _env_name(options: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:

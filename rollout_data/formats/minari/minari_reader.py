@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
 from ..encoded_images import picture_format
 from ..hdf5.hdf5_datasets import OpenFile, matches
-from ..hdf5.hdf5_episodes import Hdf5Reader, LayoutMaker, is_encoded
+from ..hdf5.hdf5_episodes import Hdf5Reader, LayoutMaker, absent_fields, is_encoded
 from ..input_checks import file_inside
 from .minari_metadata import ENDS, MAIN_FILE, STEP_FIELDS, check_totals, data_folder, describe
 from .minari_tables import TableReader
@@ -52,6 +52,13 @@ class GroupReader(Hdf5Reader):
             self.metadata = {**self._about.metadata, **self.metadata}
             names = file.numbered("", _EPISODE)
         return check_totals(self, self.checked_some(self.collect(path, "", names), "an episode"))
+
+    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        ends = super().about(file, node, length)
+        if not any(ends.values()):  # most episodes have an end: their attributes need not be read
+            lacking = absent_fields(file.attribute(node, ABSENT)).get(ABSENT, ())
+            ends |= {ours: None for name, ours in ENDS.items() if name in lacking}
+        return ends
 
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
         # Raw pictures have more axes.

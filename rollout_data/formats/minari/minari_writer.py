@@ -21,7 +21,7 @@ from storage.errors import UsageError
 from ...sources.episode_reader import ABSENT
 from ...writing.conversion_record import ConversionNote
 from ...writing.target_files import file_sum
-from ..episode_writer import EpisodeToWrite, SharedFields, finals_of, occupied, shared_fields
+from ..episode_writer import EpisodeToWrite, SharedFields, finals_of, has_unknown_end, occupied, shared_fields
 from ..hdf5.hdf5_writer import Hdf5Writer, Rows, written_dtype
 
 _HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
@@ -87,6 +87,8 @@ class Writer(Hdf5Writer):
                     "write", f"episode {episode.id!r} as Minari", "one reward a step", "none or several", advice
                 )
             absent = self._fields.absent(episode)
+            if length == episode.length and has_unknown_end(episode):
+                absent += _FLAGS
             datasets |= {f"{group}/{name}": (np.dtype(bool), (length,)) for name in _FLAGS}
             datasets[f"{group}/rewards"] = np.dtype("<f8"), (length,)
             for field in self._fields.schema.values():
@@ -149,7 +151,7 @@ class Writer(Hdf5Writer):
         is_whole = length == episode.length
         for at, flag in zip(_FLAGS, (episode.terminated, episode.truncated), strict=True):
             self._file.write(f"{self._groups[episode.id]}/{at}", is_last & (bool(flag) and is_whole))
-        is_unknown = not is_whole or (episode.terminated is None and episode.truncated is None)
+        is_unknown = not is_whole or has_unknown_end(episode)
         self.changed("neither terminated nor truncated, as the end is not known", episode, is_unknown)
         lost = episode.texts or episode.task or episode.metadata.keys() - {"seed"}
         self.changed("texts and metadata of episodes are left out, but for the seed", episode, lost)

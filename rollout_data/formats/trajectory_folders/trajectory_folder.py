@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import itemgetter
@@ -25,11 +25,13 @@ from storage.core.fields import Field, Schema
 from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, nearest
 
-from ...blocks.block_header import DATA, FRAGMENT_DTYPE, layouts_of
+from ...blocks.block_header import DATA, END_UNKNOWN, FRAGMENT_DTYPE, OPEN, layouts_of
+from ...sources.episode_reader import ABSENT
 from .pickled_arrays import TruncatedPickleError
 from .trajectory_chunks import (
     ACTIONS,
     COMPONENT_PREFIX,
+    DONES,
     OBSERVATIONS,
     PRIVILEGED,
     REWARDS,
@@ -42,7 +44,15 @@ from .trajectory_chunks import (
     open_chunk,
     scan_chunk,
 )
-from .trajectory_listing import MAPPING, METADATA_NAME, SEGMENTS, ChunkFile, list_trajectory_folders, read_metadata
+from .trajectory_listing import (
+    MAPPING,
+    METADATA_NAME,
+    SEGMENTS,
+    ChunkFile,
+    TrajectoryFolder,
+    list_trajectory_folders,
+    read_metadata,
+)
 
 _FIELD_OF_KEY = {
     OBSERVATIONS: "observation",
@@ -121,6 +131,7 @@ def scan_trajectory_folder(
     signature, schema, contradictions = _fields(chunks, metadata, data_dir / METADATA_NAME, previous)
     problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
     joined: list[_Joined] = []
+    endless = _folders_without_end(metadata.pop(ABSENT, None), folders)
     for folder in folders:
         good = []
         for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
@@ -141,9 +152,24 @@ def scan_trajectory_folder(
         if kept:
             fragments, chunk_of, cut_problems = cut_trajectories(folder.path, kept)
             problems += cut_problems
+            if folder.path in endless:
+                fragments["flags"] |= np.where(fragments["flags"] & OPEN, END_UNKNOWN, 0).astype(np.uint32)
             order = kept[-1].file.mtime_ns, folder.number, str(folder.path)
             joined.append((order, kept, fragments, chunk_of))
     return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable, signature)
+
+
+def _folders_without_end(noted: Any, folders: Sequence[TrajectoryFolder]) -> set[Path]:
+    """Return the folders whose `dones` were filled by a conversion, as its source did not tell the end.
+
+    Args:
+        noted: Name of a folder -> fields and flags that its episode lacked. The names mean nothing for several sets.
+        folders: All folders.
+    """
+    if not isinstance(noted, dict) or len({folder.path.parent for folder in folders}) != 1:
+        return set()
+    lists = {name: names for name, names in noted.items() if isinstance(names, list)}
+    return {folder.path for folder in folders if DONES in lists.get(folder.path.name, ())}
 
 
 def _fields(

@@ -21,7 +21,17 @@ from storage.core.fields import Schema
 from storage.errors import UsageError
 
 from ...sources.episode_reader import ABSENT
-from ..episode_writer import DERIVED, Array, EpisodeToWrite, ForeignWriter, SharedFields, plain, shared_fields
+from ..episode_writer import (
+    DERIVED,
+    Array,
+    EpisodeToWrite,
+    ForeignWriter,
+    SharedFields,
+    has_unknown_end,
+    plain,
+    shared_fields,
+)
+from .trajectory_chunks import DONES, TIMEOUTS
 
 _KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
 #: The codec of this layout: uint8 counts of 1/255.
@@ -151,7 +161,13 @@ class Writer(ForeignWriter):
         has_end = bool(episode.terminated) or bool(episode.truncated)
         chunk["dones"] = (is_last & has_end).astype(np.uint8)[:, None]
         chunk["timeouts"] = is_last & bool(episode.truncated)
+        what = "`dones` and `timeouts` are False in all steps: the end of the episode is not known"
+        self.changed(what, episode, has_unknown_end(episode))
         return chunk
+
+    def _absent(self, episode: EpisodeToWrite) -> list[str]:
+        """Return the fields and flags that an episode lacks."""
+        return [*self._fields.absent(episode), *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ())]
 
     def _narrowed(self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False) -> Array:
         """Give what the original reader takes: float32, or bytes of a coded component."""
@@ -183,7 +199,7 @@ class Writer(ForeignWriter):
             "total_timesteps": sum(one.length for one in episodes),
             "total_trajectories": len(episodes),
         }
-        absent = {self._folders[one.id].name: self._fields.absent(one) for one in episodes}
+        absent = {self._folders[one.id].name: self._absent(one) for one in episodes}
         if noted := {folder: names for folder, names in absent.items() if names}:
             about[ABSENT] = noted
         if components:
