@@ -132,7 +132,7 @@ class AsyncCheckpointSaver(Owned):
         """
         self._owner.check()
         target = arguments.path("save the checkpoint", "", path).absolute()  # the process may go elsewhere
-        check_level(level)
+        level = check_level("save the checkpoint", level)
         compress = arguments.flag("save the checkpoint", "compress", compress)
         weights_only = arguments.flag("save the checkpoint", "weights_only", weights_only)
         text = None if meta is None else _to_json(meta, target)

@@ -58,7 +58,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         tensordict: Nested mapping, or a `TensorDict`; what is not compressed is kept as it is, not copied.
         compress_keys: Which leaves: names with "/" between levels, or tuples of keys. A name of an inner
             mapping stands for all tensors below it.
-        level: Of LZ4: 0 fast, up to 16 smaller and slower to make, below 0 faster.
+        level: Of LZ4: 0 fast, up to 16 smaller and slower to make.
         cache: How many decoded leaves are kept, those used last; 0 for none.
         missing_ok: Ignore names that the record lacks.
         device: Where tensors are given; None for where each was.
@@ -81,7 +81,8 @@ class CompressedTensorDict(Mapping[str, Any]):
         missing_ok: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self.level, self.cache = check_level(level), whole("compress tensors", "a cache", cache, 0)
+        self.level = check_level("compress tensors", level)
+        self.cache = whole("compress tensors", "a cache", cache, 0)
         self._device = arguments.optional_device("compress tensors", "device", device)
         self._lock = threading.Lock()
         self._decoded: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -91,7 +92,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         leaves = flatten(tensordict)
         chosen = _chosen(leaves, compress_keys, flag("compress tensors", "missing_ok", missing_ok))
         #: Flat name -> `_Packed`, or the leaf itself.
-        self._leaves = {name: _pack(leaf, level) if name in chosen else leaf for name, leaf in leaves.items()}
+        self._leaves = {name: _pack(leaf, self.level) if name in chosen else leaf for name, leaf in leaves.items()}
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Any:
         """Give a leaf, decoded, or the dict below a key. A `KeyError` lists the keys there are."""
@@ -207,7 +208,7 @@ class CompressedDataCollector:
             raise UsageError(action, "", "base_collector as an iterable", type(base_collector).__name__)
         self.base_collector = base_collector
         self.compress = flag(action, "compress", compress)
-        self.level = check_level(level)
+        self.level = check_level(action, level)
         if compress_keys is not None:
             arguments.instance(action, "compress_keys", compress_keys, "as names of leaves", Iterable)
         is_one = compress_keys is None or isinstance(compress_keys, str)

@@ -28,7 +28,7 @@ from ..core.threads import each_part
 from ..errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
 from .codecs import ChunkCodec, chunk_codec, chunk_frames, most_chunk_frames
 from .lz4 import MAGIC as LZ4_MAGIC
-from .lz4 import MAX_LEVEL, decode_exactly
+from .lz4 import check_level, decode_exactly
 from .packers import check_installed
 
 Array = npt.NDArray[Any]
@@ -58,7 +58,7 @@ def compress_image_seq(
         UsageError, SchemaError, FieldTypeError: No stack of frames, or a dtype, level or codec that cannot be.
     """
     array, dtype = _as_frames(images)
-    level = whole("compress images", "level", level, 0, MAX_LEVEL)
+    level = check_level("compress images", level)
     if codec is None:
         codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
     chain = chunk_codec(codec)

@@ -31,24 +31,21 @@ DEFAULT_HIGH_LEVEL = 9
 MAGIC = b"\x04\x22\x4d\x18"
 #: A frame of this number is skipped by readers of LZ4; ours hold what the writer had to say besides.
 SKIPPABLE_MAGIC = b"\x50\x2a\x4d\x18"
-_MIN_LEVEL, MAX_LEVEL = -65537, lz4.frame.COMPRESSIONLEVEL_MAX
+_MAX_LEVEL = lz4.frame.COMPRESSIONLEVEL_MAX
 _MAX_BLOCK_BYTES = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 4 << 20}
 #: Of what is written, and how many blocks may wait to be.
 BLOCK_BYTES, _MAX_WAITING = 4 << 20, 4
 
 
-def check_level(level: Any) -> int:
-    """Give back a level that LZ4 knows: below 0 faster, 0 fast, 3 to 12 smaller and much slower, 13 to 16
-    like 12."""
-    return whole("compress", "level", level, _MIN_LEVEL, MAX_LEVEL)
+def check_level(action: str, level: Any) -> int:
+    """Return a valid level: 0 is fast, 1 to 12 compress better and slower, 13 to 16 are like 12."""
+    return whole(action, "level", level, 0, _MAX_LEVEL)
 
 
 def compress(data: Any, level: int = 0) -> bytes:
     """Compress anything with a buffer to a block; `level` as in `check_level`. The size is not stored."""
     if level > 0:
         return bytes(lz4.block.compress(data, mode="high_compression", compression=level, store_size=False))
-    if level < 0:
-        return bytes(lz4.block.compress(data, mode="fast", acceleration=-level, store_size=False))
     return bytes(lz4.block.compress(data, mode="default", store_size=False))
 
 
@@ -87,7 +84,7 @@ class Lz4Writer:
             block_size=lz4.frame.BLOCKSIZE_MAX4MB,
             block_linked=False,
             content_checksum=True,
-            compression_level=check_level(level),
+            compression_level=check_level("write an LZ4 frame", level),
         )
         self._worker = Worker("lz4", max_pending=_MAX_WAITING)
         self._worker.submit(file.write, self._stream.begin())
