@@ -230,9 +230,9 @@ def _public_name(frame: FrameType, package: str) -> str:
     return f"{kind.__name__}.{name}" if name else kind.__name__
 
 
-def nearest(name: str, options: Iterable[str], most: int | None = None) -> str:
+def nearest(name: object, options: Iterable[str], most: int | None = None) -> str:
     """List the valid options as text, or `most` of them, the nearest match to `name` first."""
     listed = sorted(map(str, options))
-    close = difflib.get_close_matches(name, listed[:_MOST_COMPARED], n=1)
+    close = difflib.get_close_matches(str(name), listed[:_MOST_COMPARED], n=1)
     ordered = close + [option for option in listed if option not in close]
     return ", ".join(map(repr, ordered[:most])) if ordered else "nothing"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from storage.core.arguments import instance
 from storage.errors import UsageError
 
 from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of, present_origins_of
@@ -23,6 +24,8 @@ def open(path: DataDir, format: str | None = None, *, remote: RemoteOptions | No
         DataFileError: It is of no known format, or of one that is not read at a URL, or cannot be read.
         UsageError: There is nothing at the path; the format or an option is not known.
     """
+    if format is not None:
+        instance("call rollout_data.open", "format", format, "as a name", str)
     found = _origin_of("call rollout_data.open", "path", path)
     if remote is not None:
         remote = checked_remote("call rollout_data.open", remote)

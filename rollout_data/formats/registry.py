@@ -60,7 +60,7 @@ _MAX_ENTRIES = 20
 
 
 def _class(name: str, kind: str, table: Mapping[str, str], action: str) -> Any:
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise UsageError(action, "", f"format {nearest(name, table)}", repr(name))
     return getattr(import_module(f".{table[name]}", __package__), kind)
 

@@ -174,6 +174,8 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         self._ensure_started()
         action = arguments.calling(self, "get_batch_by_time")
         ids = self._checked_ids("get_batch_by_time", env_ids)
+        if not len(ids):
+            raise UsageError(action, "", "env_ids of at least one env", "none")
         try:
             times = torch.as_tensor(time_s, dtype=torch.float64, device="cpu").broadcast_to((len(ids),))
         except (TypeError, ValueError, RuntimeError) as cause:

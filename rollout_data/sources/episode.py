@@ -124,7 +124,7 @@ class Episode:
         return self._reader.video(self._number, name)
 
     def _check_name(self, action: str, name: str) -> None:
-        if name not in self.schema and name not in self.texts:
+        if not isinstance(name, str) or (name not in self.schema and name not in self.texts):
             expected = f"name among {nearest(str(name), [*self.schema, *self.texts])}"
             raise UsageError(action, f"of episode {self.id!r}", expected, repr(name))
 

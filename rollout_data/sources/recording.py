@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from storage.core.arguments import choice, env_ids, is_whole
+from storage.core.arguments import choice, env_ids, instance, is_whole
 from storage.core.arguments import seed as checked_seed
 from storage.core.fields import Schema
 from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
@@ -254,6 +254,7 @@ class Recording(Sequence[Episode]):
         Raises:
             UsageError: There is none of a name.
         """
+        instance("call Recording.select", "ids", ids, "as names of episodes", Iterable)
         wanted, there = {ids} if isinstance(ids, str) else set(map(str, ids)), self.ids
         for one in wanted - set(there):
             expected = f"ids with {_some(one, there)}"
@@ -319,7 +320,9 @@ class Recording(Sequence[Episode]):
         pieces = np.split(order, stops)
         return {name: self._of(np.sort(piece)) for name, piece in zip(parts, pieces, strict=True)}
 
-    def statistics(self, quantiles: Sequence[float] = (0.01, 0.99), **options: Any) -> dict[str, FieldStatistics]:
+    def statistics(
+        self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
+    ) -> dict[str, FieldStatistics]:
         """Summarize each field over all frames, for normalization; see `WindowDataset.statistics`.
 
         What was computed is kept in the user's cache folder (`XDG_CACHE_HOME`), never beside the data.
@@ -330,7 +333,8 @@ class Recording(Sequence[Episode]):
         store = source.snapshot()
         names = [name for name, field in store.layouts[DATA].schema.items() if not field.is_text]
         chosen = np.arange(len(store.index))
-        return compute_statistics("call Recording.statistics", [(store, chosen)], None, names, quantiles, **options)
+        parts, action = [(store, chosen)], "call Recording.statistics"
+        return compute_statistics(action, parts, None, names, quantiles, use_cache, progress)
 
 
 def _counted(number: int, what: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from storage.core.arguments import whole
+from storage.core.arguments import is_whole, whole
 from storage.core.fields import flatten, unflatten
 from storage.core.memory import BufferPool, as_given, lasting
 from storage.core.shown import Shown
@@ -144,6 +144,8 @@ class TrajectoryCache(Shown):
         An id that is here already is replaced and becomes the newest.
         """
         what = "cache the trajectory"
+        if not is_whole(trajectory_id):
+            raise UsageError(what, "", "trajectory_id as an integer", repr(trajectory_id))
         if not isinstance(trajectory, Mapping):
             got = type(trajectory).__name__
             raise UsageError(what, str(trajectory_id), "a nested mapping of tensors", got)
@@ -190,7 +192,7 @@ class TrajectoryCache(Shown):
 
     def find(self, trajectory_id: int) -> list[Cached]:
         """Say where a trajectory stands; valid while the lock is held."""
-        entry = self._entries.get(trajectory_id)
+        entry = self._entries.get(trajectory_id) if is_whole(trajectory_id) else None
         if entry is None:
             kept = f"one of {len(self._entries)} cached ids"
             raise MissingFieldError("find the trajectory", "in the cache", kept, repr(trajectory_id))

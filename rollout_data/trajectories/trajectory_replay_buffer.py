@@ -387,7 +387,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     def _find(self, method: str, trajectory_id: int) -> Entry:
         self._check_usable("get the trajectory")
-        if (entry := self._live.entries.get(trajectory_id)) is None:
+        entry = self._live.entries.get(trajectory_id) if arguments.is_whole(trajectory_id) else None
+        if entry is None:
             raise MissingFieldError(
                 f"call TrajectoryReplayBuffer.{method}",
                 "",

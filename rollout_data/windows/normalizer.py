@@ -79,6 +79,8 @@ class Normalizer(torch.nn.Module):
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> Normalizer:
         """Make the normalizer that a `state_dict()` was taken of."""
         made = cls({})
+        if not isinstance(state, Mapping):
+            raise UsageError("call Normalizer.from_state_dict", "", "state as a mapping", type(state).__name__)
         for key in state:
             if key.startswith(_OFFSET):
                 name = key[len(_OFFSET) :].replace(_DOT, ".")
@@ -113,7 +115,9 @@ class Normalizer(torch.nn.Module):
         """Bring what was normalized back to its scale: the inverse of `normalize`, of the same form."""
         return self._applied("unnormalize", values, name, lambda x, offset, scale: x * scale + offset)
 
-    forward = normalize
+    def forward(self, values: Any, name: str | None = None) -> Any:
+        """Normalize; see `normalize`."""
+        return self.normalize(values, name)
 
     def extra_repr(self) -> str:
         return ", ".join(self.fields)

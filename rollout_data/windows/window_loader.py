@@ -68,6 +68,7 @@ class WindowMixture(WindowBatches):
     ) -> None:
         if not isinstance(datasets, Iterable) and not isinstance(datasets, WindowDataset) and not is_one(datasets):
             raise UsageError(_MIX, "", "datasets as a dataset, a path or a list of such", type(datasets).__name__)
+        arguments.options_of("WindowMixture", options, WindowMixture, WindowDataset, but=["data_dir"])
         listed: Any = [datasets] if isinstance(datasets, WindowDataset) or is_one(datasets) else datasets
         self.datasets = [one if isinstance(one, WindowDataset) else WindowDataset(one, **options) for one in listed]
         if not self.datasets:
@@ -403,6 +404,7 @@ class WindowLoader(Shown):
 
     def order(self, epoch: int) -> Int64s:
         """Give the windows of an epoch of all ranks in order, int64."""
+        epoch = whole("call WindowLoader.order", "epoch", epoch, 0)
         return self._order(epoch)[0]
 
     def _order(self, epoch: int) -> tuple[Int64s, np.ndarray | None]:

@@ -83,6 +83,10 @@ class RecordingSummary:
     duration_s: float
 
 
+#: Arguments of the writer and its recorder that are not options.
+_NO_OPTIONS = ("simulator", "num_envs", "is_in_loop")
+
+
 class RecordingWrapper(Owned):
     """An env whose resets and steps are recorded, for any loop, which sees exactly what the env returns.
 
@@ -117,6 +121,8 @@ class RecordingWrapper(Owned):
     def __init__(
         self, env: Any, data_dir: str | os.PathLike[str], *, autoreset: str | None = None, **options: Any
     ) -> None:
+        takers = (RecordingWrapper.__init__, _Recorder, RolloutWriter)
+        arguments.options_of("RecordingWrapper", options, *takers, but=_NO_OPTIONS)
         recorder = _Recorder(
             Simulator("create a RecordingWrapper", env, autoreset), data_dir, is_in_loop=True, **options
         )
@@ -182,6 +188,10 @@ def record_demonstrations(
     Returns:
         A summary. `Ctrl-C` publishes what was recorded and then raises `KeyboardInterrupt` as usual; so does an error.
     """
+    takers = (record_demonstrations, _Recorder, RolloutWriter)
+    arguments.options_of("record_demonstrations", options, *takers, but=_NO_OPTIONS)
+    if metadata is not None:
+        arguments.instance(_RECORD, "metadata", metadata, "as a mapping", Mapping)
     for name, value in (("min_timesteps", min_timesteps), ("min_trajectories", min_trajectories)):
         arguments.real(_RECORD, name, value, "as a number", lambda _: True)
     seed = None if seed is None else arguments.seed(_RECORD, "seed", seed)

@@ -513,7 +513,7 @@ atexit.register(_close_open_writers)
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
     try:
-        found = dict(metadata or {})
+        found = {} if metadata is None else dict(metadata)
         json.dumps(found, default=str)
     except (TypeError, ValueError, RecursionError) as cause:
         expected = "metadata as a mapping that JSON can hold"

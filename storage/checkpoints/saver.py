@@ -172,6 +172,7 @@ class AsyncCheckpointSaver(Owned):
             CheckpointError: A save failed.
         """
         self._owner.check()
+        wait = arguments.flag("shut the saver down", "wait", wait)
         self._is_closed = True
         if not wait:
             return self._worker.check()
@@ -180,7 +181,9 @@ class AsyncCheckpointSaver(Owned):
         finally:
             self._pool.clear()
 
-    close = shutdown
+    def close(self, wait: bool = True) -> None:
+        """Accept nothing more and write everything accepted; see `shutdown`."""
+        self.shutdown(wait)
 
     def _wait_for_room(self, path: Path) -> None:
         """Wait until one more may be saved: one is being written, and `max_queue_size` may wait."""

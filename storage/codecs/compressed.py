@@ -149,6 +149,7 @@ class CompressedTensorDict(Mapping[str, Any]):
 
         The bytes are shared with this one, which stays as it is.
         """
+        non_blocking = flag("move tensors", "non_blocking", non_blocking)
         other = CompressedTensorDict({}, level=self.level, cache=self.cache, device=device)
         other._leaves = {
             name: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf

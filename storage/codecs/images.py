@@ -61,7 +61,7 @@ def compress_image_seq(
     level = check_level("compress images", level)
     if codec is None:
         codec = ("split+" if array.dtype.itemsize > 1 else "") + ("lz4hc" if level else "lz4")
-    chain = chunk_codec(codec)
+    chain = chunk_codec(instance("compress images", "codec", codec, "as a name", str))
     check_installed(chain.packer)
     chain.check_dtype(array.dtype if dtype != "bfloat16" else np.dtype(np.uint16))
     row_bytes = prod(array.shape[1:]) * array.itemsize

@@ -46,11 +46,23 @@ def options(made: Any, given: Mapping[str, Any]) -> None:
         TypeError: The text has the class that the user called, and its arguments, the nearest first.
     """
     constructors = [vars(base)["__init__"] for base in type(made).__mro__[:-1] if "__init__" in vars(base)]
-    known = {name for one in constructors for name in inspect.signature(one).parameters}
+    options_of(type(made).__name__, given, *constructors)
+
+
+def options_of(call: str, given: Mapping[str, Any], *takers: Callable[..., Any], but: Iterable[str] = ()) -> None:
+    """Check that each option is an argument of one of the functions that `call` passes its options to.
+
+    `but` names the arguments that `call` sets itself.
+
+    Raises:
+        TypeError: The text has the call of the user, and the arguments of the functions, the nearest first.
+    """
+    parameters = [one for taker in takers for one in inspect.signature(taker).parameters.values()]
+    known = {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    known -= {"self", *but}
     for name in given:
         if name not in known:
-            expected = nearest(name, known - {"self", "options"})
-            raise TypeError(f"{type(made).__name__}() got an unexpected argument {name!r}: expected {expected}")
+            raise TypeError(f"{call}() got an unexpected argument {name!r}: expected {nearest(name, known)}")
 
 
 def is_whole(value: Any) -> bool:

@@ -56,8 +56,8 @@ def dtype_name(dtype: Any, where: str = "", action: str = "store the dtype") -> 
     name = None
     if isinstance(dtype, torch.dtype):
         name = _NAME_OF_TORCH.get(dtype)
-    else:
-        with suppress(TypeError):  # it is none
+    elif dtype is not None:  # which numpy takes for float64
+        with suppress(TypeError, ValueError):  # it is none
             name = _NAME_OF_NUMPY.get(np.dtype(dtype).newbyteorder("<"))
     if name is None:
         raise FieldTypeError(action, where, f"one of {', '.join(DTYPES)}", str(dtype), "Convert it first")
@@ -91,11 +91,16 @@ class Field:
     is_text: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name or not all(self.name.split("/")):
+        if not isinstance(self.name, str) or not all(self.name.split("/")):
             raise SchemaError("declare a field", "", "a name of non-empty parts joined by '/'", repr(self.name))
-        if self.dtype not in DTYPES:
-            raise FieldTypeError("declare the field", repr(self.name), nearest(self.dtype, DTYPES), repr(self.dtype))
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            expected = f"dtype {nearest(str(self.dtype), DTYPES)}"
+            raise FieldTypeError("declare the field", repr(self.name), expected, repr(self.dtype))
+        try:
+            object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        except (TypeError, ValueError) as cause:
+            got = repr(self.shape)
+            raise SchemaError("declare the field", repr(self.name), "shape as integers", got) from cause
         if len(self.shape) > MAX_DIMENSIONS:
             expected = f"at most {MAX_DIMENSIONS} dimensions"
             raise SchemaError("declare the field", repr(self.name), expected, str(len(self.shape)))
@@ -141,7 +146,12 @@ class Schema(Mapping[str, Field]):
     """An ordered, immutable set of at most `MAX_FIELDS` fields by name."""
 
     def __init__(self, fields: Iterable[Field]) -> None:
-        listed = list(islice(fields, MAX_FIELDS + 1))
+        try:
+            listed = list(islice(fields, MAX_FIELDS + 1))
+        except (TypeError, ValueError) as cause:
+            raise SchemaError("declare a schema", "", "fields as an iterable of Field", repr(fields)) from cause
+        if not all(isinstance(field, Field) for field in listed):
+            raise SchemaError("declare a schema", "", "fields as an iterable of Field", repr(fields)[:60])
         if len(listed) > MAX_FIELDS:
             raise SchemaError("declare a schema", "", f"at most {MAX_FIELDS} fields", "more")
         self._fields = {field.name: field for field in listed}

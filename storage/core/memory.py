@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import UsageError
 from . import arguments
 from .fields import DTYPES
 
@@ -97,11 +98,16 @@ class BufferPool:
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Give `[num_bytes]` uint8 on the CPU with arbitrary content."""
+        num_bytes = arguments.whole("call BufferPool.take", "num_bytes", num_bytes, 0)
         return self.empty((num_bytes,), torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Give a contiguous tensor like `torch.empty(shape, dtype=dtype)`, from pooled memory."""
-        num_bytes = prod(shape) * dtype.itemsize
+        try:
+            num_bytes = int(prod(shape) * dtype.itemsize)
+        except (TypeError, AttributeError, ValueError) as cause:
+            expected = "shape as integers and dtype as a torch.dtype"
+            raise UsageError("call BufferPool.empty", "", expected, f"{shape!r} and {dtype!r}") from cause
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         # The array holds a slice that holds its buffer; the tensor's storage is exactly as large as asked.

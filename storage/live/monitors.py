@@ -70,12 +70,14 @@ class NaturalMonitor(Monitor):
     ) -> None:
         self.window_s = real("make a monitor", "window_s", window_s, "> 0", lambda x: 0 < x < math.inf)
         self.num_slices = whole("make a monitor", "num_slices", num_slices, 1)
+        if not callable(clock):
+            raise UsageError("make a monitor", "", "clock as a function that returns seconds", repr(clock))
         self._clock, self._lock = clock, threading.Lock()
         self.reset()
 
     def record(self, num_events: int = 1) -> None:
         """Note that `num_events` (>= 0) events happened now."""
-        num_events = whole("record events", "a number", num_events, 0)
+        num_events = whole("record events", "num_events", num_events, 0)
         with self._lock:
             self._slices[self._move() % self.num_slices] += num_events
             self._total += num_events
@@ -317,10 +319,13 @@ def plot_snapshots(
     for snapshot in arguments.instance("plot snapshots", "snapshots", snapshots, expected, Iterable):
         arguments.instance("plot snapshots", "snapshots", snapshot, expected, Mapping)
     known = list(dict.fromkeys(name for snapshot in snapshots for name in snapshot))
-    names = [name for name in known if name != x] if names is None else list(names)
-    for name in (*names, *([] if x is None else [x])):
-        if name not in known:
-            raise UsageError("plot snapshots", expected=nearest(name, known), got=repr(name))
+    if names is None:
+        names = [name for name in known if name != x]
+    names = arguments.names("plot snapshots", "names", names)
+    for name in names:
+        arguments.choice("plot snapshots", "names", name, known)
+    if x is not None:
+        arguments.choice("plot snapshots", "x", x, known)
     if not names:
         raise UsageError("plot snapshots", expected="at least one name to draw", got="none")
     from matplotlib.backends.backend_agg import FigureCanvasAgg

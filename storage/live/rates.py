@@ -139,6 +139,7 @@ class RateLimiter:
 
     def _pass(self, num_items: int, is_push: bool, waits: bool) -> bool:
         num_items, start_s = _checked(num_items), time.monotonic()
+        waits = flag("pass the limit", "waits", waits)
         with self._changed:
             self._largest = self._largest_with(num_items, is_push)
             if not self._may(num_items, is_push) and not (waits and self.wait(num_items, is_push, start_s)):
@@ -164,4 +165,4 @@ class RateLimiter:
 
 
 def _checked(num_items: Any) -> int:
-    return whole("count items", "a number", num_items, 0)
+    return whole("count items", "num_items", num_items, 0)

@@ -118,7 +118,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
             `[min(n, size)]` int64, the ids of those that stay.
         """
         if not isinstance(batch, Mapping):
-            raise SchemaError("add a batch", expected="a mapping", got=type(batch).__name__)
+            raise SchemaError("add a batch", expected="batch as a mapping", got=type(batch).__name__)
         start_s = time.monotonic()
         leaf: Any = next(iter(flatten(batch).values()), 0)
 
@@ -135,7 +135,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         plain, priorities, iterations = [], [], []
         for item in items:
             if not isinstance(item, Mapping):
-                raise SchemaError("add an item", expected="a mapping", got=type(item).__name__)
+                expected = "data as a mapping or a list of them"
+                raise SchemaError("add an item", expected=expected, got=type(item).__name__)
             one = dict(item)
             priorities.append(one.pop("priority", None))
             if "collect_iter" in one:  # a number in any form; never a column

@@ -17,7 +17,7 @@ import torch
 
 from ..core import arguments
 from ..core.samplers import generator_on
-from ..errors import ClosedError, UsageError, nearest
+from ..errors import ClosedError, SchemaError, UsageError, nearest
 from ..saving.store import State, Store
 from .advanced import AdvancedReplayBuffer
 from .buffer import Act, ManagedBuffer, NaiveReplayBuffer, Request, attempt, locked, together
@@ -87,7 +87,8 @@ class BufferManager(Store):
 
     def __getitem__(self, name: str) -> Any:
         """Give the buffer of a name."""
-        return self._buffers[name] if name in self._buffers else raise_unknown(name, self._buffers)
+        is_known = isinstance(name, str) and name in self._buffers
+        return self._buffers[name] if is_known else raise_unknown(name, self._buffers)
 
     # What comes in.
 
@@ -121,7 +122,8 @@ class BufferManager(Store):
 
     def extend(self, data: Iterable[Any], buffer_name: Names = None) -> None:
         """Add several items."""
-        self.push_data(list(data), buffer_name)
+        items = arguments.instance(arguments.calling(self, "extend"), "data", data, "as an iterable of items", Iterable)
+        self.push_data(list(items), buffer_name)
 
     # What goes out.
 
@@ -223,7 +225,9 @@ class BufferManager(Store):
     def start(self) -> None:
         """Do nothing: there are no threads. For callers that start what they use."""
 
-    run = start
+    def run(self) -> None:
+        """Do nothing; see `start`."""
+        self.start()
 
     def close(self) -> None:
         """Close every buffer. May be called twice."""
@@ -251,7 +255,10 @@ class BufferManager(Store):
         if strict:
             super().load_state_dict(state)
             return
-        its = state["arguments"]["cfg"]
+        self.check_form(state)
+        its = state["arguments"].get("cfg")
+        if its is None:
+            raise SchemaError("load a state", "", "one of a BufferManager", f"one of {state['class']!r}")
         with locked(self._buffers.values()):
             places = {name: place for place, name in enumerate(its["buffer_name"]) if name in self._buffers}
             for name in places:
@@ -390,4 +397,7 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
 
 def _names(given: Any) -> list[str]:
     """List names: one, or several, each once."""
-    return [given] if isinstance(given, str) else list(dict.fromkeys(given))
+    if isinstance(given, str):
+        return [given]
+    names = list(arguments.instance("find buffers", "buffer_name", given, "as a name or a list of names", Iterable))
+    return list(dict.fromkeys(names)) if all(isinstance(name, str) for name in names) else names

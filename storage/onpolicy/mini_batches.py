@@ -205,6 +205,7 @@ def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:
 
 def find_segments(dones: torch.Tensor) -> Segments:
     """Find the trajectories of `dones` `[T, B]` or `[T, B, 1]` of any dtype, not 0 on a last step."""
+    arguments.instance("split trajectories", "dones", dones, "as a tensor", torch.Tensor)
     if dones.dim() == 3 and dones.shape[-1] == 1:
         dones = dones.squeeze(-1)
     if dones.dim() != 2 or not dones.numel():

@@ -343,8 +343,9 @@ class RolloutStorage(Store, is_saved_whole=True):
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, False, "env")
         return self._env_batches(rows, bounds, num_epochs)
 
-    #: The established misspelling.
-    reccurent_mini_batch_generator = recurrent_mini_batch_generator
+    def reccurent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[_MiniBatch]:
+        """Call `recurrent_mini_batch_generator`, by its established misspelling."""
+        return self.recurrent_mini_batch_generator(num_mini_batches, num_epochs)
 
     def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
         """Say how many steps there are, and how their rows or envs are cut; refuse what cannot be generated."""

@@ -253,6 +253,7 @@ class ZBuffer(RingBuffer):
     def sample(self, num: int, device: torch.device | str | None = None) -> torch.Tensor:
         """Draw `[num, dim]` uniformly with replacement, on `device` or the buffer's own."""
         num = arguments.whole("call ZBuffer.sample", "num", num, 1)
+        device = arguments.optional_device("call ZBuffer.sample", "device", device)
         with self._lock:
             ring = self._filled("call ZBuffer.sample")
             self._order.wait(is_write=False)

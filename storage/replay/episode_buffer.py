@@ -493,7 +493,8 @@ class PrefixSum:
 
     def extend(self, lengths: Iterable[int]) -> None:
         """Append many episodes at once; all or none."""
-        values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
+        given = arguments.instance("add episodes", "lengths", lengths, "as integers", Iterable)
+        values = np.asarray(given if isinstance(given, np.ndarray) else list(given))
         if not values.size:
             return
         if values.ndim != 1 or values.dtype.kind not in "iu" or (values < 0).any():

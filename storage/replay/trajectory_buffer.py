@@ -89,7 +89,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         arguments.choice(action, "n_dim", n_dim, (1, 2))
         arguments.choice(action, "start_mode", start_mode, ("uniform", "trajectory"))
         arguments.choice(action, "at_end", at_end, ("exclude", "mark"))
-        if num_envs != 1:
+        if arguments.whole(action, "num_envs", num_envs, 1) != 1:
             raise UsageError(action, "", "n_dim=2 for several environments", f"num_envs={num_envs!r}")
         check_length(seq_length, action)
         if arguments.is_whole(capacity) and seq_length > capacity:

@@ -60,7 +60,9 @@ class TransitionRequest:
         arguments.instance(_ACTION, "next_keys", keys, "as a list of names", Iterable)
         object.__setattr__(self, "next_keys", tuple(keys))
         if self.gamma is not None:
-            gamma = self.gamma.item() if isinstance(self.gamma, torch.Tensor) else self.gamma
+            gamma: Any = self.gamma
+            if isinstance(gamma, torch.Tensor) and gamma.numel() == 1:
+                gamma = gamma.item()
             gamma = arguments.real(_ACTION, "gamma", gamma, "in [0, 1]", lambda x: 0 <= x <= 1)
             object.__setattr__(self, "gamma", gamma)
         for name, value in (("num_steps", self.num_steps), ("num_frames", self.num_frames)):

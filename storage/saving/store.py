@@ -124,8 +124,14 @@ class Store(Shown, ABC):
         Raises:
             SchemaError: The state is of another class or version, or of a store made with other arguments.
         """
+        self.check_form(state)
+        self.check_equal(state["class"], state["arguments"])
+        self.take_state(state["numbers"], state["tensors"])
+
+    def check_form(self, state: Mapping[str, Any]) -> None:
+        """Raise `SchemaError` if a state does not have the form of this version."""
         if not isinstance(state, Mapping):
-            raise SchemaError(_LOAD, "", "a mapping", type(state).__name__)
+            raise SchemaError(_LOAD, "", "state as a mapping", type(state).__name__)
         if state.get("version", VERSION) != VERSION:
             raise SchemaError(_LOAD, "", f"version {VERSION}", repr(state["version"]))
         for key in ("class", "arguments", "numbers", "tensors"):
@@ -133,8 +139,6 @@ class Store(Shown, ABC):
                 raise MissingFieldError(_LOAD, "", f"the key {key!r}", ", ".join(map(repr, state)))
             if key != "class" and not isinstance(state[key], Mapping):
                 raise SchemaError(_LOAD, f"with {key!r}", "a mapping", type(state[key]).__name__)
-        self.check_equal(state["class"], state["arguments"])
-        self.take_state(state["numbers"], state["tensors"])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write everything into `folder`, atomically; an earlier save there is replaced.
@@ -269,7 +273,7 @@ class Store(Shown, ABC):
 def load_store(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
     """Load whatever buffer or storage was saved in a folder, here or, as a buffer, by an earlier system.
 
-    `load_buffer` is the same function.
+    `load_buffer` does the same.
 
     Args:
         path: The folder.
@@ -289,7 +293,9 @@ def load_store(path: str | os.PathLike[str], device: torch.device | str | None =
     return STORES[name].load(path, device)
 
 
-load_buffer = load_store
+def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
+    """Load whatever buffer or storage was saved in a folder; see `load_store`."""
+    return load_store(path, device)
 
 
 def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.Tensor:

@@ -246,7 +246,7 @@ def test_snapshots_are_plotted_into_a_file(tmp_path: Path) -> None:
     plot_snapshots(history, tmp_path / "b.png", names=["time_mean"])
     for name in "ab":
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UsageError, match="expected 'time_mean'"):
+    with pytest.raises(UsageError, match="expected names one of 'time_mean'"):
         plot_snapshots(history, tmp_path / "c.png", names=["tim_mean"])
     with pytest.raises(UsageError, match="at least one name"):
         plot_snapshots([], tmp_path / "c.png")

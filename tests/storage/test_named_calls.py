@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 
 import numpy as np
 import pytest
 import torch
 
+import rollout_data
 import storage
 from storage import (
     ActionLabelRollout,
@@ -19,8 +21,10 @@ from storage import (
     CompressedTensorDict,
     DictBuffer,
     EpisodeReplayBuffer,
+    Field,
     MinTree,
     NaiveReplayBuffer,
+    NaturalMonitor,
     PipelinedDataCollector,
     PrefixSum,
     PrioritizedWindows,
@@ -30,9 +34,11 @@ from storage import (
     RingStore,
     RolloutStorage,
     SarsaRolloutStorage,
+    Schema,
     SumSegmentTree,
     TrajectoryDictBuffer,
     TrajectoryDictBufferMultiDim,
+    TransitionRequest,
     ZBuffer,
 )
 from storage.errors import UsageError
@@ -98,6 +104,9 @@ def of(kind, method="", **arguments):
         AdvancedReplayBuffer: lambda: AdvancedReplayBuffer(4),
         BufferManager: manager,
         SumSegmentTree: lambda: SumSegmentTree(4),
+        ZBuffer: filled_with_vectors,
+        RateLimiter: lambda: RateLimiter(1.0, 5.0),
+        CompressedTensorDict: lambda: CompressedTensorDict({}),
     }
     *_, wrong = arguments
     make = makers.get(kind, kind)
@@ -113,6 +122,12 @@ def by(function, **arguments):
 
 def rows(buffer):
     buffer.extend({"observation": torch.zeros(6, 3), "done": torch.zeros(6, 1)})
+    return buffer
+
+
+def filled_with_vectors():
+    buffer = ZBuffer(4, 3)
+    buffer.add(torch.zeros(2, 3))
     return buffer
 
 
@@ -169,6 +184,31 @@ WRONG = [
     of(AsyncCheckpointSaver, monitor=3),
     of(AsyncCheckpointSaver, "save_async", checkpoint={}, path="x", compress="zzz"),
     of(AsyncCheckpointSaver, "wait", timeout="x"),
+    of(AsyncCheckpointSaver, "close", wait="x"),
+    of(RolloutStorage, "reccurent_mini_batch_generator", num_mini_batches=0),
+    of(ZBuffer, "sample", num=1, device="x"),
+    of(BufferManager, "extend", data=3),
+    of(BufferManager, "count", buffer_name=[]),
+    of(BufferManager, "load_state_dict", strict=False, state={}),
+    of(NaturalMonitor, clock="x"),
+    of(NaturalMonitor, "record", num_events=-1),
+    of(RateLimiter, "insert", num_items=-1),
+    of(RateLimiter, "sample", waits="x"),
+    of(PrefixSum, "extend", lengths=3),
+    of(BufferPool, "take", num_bytes="x"),
+    of(BufferPool, "empty", shape=(2,), dtype="x"),
+    of(Field, shape=(), name=3),
+    of(Field, name="a", shape="x"),
+    of(Field, name="a", shape=(), dtype=3),
+    of(Schema, fields="x"),
+    of(TransitionRequest, gamma=torch.zeros(2)),
+    of(CompressedTensorDict, "to", device="cpu", non_blocking="x"),
+    by(storage.load_buffer, path=3),
+    by(storage.load_store, path=3),
+    by(storage.compress_image_seq, images=IMAGES, codec=3),
+    by(storage.split_and_pad_trajectories, x=COLUMN, dones="x"),
+    by(storage.plot_snapshots, snapshots=[{"a": 1}], path="x", names=3),
+    by(storage.plot_snapshots, snapshots=[{"a": 1}], path="x", x=3),
     by(storage.load_checkpoint, path="x", weights_only="x"),
     by(storage.compress_image_seq, images=IMAGES, level=99),
     by(storage.decompress_image, compressed_data=3),
@@ -191,6 +231,44 @@ def test_every_error_of_a_wrong_call_has_the_class_the_call_and_the_argument(cal
     text = str(caught.value)
     assert all(part in text for part in call.split(".")) and argument in text
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
+
+
+def test_an_error_of_a_loaded_device_names_the_function_that_was_called(tmp_path):
+    rows(DictBuffer(8)).save(tmp_path)
+    for function in (storage.load_buffer, storage.load_store):
+        with pytest.raises(UsageError, match=rf"device .*cuda:99.* Raised by {function.__name__}\.$"):
+            function(tmp_path, "cuda:99")
+
+
+@pytest.mark.parametrize("package", [storage, rollout_data])
+def test_every_public_call_has_a_function_of_its_own_name(package):
+    """Errors take the name of a call from its function, so that another name for it would be named wrongly."""
+    for name in package.__all__:
+        public = getattr(package, name)
+        if inspect.isfunction(public):
+            assert public.__name__ == name
+        if not inspect.isclass(public):
+            continue
+        for method, function in inspect.getmembers(public, inspect.isfunction):
+            is_of_object = inspect.isfunction(inspect.getattr_static(public, method))
+            is_ours = function.__module__.startswith(("storage.", "rollout_data."))
+            if is_of_object and is_ours and not method.startswith("_"):
+                assert function.__name__ == method, f"{name}.{method}"
+
+
+OPTIONS = {
+    "RecordingWrapper": lambda: rollout_data.RecordingWrapper(None, "x", bogus=1),
+    "record_demonstrations": lambda: rollout_data.record_demonstrations(None, None, "x", bogus=1),
+    "WindowMixture": lambda: rollout_data.WindowMixture("x", bogus=1),
+    "EpisodeReplayBuffer": lambda: EpisodeReplayBuffer(4, bogus=1),
+    "QueueRolloutStorage": lambda: QueueRolloutStorage(**SHAPES, bogus=1),
+}
+
+
+@pytest.mark.parametrize("call", OPTIONS)
+def test_an_unknown_option_is_one_of_the_call_of_the_user(call):
+    with pytest.raises(TypeError, match=rf"^{call}\(\) got an unexpected argument 'bogus': expected '"):
+        OPTIONS[call]()
 
 
 def test_the_call_is_that_of_the_user_and_of_the_users_class():

@@ -68,7 +68,7 @@ def test_tensors_that_nobody_asked_for_are_refused(kind):
 
 @pytest.mark.parametrize("state", [None, [], "state", 5])
 def test_a_state_that_is_no_mapping_is_refused(state):
-    refuse(filled(RolloutStorage), state, "cannot load a state: expected a mapping, got ")
+    refuse(filled(RolloutStorage), state, "cannot load a state: expected state as a mapping, got ")
 
 
 @pytest.mark.parametrize("version", [2, 0, "1", None])
