@@ -212,8 +212,18 @@ def errors_of_target(path: Path) -> Iterator[None]:
         if reason is None:
             raise
         error = TargetError("write", repr(str(path)), "a place that can be written", str(reason))
-        error.errno = getattr(reason, "errno", None)
+        error.errno = _errno(reason)
         raise error from cause
+
+
+def _errno(reason: BaseException | None) -> int | None:
+    """Return the first error number of an error and its causes; None if there is none."""
+    while reason is not None:
+        number = getattr(reason, "errno", None)
+        if isinstance(number, int):
+            return number
+        reason = reason.__cause__ or reason.__context__
+    return None
 
 
 def _reason(error: Exception) -> BaseException | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -57,6 +58,7 @@ def test_a_disk_that_is_full_at_some_calls_is_an_error_and_the_conversion_is_res
         except TargetError as error:
             num_errors += 1
             assert "No space left on device" in str(error), calls[number]
+            assert error.errno == errno.ENOSPC, calls[number]
             assert repr(str(place(target, name))) in str(error), calls[number]
         done = convert(source, target, name)
         assert (done.num_episodes, done.problems) == (len(LENGTHS), []), calls[number]
