@@ -17,6 +17,7 @@ from storage.core.memory import as_given, on_host
 from storage.errors import FieldTypeError, SchemaError, UsageError, nearest
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
+_FINALS = "read final observations"
 #: Names in infos of final observations, and of flags of time limits.
 FINAL = ("final_observation", "final_observations", "final_obs", "terminal_observation")
 FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
@@ -201,10 +202,10 @@ def joined(infos: Any) -> Mapping[str, Any]:
 def told(infos: Mapping[str, Any], names: Sequence[str], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
     """Tell where a flag of infos is set and where it is there, `[N]` bool each: of the first name that any env has."""
     for name in names:
-        values, mask = infos.get(name), infos.get("_" + name, True)
+        values = infos.get(name)
         array = np.empty(0) if values is None else on_host(values).reshape(-1)
         if len(array) == num_envs:
-            is_told = on_host(mask).astype(bool) & np.array([value is not None for value in array])
+            is_told = _mask(infos, name, num_envs) & np.array([value is not None for value in array])
             if is_told.any():
                 return is_told & array.astype(bool), is_told
     return np.zeros(num_envs, bool), np.zeros(num_envs, bool)
@@ -220,7 +221,7 @@ def told_time_outs(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
     """
     for name in TIME_OUTS:
         if infos.get(name) is not None:
-            _check_time_outs(f"with {name!r} of infos", infos[name], infos.get("_" + name, True), num_envs)
+            _check_time_outs(f"with {name!r} of infos", infos[name], _mask(infos, name, num_envs), num_envs)
     (flags, are_told), (others, are_others_told) = (told(infos, (name,), num_envs) for name in TIME_OUTS)
     differs = are_told & are_others_told & (flags != others)
     if differs.any():
@@ -230,7 +231,19 @@ def told_time_outs(infos: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray,
     return flags | others, are_told | are_others_told
 
 
-def _check_time_outs(where: str, values: Any, mask: Any, num_envs: int) -> None:
+def _mask(infos: Mapping[str, Any], name: str, num_envs: int) -> np.ndarray:
+    """Return which environments have a value of this name by gymnasium's mask, `[N]` bool; all without a mask."""
+    mask = infos.get("_" + name)
+    if mask is None:
+        return np.ones(num_envs, bool)
+    flags = on_host(mask).reshape(-1)
+    if len(flags) != num_envs or not all(flag is not None and _is_flag(flag) for flag in flags):
+        expected = f"{num_envs} flags, one of each environment"
+        raise SchemaError("read infos", f"with {'_' + name!r}", expected, repr(mask)[:60])
+    return flags.astype(bool)
+
+
+def _check_time_outs(where: str, values: Any, mask: np.ndarray, num_envs: int) -> None:
     """Raise `SchemaError` unless there is one flag or None for each environment; `mask` is where there is one."""
     is_list = isinstance(values, (list, tuple))
     # numpy makes one text of each flag in a list that has a text.
@@ -239,7 +252,7 @@ def _check_time_outs(where: str, values: Any, mask: Any, num_envs: int) -> None:
         expected = f"{num_envs} flags, one of each environment"
         raise SchemaError("read time-outs", where, expected, str(len(flags)))
     is_wrong = np.array([not _is_flag(flag) for flag in flags]) if flags.dtype == object else ~_are_flags(flags)
-    is_wrong = is_wrong & on_host(mask).astype(bool).reshape(-1)
+    is_wrong = is_wrong & mask
     if is_wrong.any():
         env = int(is_wrong.argmax())
         raise SchemaError("read time-outs", f"{where}, environment {env}", "a flag or None", repr(flags[env])[:60])
@@ -310,24 +323,31 @@ def final_rows(infos: Mapping[str, Any], observation: Any, done: np.ndarray) -> 
     Returns:
         The final observations, of all environments or of those that have one; the privileged ones; and the
         environments that ended without one, `[N]` bool. None where infos have none.
+
+    Raises:
+        SchemaError: Final observations or their mask are not of N environments, or have another structure.
+        FieldTypeError: They are no numbers, or lose something in the dtype of the observations.
     """
     name = next((name for name in FINAL if infos.get(name) is not None), "")
     found: Any = infos.get(name)
-    is_given = done & (found is not None) & on_host(infos.get("_" + name, True)).reshape(-1).astype(bool)
+    is_given = done & (found is not None) & _mask(infos, name, len(done))
+    like = _named(observation)
+    if isinstance(found, tuple) and not (isinstance(like, dict) and like.keys() == _named(found).keys()):
+        found = list(found)  # of environments, rather than of the parts of an observation
     if _is_listed(found):
         if len(found) != len(done):
             expected = f"{len(done)} final observations or None, one of each environment"
-            raise SchemaError("read final observations", f"with {name!r} of infos", expected, str(len(found)))
+            raise SchemaError(_FINALS, f"with {name!r} of infos", expected, str(len(found)))
         is_given &= [row is not None for row in found]
     if not is_given.any():
         return None, None, done
     privileged = next((infos[name] for name in FINAL_PRIVILEGED if infos.get(name) is not None), None)
-    rows = _rows(_named(found), _named(observation), np.flatnonzero(is_given))
-    return rows, privileged, done & ~is_given
+    rows = _rows(_named(found), like, np.flatnonzero(is_given))
+    return mapped(_checked_rows, rows), mapped(_checked_rows, privileged), done & ~is_given
 
 
 def _is_listed(value: Any) -> bool:
-    return isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
+    return isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object and value.ndim > 0)
 
 
 def _rows(found: Any, like: Any, ended: np.ndarray) -> Any:
@@ -341,17 +361,44 @@ def _rows(found: Any, like: Any, ended: np.ndarray) -> Any:
 
 def _stacked(rows: list[Any], like: Any) -> Any:
     if isinstance(like, dict):
+        for row in rows:
+            if not isinstance(row, dict) or not like.keys() <= row.keys():
+                expected = f"mappings with {', '.join(map(repr, like))}"
+                got = ", ".join(map(repr, row)) if isinstance(row, dict) else type(row).__name__
+                raise SchemaError(_FINALS, "of infos", expected, got)
         return {key: _stacked([row[key] for row in rows], item) for key, item in like.items()}
     dtype = as_given(like).dtype
-    return torch.stack([_as_dtype(torch.as_tensor(row), dtype) for row in rows])
+    found = [_as_dtype(_numbers(row), dtype) for row in rows]
+    if len({row.shape for row in found}) > 1:
+        raise SchemaError(_FINALS, "of infos", "one shape", ", ".join(str(list(row.shape)) for row in found))
+    return torch.stack(found)
+
+
+def _numbers(values: Any) -> torch.Tensor:
+    """View numbers in any form as a tensor; an array of objects may hold them too."""
+    try:
+        is_object = isinstance(values, np.ndarray) and values.dtype == object
+        return as_given(np.array(values.tolist()) if is_object else values)
+    except (TypeError, ValueError, RuntimeError) as cause:
+        got = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
+        raise FieldTypeError(_FINALS, "of infos", "numbers", got) from cause
+
+
+def _checked_rows(leaf: Any) -> Any:
+    """Return final observations of several environments as they are, if they have an axis of environments."""
+    if leaf is not None and not _numbers(leaf).ndim:
+        raise SchemaError(_FINALS, "of infos", "a row of each environment", f"a single {type(leaf).__name__}")
+    return leaf
 
 
 def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert a final observation to the dtype of the observations; integers keep their numbers."""
+    if row.is_complex() and not dtype.is_complex:
+        raise FieldTypeError(_FINALS, "of infos", "real numbers", str(row.dtype))
     found = row.to(dtype)
     if not dtype.is_floating_point and not torch.equal(found.to(row.dtype), row):
         expected = f"numbers that the dtype of the observations, {str(dtype).removeprefix('torch.')}, holds"
-        raise FieldTypeError("read final observations", "of infos", expected, f"others, as {row.dtype}")
+        raise FieldTypeError(_FINALS, "of infos", expected, f"others, as {row.dtype}")
     return found
 
 

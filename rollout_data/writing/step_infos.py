@@ -79,7 +79,7 @@ class InfoReader:
     def _checked(self, action: str, infos: Any) -> Any:
         if isinstance(infos, Mapping):
             return infos
-        is_list = isinstance(infos, (Sequence, np.ndarray)) and not isinstance(infos, (str, bytes))
+        is_list = _is_list(infos) and not isinstance(infos, (str, bytes))
         if not is_list or len(infos) != self._num_envs or not all(isinstance(one, Mapping | None) for one in infos):
             got = f"{type(infos).__name__}" + (f" of {len(infos)}" if is_list else "")
             expected = f"infos as a mapping, or a list of {self._num_envs} mappings, one of each environment"
@@ -155,12 +155,16 @@ class InfoReader:
 
 def _listed(action: str, infos: Any, observation: Any) -> list[Any]:
     """Return the infos of each step of a rollout with this observation, whose leaves are `[T, N, ...]`."""
-    if isinstance(infos, Mapping) or not isinstance(infos, (Sequence, np.ndarray)) or not len(infos):
+    if isinstance(infos, Mapping) or not _is_list(infos) or not len(infos):
         raise SchemaError(action, "", "infos of a rollout as a list with those of each step", type(infos).__name__)
     leaf = _first_leaf(observation)
     if leaf is not None and len(infos) != len(leaf):
         raise SchemaError(action, "", f"infos of each of {len(leaf)} steps", f"those of {len(infos)}")
     return list(infos)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) or (isinstance(value, np.ndarray) and value.ndim > 0)
 
 
 def _first_leaf(tree: Any) -> Any:

@@ -45,12 +45,26 @@ def batched_infos() -> dict:
     return {"time_outs": torch.from_numpy(CUT), "final_observation": torch.from_numpy(observed(10) % 100 + 1000)}
 
 
+def objects(*rows) -> np.ndarray:
+    """Return an array of objects, one per environment."""
+    found = np.empty(len(rows), object)
+    found[:] = rows
+    return found
+
+
+def infos_of_objects() -> dict:
+    return {"time_outs": CUT, "final_obs": np.stack([last_seen(env) for env in range(N)]).astype(object)}
+
+
 FORMS = {
     "a list": sb3_infos,
     "a tuple": lambda: tuple(sb3_infos()),
     "an array": lambda: np.array(sb3_infos(), object),
     "gymnasium": gymnasium_infos,
     "tensors": batched_infos,
+    "numbers as objects": infos_of_objects,
+    "a tuple of rows": lambda: {"time_outs": CUT, "final_obs": (last_seen(0), last_seen(1), None)},
+    "no mask": lambda: gymnasium_infos() | {"_final_obs": None},
 }
 
 
@@ -254,6 +268,20 @@ def test_an_unknown_key_is_named_once(tmp_path):
         ({"time_outs": np.ones(2, bool)}, SchemaError, "'time_outs' of infos: expected 3 flags, .* got 2"),
         ({"TimeLimit.truncated": True}, SchemaError, "'TimeLimit.truncated' of infos: expected 3 flags"),
         ({"final_obs": [last_seen(0)]}, SchemaError, "'final_obs' of infos: expected 3 final observations .* got 1"),
+        ({"final_obs": np.full((N, 2), "x", object)}, FieldTypeError, "observations of infos: expected numbers"),
+        ({"final_obs": np.full((N, 2), None)}, FieldTypeError, "observations of infos: expected numbers"),
+        ({"final_obs": "walk"}, FieldTypeError, "observations of infos: expected numbers, got str"),
+        ({"final_obs": {1, 2}}, FieldTypeError, "observations of infos: expected numbers, got set"),
+        ({"final_obs": 3.0}, SchemaError, "a row of each environment, got a single float"),
+        ({"final_obs": np.array(None)}, FieldTypeError, "observations of infos: expected numbers"),
+        ({"final_obs": [last_seen(0) * 1j] * N}, FieldTypeError, "expected real numbers, got torch.complex"),
+        ({"final_obs": [last_seen(0), np.zeros(3), None]}, SchemaError, r"expected one shape, got \[2\], \[3\]"),
+        ([{"terminal_observation": "x"}] * N, FieldTypeError, "observations of infos: expected numbers, got str"),
+        (gymnasium_infos() | {"_final_obs": DONES[:1]}, SchemaError, "'_final_obs': expected 3 flags"),
+        (gymnasium_infos() | {"_final_obs": [True] * 4}, SchemaError, "'_final_obs': expected 3 flags"),
+        (gymnasium_infos() | {"_final_obs": np.array(["a"] * N)}, SchemaError, "'_final_obs': expected 3 flags"),
+        (gymnasium_infos() | {"_TimeLimit.truncated": [True]}, SchemaError, "'_TimeLimit.truncated': expected 3"),
+        (np.array(3), SchemaError, "expected infos as a mapping"),
     ],
 )
 def test_infos_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, infos, error, text):
@@ -269,6 +297,16 @@ def test_a_rollout_needs_the_infos_of_each_step(tmp_path):
     with RolloutWriter(tmp_path, N, durable=False) as writer:
         with pytest.raises(SchemaError, match="infos of each of 3 steps, got those of 2"):
             writer.add_rollout(values, infos=infos)
+        assert writer.num_frames == 0
+
+
+@pytest.mark.parametrize("last", [np.zeros(2), {"state": np.zeros(2)}, "x", [1.0, 2.0]])
+def test_final_observations_of_another_structure_are_refused(tmp_path, last):
+    values = record({"final_obs": objects(last, last, None)})
+    values["obs"] = {"state": observed(0), "height": observed(0)}
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        with pytest.raises(SchemaError, match="observations of infos: expected mappings with 'state', 'height', got"):
+            writer.add(**values)
         assert writer.num_frames == 0
 
 
