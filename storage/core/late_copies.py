@@ -27,15 +27,30 @@ class _Place:
     number: int
 
 
-@dataclass
-class _Copy:
-    """Values under way: with a `_Place` for each device tensor, and these tensors in the pinned buffer."""
+class _Buffer:
+    """Memory for tensors of some dtypes and shapes: a block on their device and a pinned one on the host."""
 
-    values: Any
-    about: Any
-    tensors: list[torch.Tensor]
-    buffer: torch.Tensor
-    arrived: torch.cuda.Event
+    @lasting
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.form = _form_of(tensors)
+        spans = []
+        num_bytes = 0
+        for tensor in tensors:
+            spans.append((num_bytes, num_bytes + tensor.nbytes, tensor.dtype, tensor.shape))
+            num_bytes += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+        def parts(block: torch.Tensor) -> list[torch.Tensor]:
+            return [block[start:stop].view(dtype).view(shape) for start, stop, dtype, shape in spans]
+
+        self.on_device = torch.empty(num_bytes, dtype=torch.uint8, device=tensors[0].device)
+        self.on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self.device_parts = parts(self.on_device)
+        self.host_parts = parts(self.on_host)
+        self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _form_of(tensors: list[torch.Tensor]) -> list[tuple[torch.device, torch.dtype, torch.Size]]:
+    return [(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors]
 
 
 class LateCopies:
@@ -50,8 +65,9 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.num_waits = 0
-        self._copies: deque[_Copy] = deque()
-        self._free_buffers: list[torch.Tensor] = []
+        #: The copies under way: values with a `_Place` for each device tensor, what was sent about them, the buffer.
+        self._copies: deque[tuple[Any, Any, _Buffer]] = deque()
+        self._free_buffers: list[_Buffer] = []
         self._stream: torch.cuda.Stream | None = None
 
     def __len__(self) -> int:
@@ -74,32 +90,17 @@ class LateCopies:
         """
         on_device: list[torch.Tensor] = []
         held = _held(values, on_device)
-        starts = []
-        num_bytes = 0
-        for tensor in on_device:
-            starts.append(num_bytes)
-            num_bytes += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-        def parts(block: torch.Tensor) -> list[torch.Tensor]:
-            return [
-                block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                for start, tensor in zip(starts, on_device, strict=True)
-            ]
-
+        buffer = self._buffer_for(on_device)
         device = on_device[0].device
-        block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        torch._foreach_copy_(parts(block), on_device)
-        buffer = self._buffer(num_bytes)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(buffer.device_parts, on_device)
         # On a stream of its own: later work of the current stream does not stand behind the copy.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            buffer[:num_bytes].copy_(block, non_blocking=True)
-        block.record_stream(self._stream)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(self._stream)
-        self._copies.append(_Copy(held, about, parts(buffer), buffer, arrived))
+            buffer.on_host.copy_(buffer.on_device, non_blocking=True)
+        buffer.arrived.record(self._stream)
+        self._copies.append((held, about, buffer))
 
     def receive(self, wait: bool) -> tuple[Any, Any] | None:
         """Return the first values under way, with their tensors on the host, and what was sent about them.
@@ -111,22 +112,23 @@ class LateCopies:
         """
         if not self._copies:
             return None
-        first = self._copies[0]
-        if not first.arrived.query():  # type: ignore[no-untyped-call]
+        values, about, buffer = self._copies[0]
+        if not buffer.arrived.query():  # type: ignore[no-untyped-call]
             if not wait:
                 return None
             self.num_waits += 1
-            first.arrived.synchronize()
+            buffer.arrived.synchronize()
         self._copies.popleft()
-        self._free_buffers.append(first.buffer)
-        return _restored(first.values, first.tensors), first.about
+        self._free_buffers.append(buffer)
+        return _restored(values, buffer.host_parts), about
 
-    def _buffer(self, num_bytes: int) -> torch.Tensor:
+    def _buffer_for(self, tensors: list[torch.Tensor]) -> _Buffer:
+        form = _form_of(tensors)
         while self._free_buffers:
             buffer = self._free_buffers.pop(0)
-            if buffer.nbytes >= num_bytes:
+            if buffer.form == form:
                 return buffer
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return _Buffer(tensors)
 
 
 def has_device_tensors(values: Any) -> bool:

@@ -326,7 +326,7 @@ ON_A_GPU = ["isaac lab", "privileged", "maniskill", "rsl_rl", "old rsl_rl", "leg
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_A_GPU)
-@pytest.mark.parametrize("lateness", [0, 12])
+@pytest.mark.parametrize("lateness", [0, 6])
 def test_steps_on_a_gpu_are_recorded_without_waiting(cuda_device, tmp_path, name, lateness):
     if cuda_device is not None:
         cuda_device.lateness = lateness

@@ -53,7 +53,10 @@ def equal_recordings(folder, other):
     return len(pairs)
 
 
-def test_recording_from_a_gpu_does_not_wait_and_records_what_the_cpu_records(any_device, tmp_path):
+@pytest.mark.parametrize("lateness", [0, 6])
+def test_recording_from_a_gpu_does_not_wait_and_records_what_the_cpu_records(cuda_device, tmp_path, lateness):
+    if cuda_device is not None:
+        cuda_device.lateness = lateness
     steps = steps_of(40)
     with RolloutWriter(tmp_path / "cpu", NUM_ENVS, durable=False) as writer:
         for step in steps:
