@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,7 +47,7 @@ class Notes:
         self._tasks: tuple[TrajectoryIndex | None, Int64s] = None, np.zeros(0, np.int64)
         self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = None, {}
         #: Notes of episodes in blocks of edits, which the next edit removes.
-        self._kept: dict[Identity, list[tuple[int, str]]] = {}
+        self._kept: dict[Identity, tuple[tuple[int, str], ...]] = {}
 
     def keep_edits(self, noted: Noted) -> None:
         """Read the notes of all edits now, so that they stay readable after the next edit.
@@ -54,10 +56,14 @@ class Notes:
             FileNotFoundError: An edit is gone: a newer one took its place meanwhile.
         """
         for block in noted.index.blocks:
-            header = self._header(noted, block) if block.is_edit else None
-            if header is not None:
-                with suppress(CorruptFileError):  # reading the note raises it again
-                    self._kept[block.identity] = list(header.read_notes(EPISODES))
+            with suppress(CorruptFileError):  # reading the note raises it again
+                if block.is_edit:
+                    self._kept[block.identity] = tuple(self._of_episodes(noted, block))
+
+    def kept(self, block: Block) -> Block:
+        """Return a block with the notes that `keep_edits` read of it; a block without such as it is."""
+        notes = self._kept.get(block.identity)
+        return block if notes is None else replace(block, notes=notes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Notes, ()
@@ -77,20 +83,19 @@ class Notes:
         said: dict[str, Any] = {}
         for number in sorted(numbers, key=lambda one: index.blocks[one].sequence):
             try:
-                if (header := self._header(noted, index.blocks[number])) is None:
-                    continue
-                for _, text in self._of_episodes(index.blocks[number], header, int(index.number[trajectory])):
-                    said |= parsed(header, text)
+                for _, text in self._of_episodes(noted, index.blocks[number], int(index.number[trajectory])):
+                    said |= parsed(index.blocks[number].path, text)
             except FileNotFoundError:
                 raise index.lost_block(number, "none") from None
         return said
 
-    def _of_episodes(self, block: Block, header: BlockHeader, key: int | None = None) -> Iterable[tuple[int, str]]:
+    def _of_episodes(self, noted: Noted, block: Block, key: int | None = None) -> Iterable[tuple[int, str]]:
         """Return (trajectory number, text) of the notes of episodes in a block, of one trajectory or of all."""
-        kept = self._kept.get(block.identity)
-        if kept is None:
-            return header.read_notes(EPISODES, key)
-        return [(number, text) for number, text in kept if key is None or number == key]
+        kept = self._kept.get(block.identity, block.notes)
+        if kept is not None:
+            return [(number, text) for number, text in kept if key is None or number == key]
+        header = self._header(noted, block)
+        return () if header is None else header.read_notes(EPISODES, key)
 
     def column(self, noted: Noted, name: str) -> list[Any]:
         """Give what was said under a name, for each trajectory; None where nothing was, or the block is gone."""
@@ -102,19 +107,21 @@ class Notes:
         order = np.lexsort((index.number, index.writer))
         bounds = np.searchsorted(index.writer[order], np.arange(len(index.writers) + 1))
         number_of = {writer: number for number, writer in enumerate(index.writers)}
-        for block, header in self._noted(noted, EPISODES):
+        for block in sorted(index.blocks, key=lambda one: one.sequence):
+            try:
+                notes = list(self._of_episodes(noted, block))
+            except FileNotFoundError:  # removed since it was listed
+                continue
+            if not notes:
+                continue
             writer = number_of[block.writer]
             mine = order[bounds[writer] : bounds[writer + 1]]
-            keys = header.notes[EPISODES].keys
+            keys = np.array([number for number, _ in notes], np.int64)
             places = np.searchsorted(index.number[mine], keys)
             places[places == len(mine)] = 0
             targets = np.where(index.number[mine][places] == keys, mine[places], -1) if len(mine) else keys * 0 - 1
-            try:
-                notes = list(self._of_episodes(block, header))
-            except FileNotFoundError:  # removed since its header was read
-                continue
             for target, (_, text) in zip(targets.tolist(), notes, strict=True):
-                said = parsed(header, text) if target >= 0 else {}
+                said = parsed(block.path, text) if target >= 0 else {}
                 for name in names & said.keys():
                     found.setdefault(name, [None] * len(index))[target] = said[name]
         return found
@@ -160,8 +167,8 @@ class Notes:
         return self._headers[block.identity]
 
 
-def parsed(header: BlockHeader, text: str) -> Mapping[str, Any]:
-    """Read a note of an episode.
+def parsed(path: Path, text: str) -> Mapping[str, Any]:
+    """Read a note of an episode in a block; errors name the file.
 
     Raises:
         CorruptFileError: It is no JSON object.
@@ -169,7 +176,7 @@ def parsed(header: BlockHeader, text: str) -> Mapping[str, Any]:
     try:
         said = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise corrupt(header.path, "notes of episodes as JSON", f"{type(cause).__name__}: {cause}") from None
+        raise corrupt(path, "notes of episodes as JSON", f"{type(cause).__name__}: {cause}") from None
     if not isinstance(said, dict):
-        raise corrupt(header.path, "notes of episodes as JSON objects", type(said).__name__)
+        raise corrupt(path, "notes of episodes as JSON objects", type(said).__name__)
     return said

@@ -34,6 +34,8 @@ class Block:
         name: Tells it from the other blocks of its file.
         fragment_sums: Checksums with which rows are compared as they are read; None for files of this machine, and
             for blocks whose pieces have checksums.
+        notes: (trajectory number, text) of the notes of an edit, kept for when the next edit has removed its file;
+            None: they are read from the file.
     """
 
     path: Path
@@ -45,6 +47,7 @@ class Block:
     mtime_ns: int = 0
     name: str = ""
     fragment_sums: FragmentSums | None = None
+    notes: tuple[tuple[int, str], ...] | None = None
 
     @cached_property
     def key(self) -> Key:

@@ -149,6 +149,11 @@ class BlockFolder:
         """The trajectories in the blocks that are there as of the last look; computed each time."""
         return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
+    def keep_only(self, blocks: Sequence[Block]) -> None:
+        """Hold the intact blocks of an earlier look, edits included, in place of the present ones."""
+        self.blocks = {block.path.name: block for block in blocks if block.path.name not in self.problems}
+        self.replaced, self.built = {}, None
+
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
         # Absolute, as the process may change its working directory.
         return arguments.path("open the data folder", "", data_dir).absolute()

@@ -211,7 +211,8 @@ class TrajectoryIndex:
         """Build the error for trajectories that were left out; it names the blocks that are not here."""
         named = []
         for writer in (self.writers[number] for number in TrajectoryIndex(self.blocks)._broken_writers.tolist()):
-            present = sorted(block.sequence for block in self.blocks if block.writer == writer)
+            mine = [block for block in self.blocks if block.writer == writer and not block.is_edit]
+            present = sorted(block.sequence for block in mine)
             gaps = [(before + 1, after) for before, after in zip([-1, *present], present, strict=False)]
             texts = [f"{first}" if stop == first + 1 else f"{first}:{stop}" for first, stop in gaps if stop > first]
             named.append(f"{', '.join(texts[:4])} of writer {writer!r}")

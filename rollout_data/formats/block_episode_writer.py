@@ -112,7 +112,7 @@ class OwnWriter(ForeignWriter):
                 header = read_header(block.path)
                 others.update((block.writer, number) for number in block.fragments["trajectory"].tolist())
                 for number, text in header.read_notes(EPISODES):
-                    ids[block.writer, number] = str(parsed(header, text).get(SOURCE_ID))
+                    ids[block.writer, number] = str(parsed(block.path, text).get(SOURCE_ID))
         if others - ids.keys() or not {*ids.values()} <= self.conversion.rows.keys():
             raise occupied(self.path, "other trajectories")
         return {*ids.values()}

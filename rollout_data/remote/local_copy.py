@@ -101,6 +101,8 @@ def local_origin(origin: Origin, options: RemoteOptions) -> Origin:
         UsageError: The copy does not fit into `options.cache_bytes`.
         DataFileError: It cannot be copied.
     """
+    if origin.opened is not None:
+        return replace(origin, path=origin.opened.path)
     if not is_url(origin.path) or origin.format == "rollout-data":
         return origin
     where = repr(str(origin.path))

@@ -37,6 +37,7 @@ class Origin:
         options: Of the format.
         ids: Names of the trajectories that are read; None is all.
         remote: How it is read if it is a URL; None leaves that to who reads it.
+        opened: The reader of an open recording, whose snapshot is read; None: what is there now.
     """
 
     path: Path
@@ -44,6 +45,7 @@ class Origin:
     options: Mapping[str, Any] = field(default_factory=dict)
     ids: tuple[str, ...] | None = None
     remote: RemoteOptions | None = None
+    opened: Any = field(default=None, compare=False, repr=False)
 
 
 class HasOrigin(Protocol):
@@ -143,10 +145,10 @@ def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str =
 
 
 def present_origins_of(data_dir: DataDirs, action: str, name: str) -> list[Origin]:
-    """Give what `origins_of` gives, for a caller that reads the files anew.
+    """Return the origins of `origins_of`; the files of open recordings are checked.
 
     Raises:
-        DataFileError: An episode of an open recording was dropped or removed since it was opened.
+        DataFileError: A file of an episode of an open recording was removed or replaced since it was opened.
     """
     origins = origins_of(data_dir, action, name)
     listed: Any = [data_dir] if is_one(data_dir) else data_dir

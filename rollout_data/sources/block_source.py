@@ -17,7 +17,7 @@ from storage.errors import DataFileError, RolloutDataError
 
 from ..blocks.block import Block
 from ..blocks.block_folder import LOOK_SHARE, BlockFolder, block_entries, counted_metadata, read_metadata
-from ..blocks.block_header import layouts_of
+from ..blocks.block_header import DATA, layouts_of
 from ..blocks.folder_metadata import load_metadata
 from ..blocks.missing_trajectories import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
 from ..blocks.row_layout import RowLayout
@@ -40,6 +40,11 @@ class Blocks(Kind):
         self._source = source
         self._folders = [self._folder(path, label) for path, label in zip(source.paths, source.labels, strict=True)]
         self._choices = [Choice(origin, label) for origin, label in zip(source.origins, source.labels, strict=True)]
+        #: Of each folder: what an open recording has found; None: the folder is looked at.
+        self._opened = [
+            None if origin.opened is None else _Opened(origin.opened, label)
+            for origin, label in zip(source.origins, source.labels, strict=True)
+        ]
         #: Blocks that are gone and in use; blocks that another process has seen.
         self._pinned: list[Block] = []
         self._adopted: list[Block] | None = None
@@ -62,6 +67,8 @@ class Blocks(Kind):
 
     @property
     def metadata(self) -> dict[str, Any]:
+        if (opened := self._opened[0]) is not None:
+            return dict(opened.metadata)
         if self._source.is_remote:
             return self.remote[0].metadata
         folder = self._folders[0]
@@ -119,9 +126,9 @@ class Blocks(Kind):
     def refresh(self, in_use: BlocksInUse) -> None:
         has_changed = self._last is None or bool(self._pinned) or self._adopted is not None
         self._adopted = None
-        for folder in self._folders:
-            has_changed |= folder.refresh()
-            for problem in folder.problems.values():
+        for folder, opened in zip(self._folders, self._opened, strict=True):
+            has_changed |= opened is None and folder.refresh()
+            for problem in folder.problems.values() if opened is None else opened.problems:
                 self._source.report(problem)
         self._warn_without_sums()
         if not has_changed:
@@ -163,9 +170,10 @@ class Blocks(Kind):
     def _blocks(self) -> list[Block]:
         if self._adopted is not None:
             return self._adopted
-        for folder, choice in zip(self._folders, self._choices, strict=True):
+        listed = []
+        for folder, choice, opened in zip(self._folders, self._choices, self._opened, strict=True):
             choice.has_unknown_ends = folder.has_unknown_ends and not self._source.is_remote
-        listed = [[folder.blocks[name] for name in sorted(folder.blocks)] for folder in self._folders]
+            listed.append([folder.blocks[name] for name in sorted(folder.blocks)] if opened is None else opened.blocks)
         return [block for choice, blocks in zip(self._choices, listed, strict=True) for block in choice.of(blocks)]
 
     def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
@@ -175,8 +183,10 @@ class Blocks(Kind):
             folders = {folder.label: folder.data_dir for folder in self._folders}
             self._pinned = with_stand_ins(self._pinned, folders, gone)
             self._last = None if gone else self._last
-        for folder in self._folders:
-            if folder.schema is not None and folder.blocks:
+        for folder, opened in zip(self._folders, self._opened, strict=True):
+            if opened is not None and opened.blocks:
+                self._source.check_schema(opened.schema, folder.data_dir)
+            elif folder.schema is not None and folder.blocks:
                 self._source.check_schema(folder.schema, folder.data_dir)
         layouts = layouts_of(self._source.schema or self._folders[0].schema or Schema([]))
         blocks = self._blocks()
@@ -204,13 +214,14 @@ class Blocks(Kind):
         mapped = []
         for block in blocks:
             try:
-                files.add(block)
+                if not block.is_edit:  # those have no rows, and their files may be gone
+                    files.add(block)
                 mapped.append(block)
             except FileNotFoundError:
                 self._source.count_lost([block.key])
             except RolloutDataError as problem:
                 self._source.report(problem)
-        is_as_found = self._adopted is None and not self._pinned and mapped == self._blocks()
+        is_as_found = self._adopted is None and not self._pinned and mapped == self._blocks() and not any(self._opened)
         is_whole = is_as_found and len(self._folders) == 1 and self._choices[0].is_all
         built = self._folders[0].built if is_whole else None
         # What another process has seen is numbered as there, whether or not it could be mapped here.
@@ -239,6 +250,21 @@ class Blocks(Kind):
             else:
                 problems.append(problem)
             self._broken = problem
+
+
+class _Opened:
+    """The blocks of an open recording, whose folder is not looked at again.
+
+    Args:
+        reader: Of the recording.
+        label: Goes before the writers' names, as in `BlockFolder`.
+    """
+
+    def __init__(self, reader: Any, label: str) -> None:
+        self.schema: Schema = reader.store.layouts[DATA].schema
+        self.metadata: Mapping[str, Any] = reader.metadata
+        self.problems: list[RolloutDataError] = reader.problems
+        self.blocks = [replace(block, writer=label + block.writer) for block in reader.blocks]
 
 
 def _identities(blocks: Iterable[Block]) -> set[Any]:

@@ -75,11 +75,13 @@ class ForeignReader(ABC):
         problems: Data that were not read, were repaired or were left out, each as an error that was not raised.
         advice: Remarks on data that are read as they are stored, such as actions that were copied; the same form.
         splits: Name -> names of episodes, where the file names parts of itself ("train", "valid"); they may overlap.
+        kind: Kind of source that reads folders of our own; None of other formats.
     """
 
     format: str
     #: Names of the arguments that `open(path, **options)` takes for this format, with their defaults.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
+    kind: Any = None
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
         self.path, self.options = path, {**self.OPTIONS, **options}

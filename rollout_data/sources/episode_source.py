@@ -6,6 +6,7 @@ an episode that does not fit is left out; both are reported once. Files are look
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -229,6 +230,9 @@ def _layouts(schema: Schema) -> dict[str, RowLayout]:
 
 
 def _opened(origin: Origin) -> ForeignReader:
+    if origin.opened is not None:  # a copy: two threads may read at once
+        copied: ForeignReader = pickle.loads(pickle.dumps(origin.opened))
+        return copied
     return open_foreign(origin.path, origin.format, **origin.options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from ..blocks.block_header import DATA, FINAL
 from ..blocks.folder_metadata import ENDS
 from ..blocks.trajectory_index import End, Int64s, LostBlockError
 from ..remote.locations import Origin, RemotePath
+from .block_source import Blocks
 from .episode_reader import ABSENT, NO_FIELDS, EpisodeInfo, ForeignReader
 from .episode_table import column_of
 from .frame_store import FrameStore
@@ -32,17 +33,38 @@ _MAX_LOOKS = 100
 _ENDS = np.array(["open", "terminated", "truncated", "unknown"])
 
 
+class Snapshot(NamedTuple):
+    """What a reader has found in a folder; see the attributes of `FolderReader`."""
+
+    sight: Any
+    metadata: dict[str, Any]
+    problems: list[RolloutDataError]
+    advice: list[RolloutDataError]
+
+
 class FolderReader(ForeignReader):
-    """The trajectories that a folder held when it was opened; an episode's name is "writer:number"."""
+    """The trajectories that a folder held when it was opened; an episode's name is "writer:number".
+
+    Args:
+        origin: Where the folder is.
+        kind: How it is read.
+        snapshot: What an earlier reader of it has found; None: the folder is looked at.
+
+    Attributes:
+        store: The trajectories and their rows.
+        sight: What was found, for `Source.adopt`.
+    """
 
     format = ""
 
-    def __init__(self, origin: Origin, kind: type[Kind]) -> None:
-        self.format, self._origin, self._kind = kind.format, origin, kind
+    def __init__(self, origin: Origin, kind: type[Kind], snapshot: Snapshot | None = None) -> None:
+        self.format, self._origin, self.kind = kind.format, origin, kind
+        self._snapshot = snapshot
         super().__init__(origin.path, {})
 
     def __reduce__(self) -> Any:
-        return type(self), (self._origin, self._kind)
+        snapshot = Snapshot(self.sight, self.metadata, self.problems, self.advice)
+        return type(self), (self._origin, self.kind, snapshot)
 
     @classmethod
     def detect(cls, path: Path) -> bool:
@@ -50,13 +72,28 @@ class FolderReader(ForeignReader):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._source = source = Source(self._origin)
-        self.store: FrameStore = self._looked_up()
         self._texts: dict[int, str] | None = None
         self._last: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
+        self.notes = Notes()
+        if self._snapshot is not None:
+            self.sight, self.metadata, self.problems, self.advice = self._snapshot
+            source.adopt(self.sight)
+            self.store: FrameStore = source.snapshot()
+            return _Infos(self.store, self.notes, self.problems)
+        self.store = self._looked_up()
+        self.sight = source.sight()
+        if self.kind is Blocks:
+            kind, schema, num_present, placed = self.sight
+            self.sight = kind, schema, num_present, [(folder, self.notes.kept(block)) for folder, block in placed]
         self.metadata = source.metadata
         self.problems = source.problems
         self.advice = source.advice
         return _Infos(self.store, self.notes, self.problems)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of the folder as it was opened, edits with their notes."""
+        return [self.notes.kept(block) for block in self.store.index.blocks]
 
     def _looked_up(self) -> FrameStore:
         """Return what the folder holds now; look again where an edit was replaced meanwhile."""
@@ -73,13 +110,13 @@ class FolderReader(ForeignReader):
         raise DataFileError("open", where, "edits that stay while they are read", got, "Open it again later")
 
     def removed(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
-        """Return the episodes of which a file is gone since the folder was opened, as `prune` removes it: why."""
+        """Return the episodes of which a file was removed or replaced since the folder was opened: number -> why."""
         index, found = self.store.index, dict[int, DataFileError]()
         is_there: dict[Path, bool] = {}
         for number in () if isinstance(self.path, RemotePath) else numbers:
             for block in index.blocks_of(np.array([number])):
                 if block.path not in is_there:
-                    is_there[block.path] = block.path.exists()
+                    is_there[block.path] = _is_as_found(block)
                 if not is_there[block.path]:
                     found[number] = self._removed(number, block)
                     break
@@ -88,31 +125,18 @@ class FolderReader(ForeignReader):
     def _removed(self, number: int, block: Block) -> DataFileError:
         writer, within = self.store.index.keys(np.array([number]))[0]
         name = f"{writer[writer.find(':') + 1 :]}:{within}"
-        got = f"none any more at {str(block.path)!r}"
-        advice = "It was removed, as by prune; the other episodes are read, and refresh() lists what is there now"
+        is_replaced = block.path.exists()
+        got = f"{'another one' if is_replaced else 'none any more'} at {str(block.path)!r}"
+        change = "replaced" if is_replaced else "removed, as by prune"
+        advice = f"It was {change}; the other episodes are read, and refresh() lists what is there now"
         error = LostBlockError("read the episode", f"{name!r} of {str(self.path)!r}", "its file", got, advice)
         error.key = block.key
         return error.of("", name)
 
     def check_there(self, numbers: Iterable[int]) -> None:
-        """Raise an error that names the first episode of which a file is gone since the folder was opened."""
+        """Raise an error that names the first episode of which a file was removed or replaced."""
         for error in self.removed(numbers).values():
             raise error
-
-    def check_present(self, numbers: Int64s) -> None:
-        """Raise an error that names the first of some episodes that the folder does not hold any more."""
-        self.check_there(numbers.tolist())
-        source = Source(self._origin)
-        source.refresh()
-        keys = self.store.index.keys(numbers)
-        places = source.snapshot().index.find(keys)
-        for (writer, within), place in zip(keys, places.tolist(), strict=True):
-            if place < 0:
-                name = f"{writer[writer.find(':') + 1 :]}:{within}"
-                where, expected = f"{name!r} of {str(self.path)!r}", "an episode that is still there"
-                got = "one that was dropped since the recording was opened"
-                advice = "Undrop it, or call refresh() to go on without it"
-                raise DataFileError("read the episode", where, expected, got, advice).of("", name)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         self.check_there([number])
@@ -203,6 +227,16 @@ class FolderReader(ForeignReader):
         found: np.ndarray[Any, Any] = self.store.array((FINAL, name), self.store.finals(column, np.array([number])))
         is_text = self.store.layouts[FINAL].schema[name].is_text
         return self._named(name, found[:1].reshape(-1))[0] if is_text else found[0, ...]
+
+
+def _is_as_found(block: Block) -> bool:
+    """Return whether the file of a block is there, and the one that was opened."""
+    try:
+        about = block.path.stat()
+    except FileNotFoundError:
+        return False
+    is_stamped = bool(block.mtime_ns)
+    return not is_stamped or (about.st_size, about.st_mtime_ns) == (block.file_bytes, block.mtime_ns)
 
 
 class _Infos(Sequence[EpisodeInfo]):

@@ -18,6 +18,7 @@ from storage.core.arguments import seed as checked_seed
 from storage.core.fields import Schema
 from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
 
+from ..blocks.block import Block
 from ..blocks.block_header import DATA
 from ..blocks.trajectory_index import Int64s, name_keys, random_keys, share_of
 from ..remote.local_copy import local_origin
@@ -44,31 +45,27 @@ class Recording(Sequence[Episode]):
     `recording[i]`, also with a negative number, is an episode, and a slice is a recording of some. Iterating keeps one
     episode at a time. `RolloutDataset`, `WindowDataset` and `convert` take a recording in place of a path.
 
-    A recording is a snapshot: edits (`tag`, `drop`, `keep`) and new episodes show after `refresh()`. An episode whose
-    file was removed, as by `prune`, raises an error that names it; the others are read.
-
-    Attributes:
-        origin: Where it lies, and which of its episodes are meant.
+    A recording is a snapshot, also for what it is given to: edits (`tag`, `drop`, `keep`) and new episodes show after
+    `refresh()`. An episode whose file was removed, as by `prune`, raises an error that names it; the others are read.
     """
 
-    def __init__(self, origin: Origin, reader: ForeignReader | None = None, numbers: Int64s | None = None) -> None:
-        self.origin = origin
-        if reader is not None:
-            self._reader = reader
+    def __init__(self, origin: Origin, reader: ForeignReader, numbers: Int64s | None = None) -> None:
+        self._origin, self._reader = replace(origin, opened=None), reader
         if numbers is not None:
             self._numbers = numbers
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled recording opens its files anew where it arrives."""
-        return {"origin": self.origin}
+        """A pickled recording keeps its snapshot, and reads the files where it arrives."""
+        return {"_origin": self._origin, "_reader": self._reader}
 
-    @cached_property
-    def _reader(self) -> ForeignReader:
-        return open_origin(replace(self.origin, ids=None))
+    @property
+    def origin(self) -> Origin:
+        """Where it lies, which of its episodes are meant, and the snapshot that is read."""
+        return replace(self._origin, opened=self._reader)
 
     @cached_property
     def _numbers(self) -> Int64s:
-        chosen = chosen_episodes(self._column("id").tolist(), self.origin.ids, self.path)
+        chosen = chosen_episodes(self._column("id").tolist(), self._origin.ids, self.path)
         return np.array(chosen, np.int64)
 
     @property
@@ -79,7 +76,7 @@ class Recording(Sequence[Episode]):
     @property
     def path(self) -> Path:
         """The file or folder."""
-        return self.origin.path
+        return self._origin.path
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -215,13 +212,13 @@ class Recording(Sequence[Episode]):
 
     def refresh(self) -> Recording:
         """Take over what the files hold now, and return this recording; a selection keeps the episodes still there."""
-        reader = open_origin(replace(self.origin, ids=None))
-        for name in ("_reader", "_numbers", "schema", "table", "descriptions"):
+        reader = open_origin(replace(self._origin, ids=None))
+        for name in ("_numbers", "schema", "table", "descriptions"):
             vars(self).pop(name, None)
         self._reader = reader
-        if self.origin.ids is not None:
+        if self._origin.ids is not None:
             there = {*self._column("id").tolist()}
-            self.origin = replace(self.origin, ids=tuple(one for one in self.origin.ids if one in there))
+            self._origin = replace(self._origin, ids=tuple(one for one in self._origin.ids if one in there))
         return self
 
     def removed(self) -> dict[str, DataFileError]:
@@ -232,21 +229,23 @@ class Recording(Sequence[Episode]):
         return {error.episode: error for error in errors.values()}
 
     def check_present(self) -> None:
-        """Raise if the files no longer hold an episode of this recording: it was dropped, or its file was removed.
-
-        For callers that read the files anew, as `merge` does, in place of this snapshot.
+        """Check that the files of all episodes are there, and are those that were opened.
 
         Raises:
-            DataFileError: It names the episode.
+            DataFileError: One was removed or replaced; it names the episode.
         """
-        reader = vars(self).get("_reader")  # nothing was seen by a recording that was not read
-        if isinstance(reader, FolderReader):
-            reader.check_present(self._numbers)
+        if isinstance(self._reader, FolderReader):
+            self._reader.check_there(self._numbers.tolist())
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of a folder of ours as it was opened, edits with their notes; none of other formats."""
+        return self._reader.blocks if isinstance(self._reader, FolderReader) else []
 
     def _of(self, places: Any) -> Recording:
         """Give the episodes at some places: numbers, a slice or a mask."""
         ids = tuple(self.column("id")[places].tolist())
-        return Recording(replace(self.origin, ids=ids), self._reader, self._numbers[places])
+        return Recording(replace(self._origin, ids=ids), self._reader, self._numbers[places])
 
     def select(self, ids: Iterable[str | int]) -> Recording:
         """Give the episodes of these names, in the order of the file.
@@ -346,11 +345,14 @@ def _some(name: str, there: Sequence[str]) -> str:
 
 
 def open_origin(origin: Origin) -> ForeignReader:
-    """Open what lies somewhere, whatever its format.
+    """Open what lies somewhere, whatever its format; of an open recording, return its reader.
 
     Raises:
         DataFileError: It is of no known format, or cannot be read.
     """
+    if origin.opened is not None:
+        reader: ForeignReader = origin.opened
+        return reader
     origin = local_origin(origin, origin.remote or RemoteOptions())
     kind = kind_of(origin)
     if kind in (None, Blocks) and origin.format is None and (inside := recordings_in(origin.path)):

@@ -224,6 +224,8 @@ def _kind_of_all(origins: Sequence[Origin]) -> type[Kind] | None:
 
 def kind_of(origin: Origin) -> type[Kind] | None:
     """Tell how a path is read: by its format, or by its content; None if it is not there yet, or holds nothing."""
+    if origin.opened is not None:
+        return origin.opened.kind or Readers
     if arguments.is_url(origin.path):
         return Blocks
     if origin.format is not None:

@@ -227,7 +227,7 @@ class Choice:
             unknown: list[int] = []
             with suppress(FileNotFoundError):  # it was removed meanwhile, which reading it tells
                 header = read_header(block.path)
-                notes = ((key, parsed(header, text)) for key, text in header.read_notes(EPISODES))
+                notes = ((key, parsed(block.path, text)) for key, text in header.read_notes(EPISODES))
                 unknown += [key for key, said in notes if said.get(ENDS) == UNKNOWN]
             flags = fragments["flags"]
             is_end = np.isin(fragments["trajectory"], unknown) & ((flags & (OPEN | TRUNCATED)) > 0)

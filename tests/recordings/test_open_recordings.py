@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import rollout_data
 from rollout_data import convert, doctor, drop, keep, merge, prune, repair, split, tag, undrop, untag
@@ -111,18 +115,13 @@ def test_prune_and_tag_beside_readers_raise_errors_of_ours_only(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_selection", [False, True])
-@pytest.mark.parametrize("how", ["drop", "prune"])
-def test_what_reads_the_files_anew_refuses_a_recording_that_lost_an_episode(
-    walk: Path, tmp_path: Path, how: str, is_selection: bool
+def test_consumers_refuse_a_recording_of_which_a_file_was_removed(
+    walk: Path, tmp_path: Path, is_selection: bool
 ) -> None:
     recording = rollout_data.open(walk)
     if is_selection:
         recording = recording.select(recording.ids[:4])
-    if how == "drop":
-        drop(walk, "a:1")
-    else:
-        prune(walk, trajectories=8)
-    lost = "a:1" if how == "drop" else "a:0"
+    prune(walk, trajectories=8)
     calls = {
         "merge": lambda: merge([recording], tmp_path / "merged"),
         "split": lambda: split(recording, {"a": 0.5, "b": 0.5}, tmp_path / "parts"),
@@ -132,12 +131,146 @@ def test_what_reads_the_files_anew_refuses_a_recording_that_lost_an_episode(
         "statistics": lambda: recording.statistics(),
     }
     for name, call in calls.items():
-        with pytest.raises(DataFileError, match=f"'{lost}'") as caught:
+        with pytest.raises(DataFileError, match="'a:0'") as caught:
             call()
         assert "refresh()" in str(caught.value), name
     assert not (tmp_path / "merged").exists() and not (tmp_path / "parts").exists()
     left = len(recording.refresh())
     assert merge([recording], tmp_path / "merged").num_trajectories == left
+
+
+def test_a_replaced_file_is_refused_by_the_name_of_its_episode(walk: Path, tmp_path: Path) -> None:
+    recording = rollout_data.open(walk)
+    block = recording.blocks[0].path
+    other = folder_of(tmp_path / "other", writers=("a",), num_envs=1, num=4)
+    (other / block.name).replace(block)
+    with pytest.raises(DataFileError, match=r"'a:0' of .* got another one at .*It was replaced"):
+        merge([recording], tmp_path / "merged")
+
+
+def rows_of(recording: rollout_data.Recording) -> list[tuple[int, str, bytes]]:
+    """Return length, task and actions of each episode, sorted: the same in every format and for any names."""
+    return sorted((len(one), one.task, np.asarray(one.action, np.float32).tobytes()) for one in recording)
+
+
+def played(dataset: rollout_data.RolloutDataset) -> list[bytes]:
+    """Return the actions of one epoch, sorted."""
+    return sorted(row.numpy().tobytes() for batch in dataset for row in batch.action[batch.valid.squeeze(-1)])
+
+
+def grown(
+    walk: Path, tmp_path: Path, to: str, **options: int
+) -> tuple[Path, rollout_data.Recording, rollout_data.Recording]:
+    """Return a folder of ten episodes, a recording of it from when it held six, and a recording of a copy of those."""
+    source, path = rollout_data.open(walk), tmp_path / f"grown-{to}"
+    part = source.select(source.ids[:6])
+    convert(part, path, to=to, progress=False, **options)
+    convert(part, tmp_path / "before", to=to, progress=False, **options)
+    recording = rollout_data.open(path)
+    assert len(recording) == 6
+    shutil.rmtree(path)
+    convert(source, path, to=to, progress=False, **options)
+    assert len(rollout_data.open(path)) == 10
+    return path, recording, rollout_data.open(tmp_path / "before")
+
+
+def check_consumers(recording: rollout_data.Recording, before: rollout_data.Recording, tmp_path: Path) -> None:
+    """Compare what each consumer makes of a recording with the rows, tasks and statistics of another one."""
+    expected, lengths = rows_of(before), [len(one) for one in before]
+    merge([recording], tmp_path / "merged")
+    assert rows_of(rollout_data.open(tmp_path / "merged")) == expected
+    parts = split(recording, {"a": 0.5, "b": 0.5}, tmp_path / "parts")
+    assert sorted(row for part in parts.values() for row in rows_of(rollout_data.open(part.path))) == expected
+    repair(recording, tmp_path / "repaired", only=["FIL"])
+    assert rows_of(rollout_data.open(tmp_path / "repaired")) == expected
+    convert(recording, tmp_path / "converted", progress=False)
+    assert rows_of(rollout_data.open(tmp_path / "converted")) == expected
+    options = {"device": "cpu", "num_transitions_per_env": 4, "texts": True}
+    dataset, other = (rollout_data.RolloutDataset(one, 1, **options) for one in (recording, before))
+    assert played(dataset) == played(other) and set(dataset.texts.values()) == set(other.texts.values())
+    windows = rollout_data.WindowDataset(recording, texts=True)
+    assert len(windows) == sum(lengths)
+    assert set(windows.texts.values()) == {"", *(one.task for one in before)}
+    found, wanted = recording.statistics(progress=False), before.statistics(progress=False)
+    assert found["action"].num_frames == wanted["action"].num_frames
+    np.testing.assert_array_equal(found["action"].mean, wanted["action"].mean)
+    assert rows_of(pickle.loads(pickle.dumps(recording))) == expected
+    assert rows_of(rollout_data.open(recording)) == expected
+    assert recording.table["length"].tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"obs_segments": {"low": (2,), "high": (1,)}, "obs_disassemble_mapping": {"low": "lz4"}}]
+)
+def test_consumers_read_the_episodes_and_tags_of_the_snapshot(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = folder_of(tmp_path / "walk", writers=("a",), num_envs=1, **options)
+    tag(path, ["a:0", "a:2"], task="push")
+    shutil.copytree(path, tmp_path / "before")
+    recording, before = rollout_data.open(path), rollout_data.open(tmp_path / "before")
+    record(path, [3, 4], writer_name="later", with_final=True, **options)
+    tag(path, ["a:0", "a:3", "later:0"], task="pull", reviewer="ada")
+    drop(path, ["a:1"])
+    keep(path, ["a:0", "a:2", "a:3", "later:0"])
+    check_consumers(recording, before, tmp_path)
+    assert recording.refresh().ids == ["a:0", "a:2", "a:3", "later:0"]
+
+
+@pytest.mark.parametrize(("to", "options"), [("trajectory-folders", {}), ("lerobot", {"fps": 10}), ("rlinf", {})])
+def test_consumers_read_no_episode_that_another_format_has_gained(
+    walk: Path, tmp_path: Path, to: str, options: dict[str, int]
+) -> None:
+    _, recording, before = grown(walk, tmp_path, to, **options)
+    check_consumers(recording, before, tmp_path)
+    assert len(recording.refresh()) == 10
+
+
+def test_a_trajectory_that_grew_is_read_as_long_as_it_was(tmp_path: Path) -> None:
+    path, rows = tmp_path / "walk", np.arange(24, dtype=np.float32).reshape(12, 1, 2)
+    with rollout_data.RolloutWriter(path, 1, durable=False, writer_name="a") as writer:
+        for step, row in enumerate(rows):
+            if step == 10:
+                writer.flush()
+                recording = rollout_data.open(path)
+                shutil.copytree(path, tmp_path / "before", ignore=shutil.ignore_patterns(".*"))
+            writer.add(observation=row, action=row, reward=row[:, 0], done=np.array([step in (3, 11)]))
+    before = rollout_data.open(tmp_path / "before")
+    assert [len(one) for one in recording] == [len(one) for one in before] == [4, 6]
+    assert [len(one) for one in rollout_data.open(path)] == [4, 8]
+    check_consumers(recording, before, tmp_path)
+
+
+def test_a_playing_dataset_of_a_recording_finds_nothing_new_and_one_of_the_path_does(walk: Path) -> None:
+    options = {"device": "cpu", "num_transitions_per_env": 4}
+    of_recording, of_path = (rollout_data.RolloutDataset(one, 1, **options) for one in (rollout_data.open(walk), walk))
+    before = played(of_recording)
+    assert played(of_path) == before
+    record(walk, [3, 4], writer_name="later")
+    drop(walk, "a:1")
+    assert played(of_recording) == before
+    assert played(of_path) != before
+
+
+def test_workers_read_the_windows_of_the_snapshot(walk: Path) -> None:
+    recording = rollout_data.open(walk)
+    record(walk, [3, 4], writer_name="later")
+    tag(walk, ["a:0"], task="pull")
+    windows = rollout_data.WindowDataset(recording, texts=True)
+    expected = [windows[place]["action"] for place in range(len(windows))]
+    copied = pickle.loads(pickle.dumps(windows))
+    assert len(copied) == len(expected) == sum(len(one) for one in recording)
+    loader = torch.utils.data.DataLoader(windows, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    for found, wanted in zip(loader, expected, strict=True):
+        assert torch.equal(found["action"], wanted)
+
+
+def test_two_recordings_of_one_folder_are_read_together_each_as_it_was_opened(walk: Path, tmp_path: Path) -> None:
+    earlier = rollout_data.open(walk)
+    record(walk, [3, 4], writer_name="later")
+    later = rollout_data.open(walk)
+    record(walk, [5], writer_name="last")
+    num_frames = sum(len(one) for one in earlier) + sum(len(one) for one in later)
+    assert len(rollout_data.WindowDataset([earlier, later])) == num_frames
+    assert merge([earlier, later], tmp_path / "merged").num_trajectories == 12
 
 
 def test_the_doctor_and_the_report_keep_the_snapshot(walk: Path, tmp_path: Path) -> None:

@@ -43,7 +43,12 @@ class Chunks(Kind):
         self._source = source
         self._unreadable: set[ChunkFile] = set()
         self._mixed: set[Path] = set()
-        self._scans = [scan_trajectory_folder(path) for path in source.paths]
+        #: Of each folder: what an open recording has found; None: it is looked at again.
+        self._opened = [None if one.opened is None else one.opened.sight[1][0] for one in source.origins]
+        self._scans = [
+            scan_trajectory_folder(path) if scan is None else scan
+            for path, scan in zip(source.paths, self._opened, strict=True)
+        ]
         self._sight, self._last = (Chunks, self._scans), self._store()
         self._report_left_out()
         if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
@@ -66,7 +71,10 @@ class Chunks(Kind):
         return control_modes(scan.metadata for scan in self._scans)
 
     def refresh(self, in_use: BlocksInUse) -> None:
-        scans = [scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) for old in self._scans]
+        scans = [
+            scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) if scan is None else scan
+            for old, scan in zip(self._scans, self._opened, strict=True)
+        ]
         before, self._scans = self._scans, scans
         if [_contents(scan) for scan in scans] != [_contents(scan) for scan in before]:
             present = {(file.path, "") for scan in scans for file in scan.known}

@@ -184,9 +184,9 @@ def read_edits(folder: BlockFolder) -> Edits:
     for block in folder.blocks.values():
         if block.is_edit:
             edits.dropped |= {(block.writer, int(number)) for number in block.fragments["trajectory"]}
-            header = read_header(block.path)
-            for number, text in header.read_notes(EPISODES):
-                edits.said[block.writer, number] = dict(parsed(header, text))
+            notes = block.notes
+            for number, text in read_header(block.path).read_notes(EPISODES) if notes is None else notes:
+                edits.said[block.writer, number] = dict(parsed(block.path, text))
     return edits
 
 

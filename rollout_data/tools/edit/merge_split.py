@@ -277,7 +277,10 @@ def _intact_folder(recording: Recording) -> BlockFolder | None:
     if not is_own(recording):
         return None
     folder = BlockFolder.at(recording.path)
-    return None if {*folder.problems} - {METADATA_NAME} else folder
+    if {*folder.problems} - {METADATA_NAME}:
+        return None
+    folder.keep_only(recording.blocks)
+    return folder
 
 
 def _converted(recording: Recording, scratch: Path, done: NewFolder, progress: bool) -> BlockFolder:

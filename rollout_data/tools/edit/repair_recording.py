@@ -266,6 +266,7 @@ def _beside(
 ) -> bool:
     """Link the blocks of a folder of ours, and write what is rewritten beside them; False where fields do not fit."""
     folder = BlockFolder.at(plan.recording.path, verify_on_open=mends_files or bool(pieces))
+    folder.keep_only(plan.recording.blocks)
     assert folder.schema is not None
     metadata = Metadata.of_schema(folder.schema, _context(plan.context))
     damaged = sorted({*folder.problems} - {METADATA_NAME})
