@@ -23,7 +23,7 @@ from storage.core.arguments import is_url, real, whole
 from storage.core.arguments import path as path_of
 from storage.errors import CorruptFileError, DataFileError, MissingFolderError, UsageError
 
-from .fetcher import Fetcher, Request
+from .fetcher import Fetcher, FetchError, Request
 from .piece_checksums import PieceSums
 
 
@@ -260,18 +260,34 @@ class RemoteFiles:
         """
         return _checked_length(self.system.cat_file(str(path), start=start, end=stop), path, start, stop)
 
+    def load_sums(self, path: Path, sums_path: Path, start: int, stop: int) -> bytes:
+        """Fetch bytes of the file of checksums of a block; see `load`.
+
+        Raises:
+            FileNotFoundError: The block is missing.
+            FetchError: Only the file of checksums is missing.
+        """
+        try:
+            return self.load(sums_path, start, stop)
+        except FileNotFoundError as cause:
+            self.load(path, 0, 1)
+            raise _missing_sums(sums_path) from cause
+
     def _load_both(
-        self, path: Path, part: tuple[int, int], other_path: Path, other_part: tuple[int, int]
+        self, path: Path, part: tuple[int, int], sums_path: Path, sums_part: tuple[int, int]
     ) -> tuple[bytes, bytes]:
-        """Fetch bytes of two files, at once where the file system can do that."""
+        """Fetch bytes of a block and of its file of checksums, at once where the file system can do that."""
         if not getattr(self.system, "async_impl", False):
-            return self.load(path, *part), self.load(other_path, *other_part)
-        starts, stops = zip(part, other_part, strict=True)
-        found = self.system.cat_ranges([str(path), str(other_path)], list(starts), list(stops))
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-        return _checked_length(found[0], path, *part), _checked_length(found[1], other_path, *other_part)
+            return self.load(path, *part), self.load_sums(path, sums_path, *sums_part)
+        starts, stops = zip(part, sums_part, strict=True)
+        data, sums = self.system.cat_ranges([str(path), str(sums_path)], list(starts), list(stops))
+        if isinstance(data, BaseException):
+            raise data
+        if isinstance(sums, FileNotFoundError):
+            raise _missing_sums(sums_path) from sums
+        if isinstance(sums, BaseException):
+            raise sums
+        return _checked_length(data, path, *part), _checked_length(sums, sums_path, *sums_part)
 
     def read(self, path: Path, start: int, stop: int, sums: PieceSums | None = None) -> np.ndarray:
         """Read bytes of a file, by several requests where they are many: a new uint8 array; errors as of `ask`."""
@@ -312,6 +328,12 @@ class RemoteFiles:
         if time.monotonic() - self._listed_s > _RECENT_S:
             with suppress(UsageError):  # all of it is gone
                 self.listed()
+
+
+def _missing_sums(path: Path) -> FetchError:
+    """Build the error for checksums that were removed while their block stays; it is no block that vanished."""
+    advice = "Push the block again, or open the data again: it is then read without them"
+    return FetchError("compare the block", f"with {str(path)!r}", "the checksums that were listed", "no file", advice)
 
 
 def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:

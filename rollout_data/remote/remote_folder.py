@@ -158,23 +158,23 @@ class RemoteFolder(BlockFolder):
         return self._listed
 
     def sums_of(self, path: Path, num_bytes: int) -> PieceSums | None:
-        """Return the checksums of the pieces of a block of this folder; None if there are none beside it."""
+        """Return the checksums of the pieces of a block of this folder; None if there were none beside it."""
         if path.name not in self._listed and path.name not in self._unlisted:  # another process has found it
             self._listed_now()
             self._unlisted |= {path.name} - self._listed.keys()
         name = path.name + ENDING
         about = self._listed.get(name)
-        if about is None:
-            return None
-        if self._sums.get(name, (None,))[0] != about:
-            load = partial(self.files.load, self.data_dir / name)
-            self._sums[name] = about, PieceSums(path, num_bytes, about[0], load)
-        return self._sums[name][1]
+        known = self._sums.get(name)
+        if about is not None and (known is None or known[0] != about):
+            load = partial(self.files.load_sums, path, self.data_dir / name)
+            known = self._sums[name] = about, PieceSums(path, num_bytes, about[0], load)
+        return None if known is None else known[1]  # those that were removed meanwhile are an error of the next request
 
     @property
     def num_without_sums(self) -> int:
-        """Blocks that were found and have no checksums of pieces beside them."""
-        return sum(name + ENDING not in self._listed for name in self.blocks)
+        """Blocks that were found without checksums of pieces beside them."""
+        have_sums = self._listed.keys() | self._sums.keys()
+        return sum(name + ENDING not in have_sums for name in self.blocks)
 
     def read_document(self) -> dict[str, Any]:
         path = self.data_dir / METADATA_NAME

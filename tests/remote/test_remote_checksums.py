@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("fsspec")
 
+import rollout_data
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader, loader, prune, push
 from rollout_data.blocks.block_folder import BlockFolder
+from rollout_data.remote.fetcher import FetchError
 from rollout_data.remote.piece_checksums import parse, spans_of, sums_of
 from storage.errors import DataFileError, RolloutDataWarning
 from tests.files.recorded import drain, record
@@ -281,3 +283,67 @@ def test_checksums_of_an_earlier_layout_are_refused_until_the_next_push(folder, 
     with warnings.catch_warnings(), pytest.raises(DataFileError, match="Push the block again"):
         warnings.simplefilter("ignore")
         WindowDataset(url, 4)
+
+
+@pytest.fixture(scope="module")
+def many_pieces(tmp_path_factory):
+    """A folder of blocks whose checksums are more than what is kept of them."""
+    folder = tmp_path_factory.mktemp("pieces") / "walk"
+    with RolloutWriter(folder, 2, durable=False, block_bytes=500_000) as writer:
+        for step in range(3000):
+            row = np.full((2, 40), step, np.float32)
+            writer.add(observation=row, action=row[:, :4], done=np.full(2, step % 300 == 299))
+    assert len(list(folder.glob("*.h5"))) > 2
+    return folder
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("way", ["windows", "playback", "endless playback", "recording"])
+def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(many_pieces, tmp_path, way, on_error):
+    url = pushed(many_pieces, tmp_path)
+    remote = RemoteOptions(chunk_bytes=1 << 16, num_chunks=2, num_retries=0)
+    loops = 0 if way == "endless playback" else 1
+    far = RolloutDataset(url, 2, loops, device="cpu", remote=remote, on_error=on_error)
+    far.get_batch(1)
+    windows = WindowDataset(url, 4, remote=remote, on_error=on_error)
+    recording = rollout_data.open(url, remote=remote)
+    for path in (tmp_path / "walk").glob("*.sums"):
+        path.unlink()
+    with warnings.catch_warnings(), pytest.raises(FetchError, match=r"\.sums'.*got no file\. Push the block again"):
+        warnings.simplefilter("error")
+        if way == "windows":
+            list(WindowLoader(windows, 64))
+        elif way == "recording":
+            [episode.action for episode in recording]
+        else:
+            for _ in range(1000):
+                far.get_batch(5)
+    assert far.num_lost_trajectories == windows.num_lost_windows == far.source.num_vanished_blocks == 0
+    with pytest.warns(RolloutDataWarning, match="checksums of their pieces"):
+        again = RolloutDataset(url, 2, device="cpu", remote=remote)
+        near = RolloutDataset(many_pieces, 2, device="cpu")
+        for expected, got in zip(drain(near, 50), drain(again, 50), strict=True):
+            assert (expected.observation == got.observation).all()
+
+
+def test_checksums_that_vanish_before_the_header_is_read_hide_no_block(many_pieces, tmp_path):
+    url = pushed(many_pieces, tmp_path)
+
+    def vanish(path, start, stop):
+        if path.endswith(".sums"):
+            (tmp_path / path).unlink(missing_ok=True)
+
+    LaggingFileSystem.fails = staticmethod(vanish)
+    with pytest.raises(FetchError, match=r"\.sums'.*got no file"):
+        WindowDataset(url, 4)
+
+
+def test_a_block_that_vanishes_with_its_checksums_is_played_around(many_pieces, tmp_path):
+    url = pushed(many_pieces, tmp_path)
+    far = RolloutDataset(url, 2, device="cpu", remote=RemoteOptions(chunk_bytes=1 << 16, num_chunks=2))
+    far.get_batch(3)
+    for path in (tmp_path / "walk").glob(f"{max((tmp_path / 'walk').glob('*.h5')).name}*"):
+        path.unlink()
+    with pytest.warns(RolloutDataWarning, match="cannot play trajectory"):
+        drain(far, 50)
+    assert far.num_lost_trajectories > 0
