@@ -133,14 +133,16 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         """Return the next step as `(observation, action, reward, done, info)`; `get_batch()` returns it as one object.
 
         Fields that were not recorded are None. `info` holds `transition`, the whole batch of that step; `time_outs`,
-        where timeouts are known; and `end_unknown`, where some ends are unknown.
+        where timeouts are known; and `end_unknown`, which is False everywhere if all ends are known.
         """
         transition = self.get_batch()
         field = transition.get if isinstance(transition, Mapping) else partial(getattr, transition)
-        flags = {"time_outs": field("timeout", None), "end_unknown": field("end_unknown", None)}
-        info: dict[str, Any] = {name: flag for name, flag in flags.items() if flag is not None}
-        info["transition"] = transition
         done: Any = field("done", None)
+        time_outs, end_unknown = field("timeout", None), field("end_unknown", None)
+        if end_unknown is None:
+            end_unknown = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        info: dict[str, Any] = {} if time_outs is None else {"time_outs": time_outs}
+        info |= {"end_unknown": end_unknown, "transition": transition}
         return field("observation", None), field("action", None), field("reward", None), done, info
 
     def __iter__(self) -> Iterator[Batch]:

@@ -72,7 +72,8 @@ def test_iteration_resets_and_gives_batches_of_the_chosen_length():
 @pytest.mark.parametrize("has_timeouts", [True, False])
 def test_a_transition_batch_is_a_tuple_whose_info_holds_time_outs_where_there_are_any(has_timeouts):
     observation, action, reward, done, info = Counters(2, has_timeouts).get_transition_batch()
-    assert list(info) == (["time_outs"] if has_timeouts else []) + ["transition"]
+    assert list(info) == (["time_outs"] if has_timeouts else []) + ["end_unknown", "transition"]
+    assert info["end_unknown"].tolist() == [False, False]
     assert observation is info["transition"].observation and observation.tolist() == [0, 100]
     assert action is reward is done is None, "fields that a batch does not have"
 

@@ -87,7 +87,8 @@ def test_batches_without_steps_have_no_time_axis(tmp_path):
     transition = info["transition"]
     assert transition.observation is observation and transition.action is action
     assert transition.reward is reward and transition.done is done
-    assert sorted(info) == ["time_outs", "transition"] and info["time_outs"] is transition.timeout
+    assert sorted(info) == ["end_unknown", "time_outs", "transition"] and info["time_outs"] is transition.timeout
+    assert info["end_unknown"].dtype == torch.bool and info["end_unknown"].tolist() == [False, False]
 
 
 def test_only_the_env_whose_trajectory_ends_changes_trajectory(tmp_path):
