@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -61,6 +62,16 @@ def test_missing_flags_and_floats_are_read_as_false_and_nan(tmp_path, load):
     assert read[2].observations["is_held"].all()
     chosen = read.sample_episodes(2)
     assert len([*chosen]) == 2 and read.filter_episodes(lambda episode: len(episode) > 3).total_episodes == 2
+
+
+def test_demonstrations_without_observations_are_read(tmp_path, load):
+    with h5py.File(tmp_path / "raw.hdf5", "w") as file:
+        for number, length in enumerate((4, 6)):
+            demo = file.create_group(f"data/demo_{number}")
+            demo["actions"], demo["states"] = np.full((length, 2), number, np.float32), np.zeros((length, 3))
+    read = load(tmp_path / "raw.hdf5", "raw-v0", missing_reward=0.5)
+    assert [episode.actions[:, 0].tolist() for episode in read.iterate_episodes()] == [[0] * 4, [1] * 6]
+    assert [(episode.observations, episode.rewards[0]) for episode in read.iterate_episodes()] == [({}, 0.5)] * 2
 
 
 @pytest.mark.parametrize("kind", ["hdf5", "arrow", "parquet"])

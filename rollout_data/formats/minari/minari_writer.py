@@ -96,6 +96,9 @@ class Writer(Hdf5Writer):
                 shape = () if at == "rewards" else field.shape
                 num_rows = length + (at.split("/")[0] in _WITH_LAST)
                 datasets[f"{group}/{at}"] = written_dtype(field), (num_rows, *shape)
+            for head in ("observation", "action"):
+                if not self._fields.schema.below(head):  # Minari reads both groups of every episode
+                    attributes[f"{group}/{_HEADS[head]}"] = {}
             seed = episode.metadata.get("seed")
             attributes[group] = {"id": len(attributes), "total_steps": length}
             attributes[group] |= {"seed": int(seed)} if isinstance(seed, (int, np.integer)) else {}
