@@ -288,12 +288,15 @@ class PassingRows:
         self._first, self._stop, self._sums = first[order], stop[order], sums[order]
         #: Fragment -> the row up to which it passed, and the CRC-32 of the rows before.
         self._passed: dict[int, tuple[int, int]] = {}
+        self._damaged: dict[int, CorruptFileError] = {}
 
     def take(self, row: int, rows: np.ndarray) -> None:
         """Add rows `[n, row_bytes]` uint8 from `row` on; those that passed before, or out of order, are ignored."""
         end = row + len(rows)
         begin, behind = int(self._stop.searchsorted(row, side="right")), int(self._first.searchsorted(end))
         for number in range(begin, behind):
+            if number in self._damaged:  # parts of it, read again in another order, would pass
+                raise self._damaged[number]
             done, checksum = self._passed.get(number, (int(self._first[number]), 0))
             upto = min(end, int(self._stop[number]))
             if not row <= done < upto:
@@ -305,7 +308,9 @@ class PassingRows:
             del self._passed[number]
             if checksum != self._sums[number]:
                 where = f"of rows {self._first[number]}:{upto} of {'/'.join(self._place)}"
-                raise corrupt(self._path, f"checksum {int(self._sums[number]):08x} {where}", f"{checksum:08x}")
+                expected = f"checksum {int(self._sums[number]):08x} {where}"
+                self._damaged[number] = corrupt(self._path, expected, f"{checksum:08x}")
+                raise self._damaged[number]
 
 
 def _put(rows: np.ndarray, data: bytes) -> None:

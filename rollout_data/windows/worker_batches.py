@@ -127,13 +127,22 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         except DataFileError as problem:
             if (on_error or self.on_error) == "raise":
                 raise self.damage(windows, problem) from problem
-        return self._made(self.readable(windows, on_error))
+        kept = self.readable(windows, on_error)
+        try:
+            return self._made(kept)
+        except UnansweredError:
+            raise
+        except DataFileError:  # behind a network, damaged rows between those of two windows are fetched with them
+            return self._made_one_by_one(kept)
 
     def _made(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
         if is_in_worker():
             batch: dict[str, Any] = self._shared.make(lambda allocate: self.read(windows, allocate))
             return batch
         return WindowBatch(self.read(windows, self._pool.empty))
+
+    def _made_one_by_one(self, windows: Int64s) -> dict[str, Any]:
+        return WindowBatch(collate_windows([self[window] for window in windows.tolist()]))
 
     @abstractmethod
     def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None) -> Int64s:

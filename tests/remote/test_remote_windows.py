@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import threading
 
 import numpy as np
@@ -16,12 +17,12 @@ pytest.importorskip("fsspec")
 import fsspec
 
 from benchmarks.lagging import LaggingFileSystem
-from rollout_data import WindowDataset, WindowLoader, WindowMixture
+from rollout_data import RolloutWriter, WindowDataset, WindowLoader, WindowMixture, push
 from rollout_data.remote.locations import remote_path
 from storage.errors import DataFileError, UsageError
 from tests.files.recorded import record
 
-from .places import check_epoch, coded, far_windows, in_memory, lagging, same, uneven
+from .places import check_epoch, coded, far_windows, in_memory, lagging, same, store_at, uneven
 
 FORMS = {
     "plain": {},
@@ -221,3 +222,55 @@ def test_statistics_and_metadata_are_those_of_the_local_files(folder, tmp_path, 
     assert far.metadata == near.metadata
     expected, got = near.statistics(use_cache=False, progress=False), far.statistics(progress=False)
     assert all((expected[name].mean == got[name].mean).all() for name in expected)
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    """A pushed recording, and copies of it with one changed row: as it was pushed, and without the checksums."""
+    root = tmp_path_factory.mktemp("damaged")
+    with RolloutWriter(root / "walk", 1, writer_name="arm", durable=False) as writer:
+        for number in range(1200):
+            row = np.full((1, 64), number, np.float32)
+            writer.add(observation=row, action=row[:, :1], done=[number % 60 == 59])
+    store_at(root, "store")
+    push(root / "walk", "store://whole")
+    for name in ("pushed", "bare"):
+        shutil.copytree(root / "whole", root / name)
+    for path in (root / "bare").glob("*.sums"):
+        path.unlink()
+    for name in ("pushed", "bare"):
+        path = next((root / name).glob("*.h5"))
+        data = bytearray(path.read_bytes())
+        data[data.index(np.full(64, 1005, np.float32).tobytes()) + 130] ^= 1
+        path.write_bytes(data)
+    return root
+
+
+def anchors(batches):
+    return [batch["action"][:, 0, 0].int().tolist() for batch in batches]
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_windows_of_a_damaged_row_of_a_pushed_block_are_skipped_and_no_other_moves(damaged, chunk_bytes, shuffle):
+    remote = {"chunk_bytes": chunk_bytes, "num_retries": 0}
+    lagging(damaged / "whole")
+    whole = anchors(WindowLoader(far_windows("lagging://whole", remote=remote), 8, seed=3, shuffle=shuffle))
+    lost = set(range(1002, 1006))
+    expected = [[one for one in batch if one not in lost] for batch in whole]
+    windows = far_windows("lagging://pushed", remote=remote, on_error="skip")
+    assert anchors(WindowLoader(windows, 8, seed=3, shuffle=shuffle)) == expected
+    assert windows.num_lost_windows == len(lost)
+    strict = WindowLoader(far_windows("lagging://pushed", remote=remote), 8, shuffle=shuffle)
+    with pytest.raises(DataFileError, match="checksum"):
+        list(strict)
+
+
+@pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
+def test_rows_that_were_found_damaged_are_not_read_in_another_order(damaged):
+    lagging(damaged / "bare")
+    windows = far_windows("lagging://bare", on_error="skip", remote={"chunk_bytes": 1 << 20})
+    found = [one for batch in anchors(WindowLoader(windows, 8, shuffle=False)) for one in batch]
+    assert not {1002, 1003, 1004, 1005} & set(found)
+    assert windows.num_lost_windows == len(windows) - len(found)
