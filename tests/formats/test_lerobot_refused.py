@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 import rollout_data  # noqa: E402
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError  # noqa: E402
-from tests.formats.lerobot_sets import FIRST, TASKS, LeRobotSet, check  # noqa: E402
+from tests.formats.lerobot_sets import FIRST, TASKS, LeRobotSet, check, feature  # noqa: E402
 from tests.formats.values import state  # noqa: E402
 
 LENGTHS = [3, 1, 4, 2]
@@ -325,3 +326,22 @@ def test_a_picture_that_unpacks_to_more_than_its_file_is_refused(tmp_path: Path)
     pq.write_table(bomb, path / "data" / "chunk-000" / "file-000.parquet", compression="zstd")
     with pytest.raises(CorruptFileError, match=r"bytes of 'observation\.images\.a'"):
         rollout_data.open(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a child of its own is measured")
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_one_long_text_for_all_frames_takes_no_memory_for_each_of_them(tmp_path: Path, version: str) -> None:
+    text, num_frames = "x" * (1 << 20), 700
+    note = feature("string", [1]), lambda _, length: pa.array([text] * length)
+    path = LeRobotSet(tmp_path / "a", [num_frames], version=version, columns={"note": note}).write()
+    assert sum(one.stat().st_size for one in path.rglob("*.parquet")) < 1 << 18
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            texts = rollout_data.open(path)[0].read("note")
+            grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+            status = 0 if len(texts) == num_frames and set(texts) == {text} and grown_kib < 400 << 10 else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -21,6 +21,7 @@ import pytest
 
 import rollout_data
 from rollout_data.formats.records.tfrecord import crc32c
+from rollout_data.tools.cli.command_line import main
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
 from tests.formats.values import action, picture, state
 
@@ -175,6 +176,42 @@ def test_a_flipped_name_in_the_directory_of_a_zip_file_never_gives_other_values(
             path.write_bytes(data)
             with suppress(RolloutDataError):
                 check(rollout_data.open(path))
+
+
+def packed(folder: Path, path: Path, changed: tuple[str, bytes] = ("", b"")) -> Path:
+    """Write the files of a folder to a zip file, the file of one name with other content."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for piece in sorted(folder.rglob("*")):
+            name = piece.relative_to(folder).as_posix()
+            if piece.is_file():
+                archive.writestr(name, changed[1] if name == changed[0] else piece.read_bytes())
+    return path
+
+
+def test_damaged_zip_files_beside_good_recordings_are_listed_and_the_rest_opens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, many = write_2(tmp_path / "folder", arrays()), tmp_path / "many"
+    many.mkdir()
+    whole = packed(folder, many / "good.zarr.zip").read_bytes()
+    (many / "cut.zarr.zip").write_bytes(whole[: len(whole) // 2])
+    with zipfile.ZipFile(many / "good.zarr.zip") as archive:
+        member = archive.getinfo("meta/episode_ends/.zarray")
+    checksum = member.CRC.to_bytes(4, "little")
+    (many / "checksum.zarr.zip").write_bytes(whole.replace(checksum, (member.CRC ^ 1).to_bytes(4, "little")))
+    packed(folder, many / "json.zarr.zip", ("data/action/.zarray", b"{no json"))
+    packed(folder, many / "list.zarr.zip", ("data/action/.zarray", b"[]"))
+    packed(folder, many / "chunk.zarr.zip", ("meta/episode_ends/0", b"\0" * 5))
+    damaged = ["checksum", "chunk", "cut", "json", "list"]
+    for name in damaged:
+        with pytest.raises(DataFileError, match=r"zarr|episode_ends|data/action"):
+            rollout_data.open(many / f"{name}.zarr.zip")
+        assert rollout_data.doctor(many / f"{name}.zarr.zip").findings
+    check(rollout_data.open(many / "good.zarr.zip"))
+    assert main(["ls", str(many)]) == 1
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    expected = {f"{name}.zarr.zip": "-" for name in damaged} | {"good.zarr.zip": "zarr"}
+    assert {line[0]: line[1] for line in listed} == expected
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])

@@ -273,6 +273,37 @@ def test_two_recordings_of_one_folder_are_read_together_each_as_it_was_opened(wa
     assert merge([earlier, later], tmp_path / "merged").num_trajectories == 12
 
 
+def test_readers_that_iterate_while_prune_removes_files_read_the_rest(walk: Path) -> None:
+    recording = rollout_data.open(walk)
+    episodes = iter(recording)
+    dataset = rollout_data.RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=2)
+    windows = rollout_data.WindowDataset(walk, on_error="skip")
+    batches = iter(dataset)
+    first = [next(episodes).id, next(batches).action.shape[0]]
+    assert first == ["a:0", 2] and len(windows[0]["action"])
+    prune(walk, trajectories=3)
+    left = rollout_data.open(walk).ids
+    read = []
+    for place, name in enumerate(recording.ids):
+        try:
+            assert len(recording[place].action)
+            read.append(name)
+        except DataFileError as error:
+            assert error.episode == name
+    assert read == left and set(recording.ids) - set(read)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frames = sum(int(batch.valid.sum()) for batch in batches)
+        num_read = 0
+        for place in range(len(windows)):
+            try:
+                num_read += len(windows[place]["action"])
+            except DataFileError:
+                continue
+    assert frames >= sum(len(one) for one in rollout_data.open(walk)) - 2
+    assert num_read >= sum(len(one) for one in rollout_data.open(walk))
+
+
 def test_the_doctor_and_the_report_keep_the_snapshot(walk: Path, tmp_path: Path) -> None:
     recording = rollout_data.open(walk)
     drop(walk, "a:1")

@@ -255,6 +255,9 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
     for name in sorted(store.names):
         folder, _, last = name.rpartition("/")
         about = store.json(name) if last in (".zarray", "zarr.json") else None
+        is_described = isinstance(about, dict) and (last == ".zarray" or about.get("node_type") in ("array", "group"))
+        if last in (".zarray", "zarr.json") and not is_described:
+            raise CorruptFileError("read", repr(name), "the description of an array or a group", repr(about)[:100])
         if len(found) == _MAX_ARRAYS:
             raise CorruptFileError("read", repr(name), f"at most {_MAX_ARRAYS} arrays", "more")
         if isinstance(about, dict) and (last == ".zarray" or about.get("node_type") == "array"):

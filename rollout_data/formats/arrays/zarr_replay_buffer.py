@@ -35,8 +35,8 @@ class Reader(ForeignReader):
             return any((path / name).is_file() for name in files)
         try:
             return is_zip(path) and not Store(path).names.isdisjoint(files)
-        except RolloutDataError:
-            return False
+        except RolloutDataError:  # a damaged zip file: opening it says so
+            return path.name.endswith(".zarr.zip")
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._store, where = Store(self.path), repr(str(self.path))
