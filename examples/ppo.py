@@ -112,8 +112,13 @@ def update(policy: ActorCritic, optimizer: torch.optim.Optimizer, storage: Rollo
     storage.clear()
 
 
-def train(task: str, settings: Settings, report: Callable[[int, list[float]], None]) -> ActorCritic:
-    """Learn a task; `report(update, returns)` is told the returns of the episodes that ended in each update."""
+def train(task: str, settings: Settings, report: Callable[[int, list[float]], bool | None]) -> ActorCritic:
+    """Learn a task.
+
+    Args:
+        report: Called after each update with its number and the returns of the episodes that ended in it. If it returns
+            True, training stops.
+    """
     torch.manual_seed(settings.seed)
     envs = make_envs(task, settings.num_envs)
     num_observations, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]
@@ -133,7 +138,8 @@ def train(task: str, settings: Settings, report: Callable[[int, list[float]], No
             finished += running[done].tolist()
             running[done] = 0
         update(policy, optimizer, storage, settings)
-        report(number, finished)
+        if report(number, finished):
+            break
     envs.close()
     return policy
 
