@@ -22,6 +22,7 @@ import numpy as np
 from storage.core import arguments
 from storage.core.durable import replace_file, sync_path
 from storage.core.fields import Field
+from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, UsageError
 
 from ...sources.episode_reader import ABSENT
@@ -61,6 +62,8 @@ _VIDEO_PART_BYTES = 1 << 25
 _ENTRIES_AT_ONCE = 100
 #: Length of the notes of episodes that are kept, as text; in memory they take about twice as much.
 _KEPT_NOTES_BYTES = 1 << 24
+#: Files that are flushed to the disk at the same time.
+_NUM_SYNC_THREADS = 16
 #: Folder of files that are not in their places yet.
 _UNFINISHED_FILES = ".unfinished"
 #: Key of a data file's own metadata: id, task and statistics of its episode.
@@ -549,9 +552,8 @@ class Writer(ForeignWriter):
         self.note_open()
         self._write_tables()
         shutil.rmtree(self.path / _UNFINISHED_FILES, ignore_errors=True)
-        os.sync()  # all at once: of 4,000 files, one after the other, each waits for the disk
-        for path in (*self.path.rglob("*"), self.path):
-            sync_path(path)
+        # Several at once: one after the other, each of 4,000 files waits for the disk.
+        each(sync_path, [*self.path.rglob("*"), self.path], _NUM_SYNC_THREADS)
         if not self.is_complete:
             self._write_json(INFO_NAME, {**self._info(), UNFINISHED: True})
             self._note_tables()
