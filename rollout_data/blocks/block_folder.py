@@ -39,6 +39,7 @@ from .block_header import (
     check_fragments,
     layouts_of,
     open_block,
+    read_header,
 )
 from .edit_blocks import named_edit, not_in_force
 from .folder_metadata import BAD_METADATA, ENDS, UNKNOWN, Metadata, load_metadata, read_document
@@ -309,6 +310,10 @@ class BlockFolder:
     def read_document(self) -> dict[str, Any]:
         """Read metadata.json as it is; errors as of `metadata.read_document`."""
         return read_document(self.data_dir / METADATA_NAME)
+
+    def header_of(self, block: Block) -> BlockHeader:
+        """Read the header of a block of this folder."""
+        return read_header(block.path)
 
     def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
         return open_block(path, verify=self.verify_on_open)

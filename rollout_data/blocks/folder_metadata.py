@@ -32,6 +32,8 @@ BAD_METADATA = (
 )  # fmt: skip
 #: Of metadata.json and of notes of episodes: what they came from does not tell how (all of) them ended.
 ENDS, UNKNOWN = "ends", "unknown"
+#: Of notes of episodes, in a folder that has unknown ends: there is none, though there is a final observation.
+OPEN_END = "open"
 #: Keys that are ours to fill; the context of a caller cannot set them.
 RESERVED_KEYS = (
     "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "total_timesteps", "total_trajectories",

@@ -25,7 +25,7 @@ from ..blocks.annotations import parsed
 from ..blocks.block_folder import BlockFolder, block_entries
 from ..blocks.block_header import DATA, METADATA_NAME, layouts_of, read_header
 from ..blocks.edit_blocks import named_edit
-from ..blocks.folder_metadata import ENDS, UNKNOWN
+from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN
 from ..blocks.row_layout import RowLayout
 from ..blocks.trajectory_index import TrajectoryIndex
 from ..sources.episode_reader import ABSENT
@@ -80,12 +80,12 @@ class OwnWriter(ForeignWriter):
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
         self._num_bytes, self._is_open = 0, False
-        about = [(_renamed(episode.schema), _is_unknown(episode)) for episode in self.episodes]
+        about = [(_renamed(episode.schema), _noted_end(episode)) for episode in self.episodes]
         fit = common_fields([schema for schema, _ in about], keeps_episodes=True)
         self._fit: Fit = _without_inventions(fit)
         spoken = [one.texts for one in self.episodes if _renamed(one.schema) not in self._fit.left_out]
         self._texts = [name for name in (spoken[0] if spoken else ()) if all(name in texts for texts in spoken)]
-        self._has_unknown_ends = any(is_unknown for _, is_unknown in about)
+        self._has_noted_ends = any(end for _, end in about)
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
         kept = _kept_codecs([schema for schema, _ in about])
         kept = {name: codec for name, codec in kept.items() if f"observation/{name}" in self._fit.schema}
@@ -135,7 +135,7 @@ class OwnWriter(ForeignWriter):
     def _opened(self) -> RolloutWriter:
         if self._writer is None:
             context = {name: plain(value) for name, value in self.metadata.items()}
-            if self._has_unknown_ends:
+            if self._has_noted_ends:
                 context[ENDS] = UNKNOWN
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
@@ -252,7 +252,8 @@ class OwnWriter(ForeignWriter):
             for name, value in episode.metadata.items()
         }
         said |= {name: value for name, value in known.items() if value is not None}
-        said |= {SOURCE_ID: episode.id, **({ENDS: UNKNOWN} if _is_unknown(episode) else {})}
+        end = _noted_end(episode)
+        said |= {SOURCE_ID: episode.id, **({ENDS: end} if end else {})}
         schema, earlier = _renamed(episode.schema), said.pop(ABSENT, None)
         filled = earlier if isinstance(earlier, list) else []  # by the conversion that wrote the source
         if absent := [name for name in self._fit.schema if name not in schema or name in filled]:
@@ -302,8 +303,11 @@ def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
     return {name.partition("/")[2]: _COUNTS for name in coded}
 
 
-def _is_unknown(episode: EpisodeToWrite) -> bool:
-    return None in (episode.terminated, episode.truncated) and episode.metadata.get(ENDS) != "open"
+def _noted_end(episode: EpisodeToWrite) -> str:
+    """Return what the note of an episode says of its end; "" if the flags of its block say it."""
+    if None in (episode.terminated, episode.truncated) and episode.metadata.get(ENDS) != OPEN_END:
+        return UNKNOWN
+    return OPEN_END if episode.final and not (episode.terminated or episode.truncated) else ""
 
 
 def _needs_end(episode: EpisodeToWrite, final: Any) -> bool:

@@ -375,6 +375,11 @@ class ForeignWriter(ABC):
         if holds and episode.id not in (noted := self._noted.setdefault(what, []))[-1:]:
             noted.append(episode.id)
 
+    def reshaped(self, name: str, shape: tuple[int, ...], episode: EpisodeToWrite) -> None:
+        """Note in the report if a step of a field is read with another shape: a number as a vector of one, or back."""
+        own = episode.schema[name].shape if name in episode.schema else shape
+        self.changed(f"field {name!r} has the shape {list(shape)}, not {list(own)}", episode, own != shape)
+
     def cast(self, rows: Any, dtype: Any, name: str, episode: EpisodeToWrite) -> Array:
         """Convert rows of a field to a dtype; the report counts the values that change."""
         values = np.asarray(rows)

@@ -19,7 +19,7 @@ from storage.core.fields import Schema
 from storage.errors import CorruptFileError, UnansweredError, UsageError
 from storage.saving.hdf5 import Guarded
 
-from ..blocks.block import FragmentSums
+from ..blocks.block import Block, FragmentSums
 from ..blocks.block_folder import BlockFolder, FileStamp, counted_metadata
 from ..blocks.block_header import MAX_METADATA_BYTES, METADATA_NAME, BlockHeader, check_contents, read_header
 from ..blocks.folder_metadata import BAD_METADATA, Metadata
@@ -152,6 +152,9 @@ class RemoteFolder(BlockFolder):
         sums = self.sums_of(path, num_bytes)
         header = read_header(path, RemoteFile(self.files, path, num_bytes, sums))
         return replace(header, fetch=partial(self.files.read, path, sums=sums))
+
+    def header_of(self, block: Block) -> BlockHeader:
+        return self.read_header(block.path, block.file_bytes)
 
     def _listed_now(self) -> dict[str, FileStamp]:
         self._listed = self.files.listed()

@@ -172,7 +172,7 @@ class Blocks(Kind):
             return self._adopted
         listed = []
         for folder, choice, opened in zip(self._folders, self._choices, self._opened, strict=True):
-            choice.has_unknown_ends = folder.has_unknown_ends and not self._source.is_remote
+            choice.header_of = folder.header_of if folder.has_unknown_ends else None
             listed.append([folder.blocks[name] for name in sorted(folder.blocks)] if opened is None else opened.blocks)
         return [block for choice, blocks in zip(self._choices, listed, strict=True) for block in choice.of(blocks)]
 

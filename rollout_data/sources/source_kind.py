@@ -23,9 +23,9 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 from ..blocks.annotation_table import EPISODES
 from ..blocks.annotations import parsed
 from ..blocks.block import Block, Identity, Key
-from ..blocks.block_header import END_UNKNOWN, OPEN, TRUNCATED, read_header
+from ..blocks.block_header import END_UNKNOWN, OPEN, TRUNCATED, BlockHeader
 from ..blocks.edit_blocks import named_edit
-from ..blocks.folder_metadata import ENDS, UNKNOWN
+from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN
 from ..blocks.missing_trajectories import NONE_GONE, Lengths
 from ..remote.local_copy import local_origin
 from ..remote.locations import DataDirs, Origin, RemoteOptions, origins_of
@@ -184,13 +184,13 @@ class Choice:
     """Which trajectories of the blocks of one origin are read: (writer, number) named "writer:number".
 
     Attributes:
-        has_unknown_ends: Notes may say that it is unknown how a trajectory ended.
+        header_of: Reads the header of a block whose notes may say how trajectories ended; None if flags say it all.
 
     Raises:
         UsageError: A name has another form.
     """
 
-    has_unknown_ends = False
+    header_of: Callable[[Block], BlockHeader] | None = None
 
     def __init__(self, origin: Origin, label: str) -> None:
         self._numbers: dict[str, list[int]] | None = None if origin.ids is None else {}
@@ -205,7 +205,7 @@ class Choice:
     @property
     def is_all(self) -> bool:
         """Whether blocks are given as they are."""
-        return self._numbers is None and not self.has_unknown_ends
+        return self._numbers is None and self.header_of is None
 
     def of(self, blocks: Iterable[Block]) -> list[Block]:
         """Leave out what blocks hold of other trajectories; a block is given as the same object each time."""
@@ -223,15 +223,18 @@ class Choice:
 
     def _fragments(self, block: Block) -> np.ndarray:
         fragments: np.ndarray = block.fragments.copy()
-        if self.has_unknown_ends:
-            unknown: list[int] = []
+        if self.header_of is not None:
+            ends: dict[int, str] = {}
             with suppress(FileNotFoundError):  # it was removed meanwhile, which reading it tells
-                header = read_header(block.path)
+                header = self.header_of(block)
                 notes = ((key, parsed(block.path, text)) for key, text in header.read_notes(EPISODES))
-                unknown += [key for key, said in notes if said.get(ENDS) == UNKNOWN]
-            flags = fragments["flags"]
-            is_end = np.isin(fragments["trajectory"], unknown) & ((flags & (OPEN | TRUNCATED)) > 0)
-            fragments["flags"] = np.where(is_end, flags & ~np.uint32(TRUNCATED) | OPEN | END_UNKNOWN, flags)
+                ends = {key: said[ENDS] for key, said in notes if said.get(ENDS) in (UNKNOWN, OPEN_END)}
+            flags, is_end = fragments["flags"], (fragments["flags"] & (OPEN | TRUNCATED)) > 0
+            for noted, marks in ((UNKNOWN, OPEN | END_UNKNOWN), (OPEN_END, OPEN)):
+                these = [key for key, end in ends.items() if end == noted]
+                is_noted = np.isin(fragments["trajectory"], these) & is_end
+                flags = np.where(is_noted, flags & ~np.uint32(TRUNCATED) | np.uint32(marks), flags)
+            fragments["flags"] = flags
         if self._numbers is None:
             return fragments
         return fragments[np.isin(fragments["trajectory"], self._numbers.get(block.writer, []))]

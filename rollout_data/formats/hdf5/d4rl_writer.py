@@ -113,6 +113,8 @@ class Writer(Hdf5Writer):
             self.changed("other fields are called infos/<name>", episode, field.name != _info(field))
         for change in self._fields.changes(episode):
             self.changed(change, episode)
+        if "reward" in self._fields.schema and self._fields.schema["reward"].num_elements == 1:
+            self.reshaped("reward", (), episode)
         self._write_ends(episode, first)
         self.note(episode)
 
@@ -147,8 +149,9 @@ class Writer(Hdf5Writer):
         self.changed(lost, episode, episode.final and not self._has_next)
         self.changed("the end, which is unknown, is written as a timeout", episode, has_unknown_end(episode))
         self.changed("the open end is written as a timeout", episode, has_open_end(episode))
-        joined = f"the parts of the observation are joined: {', '.join(names)}"
-        self.changed(joined, episode, names != ["observation"])
+        for head in _FLAT:
+            parts = list(self._fields.schema.below(head))
+            self.changed(f"the parts of the {head} are joined: {', '.join(parts)}", episode, len(parts) > 1)
         lost = "texts and metadata of episodes are left out"
         self.changed(lost, episode, episode.texts or episode.metadata or episode.task)
 

@@ -272,10 +272,14 @@ class Writer(Hdf5Writer):
         for name in fields.below("observation"):
             at = self.place(name).removeprefix("obs/")
             self.changed(f"{name!r} is called {at!r}", episode, "/" in name and at != name.partition("/")[2])
+        parts = [field.name for field in self._action_parts(episode)]
+        self.changed(f"the parts of the action are joined as `actions`: {', '.join(parts)}", episode, parts)
         self.changed(f"texts of steps are left out ({', '.join(episode.texts)})", episode, episode.texts)
         self.changed(f"the observation is called {key!r}", episode, "observation" in fields and key)
         has_terms = any(field.num_elements > 1 for field in fields.below("reward").values())
         self.changed("rewards of several terms are left out", episode, has_terms)
+        if "reward" in fields and not has_terms:
+            self.reshaped("reward", (), episode)
         tells_end = episode.terminated is not None or episode.truncated is not None
         self.changed(f"how an episode ended is left out{self.but_dones}", episode, tells_end)
         lost_final = episode.final and not self._writes_next

@@ -48,7 +48,7 @@ from .lerobot_features import (
     write_video,
 )
 from .lerobot_index import SUCCESS, TASK
-from .lerobot_info import INFO_NAME, TEMPLATES, UNFINISHED, file_name
+from .lerobot_info import INFO_NAME, TEMPLATES, UNFINISHED, field_name, file_name
 from .lerobot_language import ARROW_TYPES, arrow_type, column_of_texts
 from .lerobot_statistics import SetStatistics, Statistics
 from .lerobot_subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, numbers_of, stated_subtasks, subtask_table, with_pairs
@@ -508,6 +508,7 @@ class Writer(ForeignWriter):
     def _report(self, episode: EpisodeToWrite, absent: Sequence[str]) -> None:
         for what in self._shared.changes(episode):
             self.changed(what, episode)
+        self._report_names(episode)
         earlier: Any = episode.metadata.get(ABSENT) or ()
         for name in (name for name in absent if name in self._flags and name not in earlier):
             self.changed(f"{name!r} is False in episodes that do not tell it", episode)
@@ -540,13 +541,26 @@ class Writer(ForeignWriter):
             ("how an episode ended is left out, but for 'next.done'", has_end),
             ("the observation after the last step is left out", episode.final),
             ("only the first task of an episode is written", len(episode.metadata.get("tasks", ())) > 1),
-            ("the parts of nested names are joined by dots", any(name.count("/") > 1 for name in episode.schema)),
             ("bfloat16 is written as float32", any(column.field.dtype == "bfloat16" for column in self._columns)),
             ("metadata of episodes are left out, but for task and success", other),
             ("texts of subtasks in the metadata are left out", SUBTASKS in self.metadata and not self._subtasks),
         ):
             if is_so:
                 self.changed(what, episode)
+
+    def _report_names(self, episode: EpisodeToWrite) -> None:
+        """Report the fields that are read by another name, or as a number instead of a vector of one or vice versa."""
+        texts = {name: _feature_name(name) for name in (*self._texts, *self._languages)}
+        features = dict.fromkeys((*(column.name for column in self._columns), *texts.values()))
+        for own, feature in texts.items():
+            name = field_name(feature, features)
+            self.changed(f"field {own!r} is called {name!r}", episode, own in episode.texts and own != name)
+        for column in self._columns:
+            own, name = column.field.name, field_name(column.name, features)
+            is_vector = name.partition("/")[0] in ("observation", "action")
+            self.changed(f"field {own!r} is called {name!r}", episode, own in episode.schema and own != name)
+            if column.kind == "number" and column.field.shape in ((), (1,)):
+                self.reshaped(own, (1,) if is_vector else (), episode)
 
     def close(self) -> None:
         self.note_open()

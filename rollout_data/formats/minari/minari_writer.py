@@ -134,6 +134,8 @@ class Writer(Hdf5Writer):
         self._write_missing_reward(episode, f"{group}/rewards", length)
         for change in self._fields.changes(episode):
             self.changed(change, episode)
+        if _has_reward(episode):
+            self.reshaped("reward", (), episode)
         what = "the last step is left out, as the observation after it is not known"
         self.changed(what, episode, length < episode.length)
         self._write_ends(episode, length)

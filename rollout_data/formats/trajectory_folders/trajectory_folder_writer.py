@@ -138,6 +138,8 @@ class Writer(ForeignWriter):
             flat = np.array(self._fields.read(episode, name)).reshape(length, -1)
             if len(field.shape) > 1 and name in (*_KEYS, "reward"):
                 self.changed(f"{name!r} is flattened", episode)
+            elif name in (*_KEYS, "reward"):
+                self.reshaped(name, (field.num_elements,), episode)
             if head == "observation" and rest:
                 if _COUNTS in field.codec and field.dtype != "uint8":
                     flat = np.rint(flat * 255).astype(np.uint8)  # as they are stored, to the bit

@@ -1,0 +1,131 @@
+"""What a copy in another format differs in from its source is named in the report of the conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rollout_data
+from rollout_data import RolloutDataset, RolloutWriter
+
+
+def convert(source: Any, target: Path, name: str, **options: Any) -> dict[str, Any]:
+    return dict(rollout_data.convert(source, target, name, progress=False, **options).changes)
+
+
+def record(folder: Path, num_episodes: int = 2) -> rollout_data.Recording:
+    """Record episodes of three steps whose action has two parts, with a camera and a reward of one term."""
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for frame in range(3 * num_episodes):
+            writer.add(
+                observation={
+                    "state": np.full((1, 2), frame, np.float32),
+                    "eye": np.full((1, 4, 4, 3), frame, np.uint8),
+                },
+                action={"arm": np.full((1, 2), frame / 3, np.float32), "grip": np.array([frame % 2 == 0])},
+                reward=np.full((1, 1), frame, np.float32),
+                terminated=[frame % 3 == 2],
+                privileged_observation={"mass": np.full((1, 2), frame, np.float32)},
+            )
+    return rollout_data.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("d4rl", "the parts of the action are joined: action/arm, action/grip"),
+        ("robomimic", "the parts of the action are joined as `actions`: action/arm, action/grip"),
+        ("isaaclab", "the parts of the action are joined as `actions`: action/arm, action/grip"),
+    ],
+)
+def test_joined_actions_are_named(tmp_path, name, change):
+    source = record(tmp_path / "ours")
+    changes = convert(source, tmp_path / "x.hdf5", name)
+    assert changes[change] == source.ids
+    assert rollout_data.open(tmp_path / "x.hdf5")[0].action.shape == (3, 3)
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_fields_that_lerobot_has_under_another_name_are_named(tmp_path, version):
+    source = record(tmp_path / "ours")
+    changes = convert(source, tmp_path / "set", "lerobot", fps=10, version=version)
+    back = rollout_data.open(tmp_path / "set")
+    renamed = {
+        "observation/eye": "observation/images.eye",
+        "privileged_observation/mass": "privileged_observation.mass",
+    }
+    for name in source.schema:
+        other = renamed.get(name, name)
+        assert (f"field {name!r} is called {other!r}" in changes) == (name != other)
+        np.testing.assert_array_equal(source[1][name].reshape(-1), back[1][other].reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "shapes"),
+    [
+        ("lerobot", "set", {"reward": (), "action/grip": (1,)}),
+        ("robomimic", "x.hdf5", {"reward": ()}),
+        ("isaaclab", "x.hdf5", {"reward": ()}),
+        ("d4rl", "x.hdf5", {"reward": ()}),
+        ("rollout-data", "copy", {}),
+    ],
+)
+def test_a_number_that_becomes_a_vector_of_one_or_a_vector_that_becomes_a_number_is_named(tmp_path, name, file, shapes):
+    source = record(tmp_path / "ours")
+    changes = convert(source, tmp_path / file, name, **({"fps": 10} if name == "lerobot" else {}))
+    back = rollout_data.open(tmp_path / file)
+    own = {field: source.schema[field].shape for field in ("reward", "action/grip")}
+    reshaped = {
+        f"field {field!r} has the shape {list(shape)}, not {list(own[field])}" for field, shape in shapes.items()
+    }
+    assert {change for change in changes if "shape" in change} == reshaped
+    for field, shape in shapes.items():
+        assert back.schema[field].shape == shape
+
+
+def record_open_end(folder: Path) -> rollout_data.Recording:
+    """Record an episode that ends and one that was cut off."""
+    with RolloutWriter(folder, 1, durable=False) as writer:
+        for frame in range(7):
+            row = np.full((1, 2), frame, np.float32)
+            final = {"final_observation": row + 100} if frame == 2 else {}
+            writer.add(observation=row, action=row, reward=row[:, 0], terminated=[frame == 2], **final)
+    return rollout_data.open(folder)
+
+
+def test_an_open_end_with_a_final_observation_stays_open_in_our_format(tmp_path):
+    convert(record_open_end(tmp_path / "ours"), tmp_path / "minari", "minari")
+    source = rollout_data.open(tmp_path / "minari")
+    assert [(one.terminated, one.truncated) for one in source] == [(True, False), (False, False)]
+    assert convert(source, tmp_path / "copy", "rollout-data") == {}
+    convert(tmp_path / "copy", tmp_path / "second", "rollout-data")
+    for name in ("copy", "second"):
+        copy = rollout_data.open(tmp_path / name)
+        assert copy.table["ends"].tolist() == source.table["ends"].tolist() == ["terminated", "open"]
+        np.testing.assert_array_equal(copy[1].final_observation, source[1].final_observation)
+        assert [bool(one) for one in ends_of(tmp_path / name)] == [bool(one) for one in ends_of(tmp_path / "minari")]
+    convert(tmp_path / "second", tmp_path / "back", "minari")
+    back = rollout_data.open(tmp_path / "back")
+    assert [(one.terminated, one.truncated) for one in back] == [(True, False), (False, False)]
+
+
+def ends_of(path: Any) -> list[bool]:
+    """Return whether each end that a stream of a recording gives is a timeout."""
+    return [bool(step.timeout) for step in RolloutDataset(path, num_envs=1) if bool(step.done)]
+
+
+def test_unknown_and_open_ends_are_the_same_behind_a_network(tmp_path):
+    source = record_open_end(tmp_path / "ours")
+    convert(source, tmp_path / "minari", "minari")
+    convert(tmp_path / "minari", tmp_path / "open", "rollout-data")
+    convert(source, tmp_path / "x.hdf5", "robomimic")
+    convert(tmp_path / "x.hdf5", tmp_path / "unknown", "rollout-data")
+    for name, ends in (("open", ["terminated", "open"]), ("unknown", ["unknown", "open"])):
+        url = f"memory://ends/{tmp_path.name}/{name}"
+        rollout_data.push(tmp_path / name, url)
+        assert rollout_data.open(url).table["ends"].tolist() == ends
+        assert rollout_data.open(tmp_path / name).table["ends"].tolist() == ends
+        assert ends_of(url) == ends_of(tmp_path / name)
