@@ -302,27 +302,48 @@ class _Recorder:
         if name in ("step", "step_wait"):
             self._take(result)
         elif not name.endswith("_async"):
-            self.writer.settle()
-            is_reset = np.zeros(len(self._lengths), bool)
-            is_reset[self._reset] = name != "get_observations"
-            if (cut := is_reset & (self._lengths > 0)).any():
-                self.writer.discard(np.flatnonzero(cut), leave_open=True)
-                self._clear(cut)
-            self.simulator.see(result, is_reset)
-            self.hear(self._seed, is_reset)
-            self._fresh = self.simulator.seen
+            try:
+                self.writer.settle()
+            finally:  # an error of an earlier step costs that step alone
+                self._see(name, result)
         return result
+
+    def _see(self, name: str, result: Any) -> None:
+        """Take what a reset or `get_observations` returned."""
+        is_reset = np.zeros(len(self._lengths), bool)
+        is_reset[self._reset] = name != "get_observations"
+        if (cut := is_reset & (self._lengths > 0)).any():
+            self.writer.discard(np.flatnonzero(cut), leave_open=True)
+            self._clear(cut)
+        self.simulator.see(result, is_reset)
+        self.hear(self._seed, is_reset)
+        self._fresh = self.simulator.seen
 
     def _take(self, result: Any) -> None:
         """Record a step; one with tensors on a GPU when it has arrived on the host."""
         fresh, self._fresh = self._fresh, {}
-        if has_device_tensors((fresh, self._action, result)):
-            *values, infos = result
-            infos = needed_infos(infos, {*self._names, TASK, "final_info", "observations"})
-            self.writer.record_late((fresh, self._action, (*values, infos)), self._add)
-        else:
+        *values, infos = result
+        step = (fresh, self._action, (*values, needed_infos(infos, {*self._names, TASK, "observations"})))
+        if has_device_tensors(step):
+            self.writer.record_late(step, self._add_late)
+            return
+        try:
             self.writer.settle()
-            self._add((fresh, self._action, result))
+        finally:  # an error of an earlier step costs that step alone
+            self._add(step)
+
+    def _add_late(self, step: tuple[dict[str, Any], Any, Any]) -> None:
+        """Record a step from a GPU, which the writer gives again after a Ctrl-C: nothing is counted twice."""
+        parts = (self, self.simulator)
+        states = [{name: _copied(value) for name, value in vars(part).items()} for part in parts]
+        try:
+            self._add(step)
+        except Exception:
+            raise
+        except BaseException:
+            for part, state in zip(parts, states, strict=True):
+                vars(part).update(state)
+            raise
 
     def hear(self, seed: Any, is_reset: np.ndarray) -> None:
         """Keep what a reset of these envs, `[N]` bool, tells of the episodes that begin."""
@@ -425,6 +446,11 @@ class _Recorder:
             raise error
         self._has_warned = True
         warnings.warn(f"nothing is recorded: {got}. {advice}", RolloutDataWarning, stacklevel=5)
+
+
+def _copied(state: Any) -> Any:
+    """Copy an attribute of which a step changes elements in place; return any other as it is."""
+    return state.copy() if isinstance(state, (np.ndarray, dict)) else state
 
 
 def _count(data_dir: Path) -> tuple[int, int, int]:

@@ -15,7 +15,6 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -132,8 +131,9 @@ class RolloutWriter(Shown, Owned):
         self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, self.success_only, needed)
         self._infos = InfoReader(self.num_envs)
         self._late_steps = LateCopies()
-        #: When the late step that is being recorded was added; None while none is.
+        #: The time of the next record of the late step that is being recorded; None while none is.
         self._late_ns: int | None = None
+        self._last_late_ns = 0  # when the last late step was added
         self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
@@ -156,7 +156,7 @@ class RolloutWriter(Shown, Owned):
             self._journal.close()
             raise
         self._owner = self._publisher.owner
-        self._last_ns = self._publisher.last_ns
+        self._handed_over_ns = self._publisher.last_ns
         self._closed = False
         _open_writers.add(self)
 
@@ -356,13 +356,16 @@ class RolloutWriter(Shown, Owned):
         self._check_usable()
         action = "call RolloutWriter.add" if is_step else "call RolloutWriter.add_rollout"
         values = given_values(action, transition, keywords)
+        if is_step and "infos" in values:
+            values["infos"] = needed_infos(values["infos"])
         is_late = self._late_ns is not None
         if is_step and not is_late and has_device_tensors(values):
-            if "infos" in values:
-                values["infos"] = needed_infos(values["infos"])
-            self.record_late(values, partial(self._record, action, is_step=True))
-        else:
+            # A copy: after a Ctrl-C the step is recorded again.
+            self.record_late(values, lambda arrived: self._record(action, dict(arrived), is_step=True))
+            return
+        try:
             self.settle()
+        finally:  # an error of an earlier step costs that step alone
             self._record(action, values, is_step)
 
     def record_late(self, values: Any, record: Callable[[Any], None]) -> None:
@@ -370,20 +373,28 @@ class RolloutWriter(Shown, Owned):
 
         Args:
             values: Nested mappings, lists and tuples with tensors on a GPU.
-            record: Called with these values, the tensors on the host, where a later call overwrites them; it may call
-                `add`.
+            record: Called with these values, the tensors on the host, where a later call overwrites them. It may call
+                `add` twice. After a Ctrl-C it is called again; what it had added is not added twice.
         """
         self._check_usable()
         try:
             while (late := self._late_steps.receive(wait=self._late_steps.is_full)) is not None:
                 self._record_late_step(*late)
         finally:  # an error of an earlier step costs that step alone
-            self._late_steps.send(values, (record, time.time_ns()))
+            # Each step has times for two records of its own.
+            self._last_late_ns = max(self._last_late_ns + 2, self._newest_ns() + 1, time.time_ns())
+            self._late_steps.send(values, (record, self._last_late_ns))
 
     def _record_late_step(self, values: Any, about: tuple[Callable[[Any], None], int]) -> None:
-        record, self._late_ns = about
+        record, late_ns = about
         try:
+            self._late_ns = late_ns
             record(values)
+        except Exception:
+            self._late_steps.release()
+            raise
+        else:  # a Ctrl-C leaves the step to the next call
+            self._late_steps.release()
         finally:
             self._late_ns = None
 
@@ -413,6 +424,11 @@ class RolloutWriter(Shown, Owned):
             found, has_final = self._infos.read(action, infos, values, is_step)
             values |= found
         rollout = self._reader.read(action, values, is_step, has_final)
+        late_ns = self._late_ns
+        if late_ns is not None:
+            self._late_ns = late_ns + 1
+            if self._newest_ns() >= late_ns:  # a Ctrl-C came after it
+                return
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
                 where, got = f"with the field {name!r}", f"{count} NaN or infinite ones"
@@ -426,11 +442,9 @@ class RolloutWriter(Shown, Owned):
             staging = self._staging_with_room()
             stop = min(num_steps, start + staging.room)
             part = rollout if stop - start == num_steps else rollout.steps(start, stop)
-            self._last_ns = max(self._last_ns + 1, self._late_ns or time.time_ns())
-            staging.put(part, self._last_ns)
-            self._last_ns += stop - start - 1
+            staging.put(part, max(self._newest_ns() + 1, late_ns or time.time_ns()))
             self._num_accepted += int(np.count_nonzero(part.marks))
-            self._journal.accept(self._num_accepted, self._last_ns)
+            self._journal.accept(self._num_accepted, self._newest_ns())
             start = stop
             is_full = not staging.room or staging.num_note_bytes > self._block_bytes // self._max_pending
             if is_full or time.monotonic() - self._started_s > self._block_age_s:
@@ -443,6 +457,11 @@ class RolloutWriter(Shown, Owned):
                 steps = f"more than {MAX_STEPS_WITHOUT_END} steps in {str(self.data_dir)!r}"
                 text = f"no trajectory has ended in {steps}: say where they end"
                 warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=4)
+
+    def _newest_ns(self) -> int:
+        """Return when the newest step was taken."""
+        staged_ns = None if self._staging is None else self._staging.newest_ns
+        return self._handed_over_ns if staged_ns is None else staged_ns
 
     def _settled(self) -> Tally:
         self.settle()
@@ -488,6 +507,7 @@ class RolloutWriter(Shown, Owned):
         """Give the staged steps to the background thread; wait while too many blocks are pending."""
         if self._staging is not None and not self._staging.is_empty:
             self._staging.count(self._tally)
+            self._handed_over_ns = self._newest_ns()
             self._publisher.submit(self._staging, self._num_accepted)
             self._staging = None
 

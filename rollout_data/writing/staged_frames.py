@@ -104,6 +104,11 @@ class Staging:
         return self.max_steps - self.num_steps
 
     @property
+    def newest_ns(self) -> int | None:
+        """When the newest step was taken; None before the first."""
+        return int(self._times_ns[self.num_steps - 1]) if self.num_steps else None
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to publish."""
         return self.num_steps == 0 and not self._before.any()

@@ -25,11 +25,17 @@ def are_infos(extras: Any) -> bool:
 
 
 def needed_infos(infos: Any, names: Container[str] = ()) -> Any:
-    """Return infos with None for the values that are neither recorded nor called one of `names`."""
+    """Return infos, and `final_info` in them, with None for values that are not recorded and not in `names`."""
     if isinstance(infos, Mapping):
-        is_needed = {key: (own := str(key).removeprefix("_")) in _RECORDED or own in names for key in infos}
-        return {key: value if is_needed[key] else None for key, value in infos.items()}
-    return [needed_infos(info, names) for info in infos] if isinstance(infos, list) else infos
+        needed = {}
+        for key, value in infos.items():
+            name = str(key).removeprefix("_")
+            is_needed = name in _RECORDED or name in names
+            needed[key] = needed_infos(value, names) if key == "final_info" else value if is_needed else None
+        return needed
+    if isinstance(infos, (list, tuple)) or (isinstance(infos, np.ndarray) and infos.dtype == object and infos.ndim):
+        return [needed_infos(info, names) for info in infos]
+    return infos
 
 
 class InfoReader:

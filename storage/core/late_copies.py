@@ -77,7 +77,7 @@ class LateCopies:
     @property
     def is_full(self) -> bool:
         """Whether no further copy may begin."""
-        return len(self._copies) == self.MAX_COPIES
+        return len(self._copies) >= self.MAX_COPIES
 
     @lasting
     def send(self, values: Any, about: Any = None) -> None:
@@ -105,7 +105,8 @@ class LateCopies:
     def receive(self, wait: bool) -> tuple[Any, Any] | None:
         """Return the first values under way, with their tensors on the host, and what was sent about them.
 
-        Later calls of `send` write into the memory of these tensors: copy what has to last.
+        They stay the first ones until `release`. After that, later calls of `send` write into the memory of these
+        tensors: copy what has to last.
 
         Args:
             wait: Wait for the copy. Otherwise return None if it has not arrived.
@@ -118,9 +119,12 @@ class LateCopies:
                 return None
             self.num_waits += 1
             buffer.arrived.synchronize()
-        self._copies.popleft()
-        self._free_buffers.append(buffer)
         return _restored(values, buffer.host_parts), about
+
+    def release(self) -> None:
+        """Drop the first values under way, which were received; later ones may use their memory."""
+        *_, buffer = self._copies.popleft()
+        self._free_buffers.append(buffer)
 
     def _buffer_for(self, tensors: list[torch.Tensor]) -> _Buffer:
         form = _form_of(tensors)
@@ -153,8 +157,9 @@ def _held(value: Any, on_device: list[torch.Tensor]) -> Any:
         return _Place(len(on_device) - 1)
     if hasattr(value, "items"):
         return {name: _held(item, on_device) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_held(item, on_device) for item in value)
+    if isinstance(value, (list, tuple)):
+        held = [_held(item, on_device) for item in value]
+        return tuple(held) if isinstance(value, tuple) else held
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.copy()
     return copy.deepcopy(value)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rollout_data import RolloutWriter
+from rollout_data.writing.staged_frames import Staging
 from storage.errors import SchemaError
 from tests.files.readback import trajectories_of
 from tests.test_device_calls import no_waits
@@ -156,3 +157,37 @@ def test_tensors_on_a_gpu_are_recorded_like_those_on_the_cpu(tmp_path):
         assert (got.env, got.flags, got.length) == (expected.env, expected.flags, expected.length)
         assert all((got.column(name) == expected.column(name)).all() for name in expected.fields)
         assert (got.finals is None) == (expected.finals is None)
+
+
+@pytest.mark.parametrize("call", ["close", "flush", "add"])
+def test_a_ctrl_c_loses_and_repeats_no_step_that_is_on_its_way(any_device, tmp_path, monkeypatch, call):
+    put = Staging.put
+    for point in ("before", "after"):
+
+        def interrupted(staging, *args, point=point):
+            monkeypatch.setattr(Staging, "put", put)
+            if point == "after":
+                put(staging, *args)
+            raise KeyboardInterrupt
+
+        writer = RolloutWriter(tmp_path / point, NUM_ENVS, durable=False)
+        steps = [{name: value for name, value in step.items() if name != "done"} for step in steps_of(4)]
+        for step in steps[:3]:
+            writer.add(**on("cuda", step))
+        monkeypatch.setattr(Staging, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.add(**on("cuda", steps[3])) if call == "add" else getattr(writer, call)()
+        writer.close()
+        expected = [0, 100, 200, 300] if call == "add" else [0, 100, 200]
+        assert trajectories_of(tmp_path / point)[0].column("reward").reshape(-1).tolist() == expected
+
+
+def test_a_step_on_the_host_is_recorded_although_it_raises_the_error_of_one_from_a_gpu(any_device, tmp_path):
+    steps = [{name: value for name, value in step.items() if name not in ("infos", "done")} for step in steps_of(3)]
+    with RolloutWriter(tmp_path, NUM_ENVS, durable=False) as writer:
+        writer.add(**on("cuda", steps[0]))
+        writer.flush()
+        writer.add(**{**on("cuda", steps[1]), "reward": torch.zeros(NUM_ENVS + 1, device="cuda")})
+        with pytest.raises(SchemaError, match="reward"):
+            writer.add(**steps[2])
+    assert trajectories_of(tmp_path)[0].column("reward").reshape(-1).tolist() == [0, 200]
