@@ -27,7 +27,7 @@ _MAX_SHOWN = 60
 def source_state(recording: Recording) -> str:
     """Return a digest of the path, size and time of change of every file of a recording.
 
-    "" if they are not known: at a URL, or for a file that refers to others.
+    "" if they are not known: at a URL, for a file that refers to others, or if one was removed meanwhile.
     """
     root = recording.path
     if isinstance(root, RemotePath):
@@ -37,7 +37,10 @@ def source_state(recording: Recording) -> str:
     options = {name: repr(value) for name, value in recording.origin.options.items()}
     digest = hashlib.blake2b(json.dumps([str(root), recording.format, options]).encode(), digest_size=16)
     for path in _files_of(root):
-        found = os.stat(path)
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return ""
         about = [str(path), found.st_size, found.st_mtime_ns] if stat.S_ISREG(found.st_mode) else [str(path)]
         digest.update(json.dumps(about).encode())
     return digest.hexdigest()

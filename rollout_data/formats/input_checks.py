@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,43 @@ def file_inside(root: Path, name: str) -> Path:
         got = "something else" if path.exists() else "nothing of that name"
         raise CorruptFileError("open", repr(str(path)), "a file", got)
     return path
+
+
+class KnownFiles:
+    """The states of files when each was first read; a file that has changed since is refused.
+
+    A pickled copy that arrives at another machine notes the states there: copies of files have other inodes and times.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[Path, tuple[int, ...]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"states": self._states, "machine": os.uname().nodename}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._states = dict(state["states"]) if state["machine"] == os.uname().nodename else {}
+
+    def check(self, path: Path, state: os.stat_result | None = None) -> None:
+        """Compare a file, or the `state` of an open one, with the first time, or note it.
+
+        Raises:
+            CorruptFileError: It was removed, or is another one.
+        """
+        try:
+            about = os.stat(path) if state is None else state
+        except FileNotFoundError:
+            if path not in self._states:
+                raise
+            raise _changed(path, "none any more") from None
+        now = about.st_ino, about.st_size, about.st_mtime_ns
+        if self._states.setdefault(path, now) != now:
+            raise _changed(path, "another")
+
+
+def _changed(path: Path, got: str) -> CorruptFileError:
+    advice = "Call refresh() of the recording, or open it again"
+    return CorruptFileError("read", repr(str(path)), "the file as it was when it was opened", got, advice)
 
 
 def _is_below(real_path: str, real_root: str) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from storage.errors import CorruptFileError
 
-from .input_checks import damage_named, file_inside, optional
+from .input_checks import KnownFiles, damage_named, file_inside, optional
 
 #: Decoded at a time; one row may be larger.
 _BATCH_BYTES, _BATCH_ROWS = 1 << 25, 1 << 16
@@ -57,6 +57,10 @@ def arrow() -> tuple[Any, Any]:
 class ParquetFile:
     """One file; its footer is kept, the file is opened for each read.
 
+    Args:
+        path: The file.
+        known: States of files that were read before; the file must have kept its own.
+
     Attributes:
         path: The file.
         num_rows: Rows in it.
@@ -64,12 +68,13 @@ class ParquetFile:
         declared_types: The same as they are declared.
 
     Raises:
-        CorruptFileError: It is damaged, or declares more than it can hold.
+        CorruptFileError: It is damaged, has changed, or declares more than it can hold.
         UsageError: pyarrow is missing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, known: KnownFiles | None = None) -> None:
         self.path, self._num_bytes = path, path.stat().st_size
+        self._known = KnownFiles() if known is None else known
         self._footer: Any = None
         self._known_sizes: dict[tuple[int, int], tuple[int, int, int]] = {}
         with self._opened() as file:
@@ -200,6 +205,7 @@ class ParquetFile:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
+        self._known.check(self.path)
         pyarrow, parquet = arrow()
         damage = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, NotImplementedError)
         expected = "an intact Parquet file"
@@ -218,19 +224,20 @@ class ParquetFiles(dict[str, ParquetFile]):
 
     Args:
         root: The folder; a name that leads out of it is refused.
+        known: States of the files that were read before.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, known: KnownFiles | None = None) -> None:
+        self._root, self._known = root, KnownFiles() if known is None else known
 
     def __missing__(self, name: str) -> ParquetFile:
         if len(self) == _MAX_FOOTERS:
             del self[next(iter(self))]
-        self[name] = ParquetFile(file_inside(self._root, name))
+        self[name] = ParquetFile(file_inside(self._root, name), self._known)
         return self[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParquetFiles, (self._root,)
+        return ParquetFiles, (self._root, self._known)
 
 
 class _Thrift:

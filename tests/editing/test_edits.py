@@ -282,6 +282,9 @@ def test_editing_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path, c
     push(walk, "memory://no_edit")
     with pytest.raises(UsageError, match=r"expected path as one folder of this machine.*Edit it, then push it"):
         drop("memory://no_edit", "a:1")
+    assert main(["keep", "memory://no_edit", "a:1"]) == 2
+    text = capsys.readouterr().err
+    assert "cannot call rollout_data.keep" in text and "Raised by drop" not in text
     assert not edit_files(walk)
     assert main(["drop", str(walk)]) == 2 and "expected ids or --select, got neither" in capsys.readouterr().err
 

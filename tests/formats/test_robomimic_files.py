@@ -109,7 +109,7 @@ def test_a_file_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> N
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(reader)).read(0, "action", 0, 3), actions(2, 3))
     robomimic(tmp_path / "y.hdf5", {2: 3})
     os.replace(tmp_path / "y.hdf5", tmp_path / "x.hdf5")
-    with pytest.raises(CorruptFileError, match="Open the recording again"):
+    with pytest.raises(CorruptFileError, match=r"Call refresh\(\) of the recording"):
         pickle.loads(pickle.dumps(reader)).read(0, "action", 0, 3)
 
 

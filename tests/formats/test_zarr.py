@@ -202,7 +202,8 @@ def test_damaged_zip_files_beside_good_recordings_are_listed_and_the_rest_opens(
     packed(folder, many / "json.zarr.zip", ("data/action/.zarray", b"{no json"))
     packed(folder, many / "list.zarr.zip", ("data/action/.zarray", b"[]"))
     packed(folder, many / "chunk.zarr.zip", ("meta/episode_ends/0", b"\0" * 5))
-    damaged = ["checksum", "chunk", "cut", "json", "list"]
+    (many / "empty.zarr.zip").touch()
+    damaged = ["checksum", "chunk", "cut", "empty", "json", "list"]
     for name in damaged:
         with pytest.raises(DataFileError, match=r"zarr|episode_ends|data/action"):
             rollout_data.open(many / f"{name}.zarr.zip")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import filecmp
 import pickle
 import shutil
 import threading
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 
 import rollout_data
 from rollout_data import convert, doctor, drop, keep, merge, prune, repair, split, tag, undrop, untag
-from storage.errors import DataFileError, RolloutDataError
+from storage.errors import DataFileError, MissingFolderError, RolloutDataError, UsageError
 from tests.editing.folders import content, folder_of
 from tests.files.recorded import record
 
@@ -168,8 +171,13 @@ def grown(
     convert(part, tmp_path / "before", to=to, progress=False, **options)
     recording = rollout_data.open(path)
     assert len(recording) == 6
-    shutil.rmtree(path)
-    convert(source, path, to=to, progress=False, **options)
+    whole = tmp_path / "whole"
+    convert(source, whole, to=to, progress=False, **options)
+    for file in (one for one in whole.rglob("*") if one.is_file()):  # files of the same bytes stay as they are
+        target = path / file.relative_to(whole)
+        if not target.exists() or not filecmp.cmp(file, target, shallow=False):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
     assert len(rollout_data.open(path)) == 10
     return path, recording, rollout_data.open(tmp_path / "before")
 
@@ -222,6 +230,69 @@ def test_consumers_read_no_episode_that_another_format_has_gained(
     _, recording, before = grown(walk, tmp_path, to, **options)
     check_consumers(recording, before, tmp_path)
     assert len(recording.refresh()) == 10
+
+
+def constant_folder(path: Path, action: float) -> Path:
+    """Record two episodes of 4 and 6 frames whose actions are all one number."""
+    with rollout_data.RolloutWriter(path, 1, durable=False, writer_name="a") as writer:
+        for step in range(10):
+            row = np.full((1, 2), action, np.float32)
+            writer.add(observation=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 9)]))
+    return path
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [("robomimic", {}), ("minari", {}), ("lerobot", {"fps": 10}), ("rlinf", {}), ("trajectory-folders", {})],
+)
+def test_replaced_or_removed_files_of_other_formats_are_never_read_as_those_that_were_opened(
+    tmp_path: Path, to: str, options: dict[str, int], is_replaced: bool
+) -> None:
+    path, other = tmp_path / "data", tmp_path / "other"
+    convert(constant_folder(tmp_path / "one", 1), path, to=to, progress=False, **options)
+    convert(constant_folder(tmp_path / "two", 2), other, to=to, progress=False, **options)
+    recording = rollout_data.open(path)
+    pickled = pickle.dumps(recording)
+    windows = rollout_data.WindowDataset(rollout_data.open(path))
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if is_replaced:
+        other.rename(path)
+
+    def check(actions: Callable[[], Any]) -> None:
+        """Check that actions are those of the files that were opened, or that an error names them."""
+        try:
+            found = np.asarray(actions())
+        except DataFileError as error:
+            assert str(path) in str(error)
+        except MissingFolderError:
+            assert not is_replaced
+        else:
+            assert (found == 1).all()
+
+    for place in range(2):
+        check(lambda place=place: recording[place].action)
+        check(lambda place=place: pickle.loads(pickled)[place].action)
+    if to != "trajectory-folders":  # a dataset that is open reads the chunks of a folder that may be live
+        check(lambda: windows[0]["action"])
+    converted = tmp_path / "converted"
+    with suppress(DataFileError):
+        merge([recording], tmp_path / "merged")
+        check(lambda: rollout_data.open(tmp_path / "merged")[0].action)
+    if convert(recording, converted, progress=False).num_episodes:
+        check(lambda: rollout_data.open(converted)[0].action)
+    if is_replaced:
+        assert (recording.refresh()[0].action == 2).all()
+
+
+def test_editing_refuses_an_open_recording_whose_places_are_others(walk: Path) -> None:
+    selection = rollout_data.open(walk).select(["a:1"])
+    for call in (drop, keep, undrop, untag):
+        with pytest.raises(UsageError, match=r"path as a folder of block files.*Give its path"):
+            call(selection, [0])
+    with pytest.raises(UsageError, match="Give its path"):
+        tag(selection, 0, task="push")
+    assert len(rollout_data.open(walk)) == 10
 
 
 def test_a_trajectory_that_grew_is_read_as_long_as_it_was(tmp_path: Path) -> None:

@@ -34,9 +34,12 @@ class Reader(ForeignReader):
         if path.is_dir():
             return any((path / name).is_file() for name in files)
         try:
-            return is_zip(path) and not Store(path).names.isdisjoint(files)
-        except RolloutDataError:  # a damaged zip file: opening it says so
-            return path.name.endswith(".zarr.zip")
+            if is_zip(path):
+                return not Store(path).names.isdisjoint(files)
+        except RolloutDataError:
+            pass
+        # A damaged zip file, perhaps an empty one: opening it says so.
+        return path.is_file() and path.name.endswith(".zarr.zip")
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._store, where = Store(self.path), repr(str(self.path))

@@ -27,6 +27,8 @@ from storage.core.fields import DTYPES, MAX_DIMENSIONS, MAX_FIELDS, dtype_name
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, UnsafeFileError
 from storage.saving.hdf5 import MAX_HEAP_BYTES, GuardedFile, check_text, open_hdf5, reported
 
+from ..input_checks import KnownFiles
+
 #: What unpacks -> how much it gives for a byte at most; other filters that unpack are not run.
 _EXPANSION = {h5z.FILTER_DEFLATE: 1100, h5z.FILTER_LZF: 100}
 _HARMLESS = (h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32)
@@ -336,7 +338,7 @@ class Files:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[int, ...]] = {}
+        self._known = KnownFiles()
         self._forget()
 
     def _forget(self) -> None:
@@ -370,13 +372,10 @@ class Files:
 
     def _opened(self, path: Path) -> tuple[ExitStack, OpenFile]:
         with ExitStack() as stack:
+            self._known.check(path)
             guarded = GuardedFile(path)
             file, _ = stack.enter_context(open_hdf5(path, guarded))
-            about = os.fstat(guarded.fileno())
-            now = about.st_ino, about.st_size, about.st_mtime_ns
-            if self._known.setdefault(path, now) != now:
-                expected, advice = "the file as it was when it was opened", "Open the recording again"
-                raise CorruptFileError("read", repr(str(path)), expected, "another", advice)
+            self._known.check(path, os.fstat(guarded.fileno()))
             closing, opened = stack.pop_all(), OpenFile(path, file, guarded)
             # While Python is there to answer HDF5, which ends the process with a fault when it closes what is left.
             weakref.finalize(opened, closing.close)

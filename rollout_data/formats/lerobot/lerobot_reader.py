@@ -25,7 +25,7 @@ from storage.errors import CorruptFileError, DataFileError
 from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
 from ...sources.video_range import VideoRange
 from ..encoded_images import decode_picture
-from ..input_checks import file_inside, read_object
+from ..input_checks import KnownFiles, file_inside, read_object
 from ..parquet import as_rows, shared_texts
 from ..video_frames import end_time, read_frames
 from .lerobot_index import SUCCESS, Entry, Index, Run
@@ -86,6 +86,7 @@ class Reader(ForeignReader):
             advice = "Its episodes are read as they are; write the rest"
             self.problem("open", repr(str(self.path)), "a complete set", "one whose writer has stopped", advice)
         index = Index(info, self._rebuilds)
+        self._known_videos = KnownFiles()
         self.problems += index.problems
         self._files, self._tasks, self._fps = index.files, index.tasks, info.fps
         features = self._describe(info, index)
@@ -260,10 +261,16 @@ class Reader(ForeignReader):
 
     def _end_of(self, file: str) -> float:
         """Return when a video ends in seconds; without PyAV only an empty file is known to end."""
-        path = file_inside(self.path, file)
+        path = self._video_file(file)
         if not path.stat().st_size:
             raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
         return end_time(path) if find_spec("av") else float("inf")
+
+    def _video_file(self, file: str) -> Path:
+        """Return the path of a video that has not changed since it was first read."""
+        path = file_inside(self.path, file)
+        self._known_videos.check(path)
+        return path
 
     def _episode(self, index: Index, episode: int, missing: Sequence[str]) -> EpisodeInfo:
         runs, entry = index.runs[episode], index.entries.get(episode, Entry((), 0, 0, "", {}))
@@ -317,7 +324,7 @@ class Reader(ForeignReader):
             if one.kind == "video" and start < stop:
                 file, start_s = source.videos[one.source]
                 times_s = start_s + np.arange(start, stop) / self._fps
-                found[one.name] = read_frames(file_inside(self.path, file), times_s, one.shape, one.depth)
+                found[one.name] = read_frames(self._video_file(file), times_s, one.shape, one.depth)
         in_columns = [one for one in features if one.kind != "video"]
         at, texts = 0, dict[str, str]()
         for batch in self._batches(source.runs, in_columns, start, stop):
@@ -339,7 +346,7 @@ class Reader(ForeignReader):
         info = self.episodes[number]
         file, start_s = info.source.videos[feature.source]
         about = self.metadata["features"][feature.source]
-        return VideoRange(file_inside(self.path, file), start_s, info.length, self._fps, about)
+        return VideoRange(self._video_file(file), start_s, info.length, self._fps, about)
 
     def _check_frames(self, array: Any, first: int, episode: str) -> None:
         frames = as_rows([array], (), repr(_FRAME))

@@ -26,7 +26,7 @@ from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
 from ..arrays.npz_arrays import Array
-from ..input_checks import damage_named, file_inside, listed, read_object
+from ..input_checks import KnownFiles, damage_named, file_inside, listed, read_object
 
 _INDICES = ("trajectory_index.json", "trajector_index.json")
 _FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
@@ -56,6 +56,7 @@ class Reader(ForeignReader):
         given, choices = self.options["on_bad_index"], ("refuse", "rebuild")
         is_rebuilt = arguments.choice("open the checkpoint", "on_bad_index", given, choices) == "rebuild"
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
+        self._known = KnownFiles()
         episodes: list[EpisodeInfo] = []
         for folder in _folders(self.path):
             for number, entry, path in self._listed(folder, is_rebuilt):
@@ -121,6 +122,7 @@ class Reader(ForeignReader):
         return found
 
     def _load(self, path: Path) -> dict[str, Any]:
+        self._known.check(path)
         if self._latest[0] != path:
             self._latest = path, _load(path)
         return self._latest[1]

@@ -139,8 +139,11 @@ class Chunks(Kind):
             fragments["trajectory"] = numbers_within(np.array(folder_of)[scan.chunk_of], fragments["trajectory"])
             of_folder: list[Block] = []
             parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
+            found = {file.path: file for file in scan.known}
             for chunk, path in enumerate(scan.chunk_paths):
-                of_folder.append(Block(path, f"{number}:{folder_of[chunk]}", chunk, parts[chunk]))
+                writer, file = f"{number}:{folder_of[chunk]}", found[path]
+                block = Block(path, writer, chunk, parts[chunk], file_bytes=file.num_bytes, mtime_ns=file.mtime_ns)
+                of_folder.append(block)
                 chunks[of_folder[-1].key] = scan, chunk
             blocks += Choice(self._source.origins[number], f"{number}:").of(of_folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from storage.errors import UsageError
 
@@ -13,11 +14,18 @@ from .select_option import selected
 
 
 def drop(options: argparse.Namespace) -> Answer:
-    """Answer `drop` and `keep`, whose undoing is one."""
+    return _leave_out(options, edits.drop)
+
+
+def keep(options: argparse.Namespace) -> Answer:
+    return _leave_out(options, edits.keep)
+
+
+def _leave_out(options: argparse.Namespace, call: Callable[..., int]) -> Answer:
+    """Answer `drop` and `keep`, which are undone in the same way."""
     if options.undo:
         num = edits.undrop(options.data_dir, _chosen(options), dry_run=options.dry_run)
         return _changed(options, num, "would come back" if options.dry_run else "came back")
-    call = {"drop": edits.drop, "keep": edits.keep}[options.command]
     num = call(options.data_dir, _chosen(options) or [], dry_run=options.dry_run)
     if options.dry_run:
         return _changed(options, num, "would be left out")
@@ -27,9 +35,6 @@ def drop(options: argparse.Namespace) -> Answer:
 
 def _changed(options: argparse.Namespace, num: int, says: str) -> Answer:
     return Answer({"num_trajectories": num, "dry_run": options.dry_run}, [f"{num:,} trajectories {says}"])
-
-
-keep = drop
 
 
 def tag(options: argparse.Namespace) -> Answer:

@@ -276,6 +276,9 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         UsageError: It is something else, or not on this machine.
         DataFileError: An edit in it is damaged.
     """
+    if hasattr(path, "origin"):  # its places and ids would be taken as those of the whole folder
+        got, advice = f"{path!r}", "Give its path, and names of trajectories, such as its ids"
+        raise UsageError(_call(action), "", "path as a folder of block files", got, advice)
     origin, *others = origins_of(path, _call(action), "path")
     if others or isinstance(origin.path, RemotePath):
         expected, advice = "path as one folder of this machine", "Edit it, then push it"
