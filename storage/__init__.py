@@ -1,129 +1,167 @@
 """Reinforcement-learning experience in memory: rollout storages and replay buffers."""
 
-from .checkpoints.files import load_checkpoint, load_checkpoint_meta, load_checkpoint_parallel
-from .checkpoints.saver import AsyncCheckpointSaver
-from .codecs.compressed import CompressedDataCollector, CompressedTensorDict
-from .codecs.images import (
-    compress_image,
-    compress_image_seq,
-    decompress_image,
-    decompress_image_seq,
-    decompress_many,
-)
-from .core.fields import Field, Schema
-from .core.memory import BufferPool
-from .errors import (
-    BufferEmptyError,
-    DataFileError,
-    FieldTypeError,
-    MissingFieldError,
-    RolloutDataError,
-    RolloutOverflowError,
-    SchemaError,
-    UsageError,
-)
-from .live.monitors import (
-    BufferMonitor,
-    InTickMonitor,
-    NaturalMonitor,
-    OutTickMonitor,
-    PerformanceMonitor,
-    plot_snapshots,
-)
-from .live.prefetch import PipelinedDataCollector
-from .live.rates import RateLimitedError, RateLimiter
-from .managed.advanced import AdvancedReplayBuffer
-from .managed.buffer import NaiveReplayBuffer
-from .managed.episodes import EpisodeReplayBuffer
-from .managed.manager import BufferManager
-from .onpolicy.columns import Column, HiddenStates, MiniBatch, Transition
-from .onpolicy.mini_batches import split_and_pad_trajectories, unpad_trajectories
-from .onpolicy.queue_rollout_storage import ActionLabelMiniBatch, ActionLabelRollout, QueueRolloutStorage
-from .onpolicy.returns import discounted_sums, generalized_advantage, n_step_returns, rollout_advantage
-from .onpolicy.rollout_storage import RolloutStorage
-from .onpolicy.sarsa_rollout_storage import SarsaMiniBatch, SarsaRolloutStorage
-from .prioritized.segment_tree import MaxSegmentTree, MinSegmentTree, SegmentTree, SumSegmentTree
-from .prioritized.sum_tree import MaxTree, MinTree, SumTree
-from .prioritized.windows import PrioritizedWindows, sequence_priorities
-from .replay.dict_buffer import DictBuffer, ZBuffer
-from .replay.episode_buffer import PrefixSum, TrajectoryDictBuffer
-from .replay.replay_buffer import ReplayBuffer
-from .replay.trajectory_buffer import TrajectoryDictBufferMultiDim, motion_priorities
-from .ring.ring import RingStore
-from .ring.transitions import TransitionRequest
-from .saving.store import UnknownBufferError, load_buffer, load_store
+import importlib
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ActionLabelMiniBatch",
-    "ActionLabelRollout",
-    "AdvancedReplayBuffer",
-    "AsyncCheckpointSaver",
-    "BufferEmptyError",
-    "BufferManager",
-    "BufferMonitor",
-    "BufferPool",
-    "Column",
-    "CompressedDataCollector",
-    "CompressedTensorDict",
-    "DataFileError",
-    "DictBuffer",
-    "EpisodeReplayBuffer",
-    "Field",
-    "FieldTypeError",
-    "HiddenStates",
-    "InTickMonitor",
-    "MaxSegmentTree",
-    "MaxTree",
-    "MinSegmentTree",
-    "MinTree",
-    "MiniBatch",
-    "MissingFieldError",
-    "NaiveReplayBuffer",
-    "NaturalMonitor",
-    "OutTickMonitor",
-    "PerformanceMonitor",
-    "PipelinedDataCollector",
-    "PrefixSum",
-    "PrioritizedWindows",
-    "QueueRolloutStorage",
-    "RateLimitedError",
-    "RateLimiter",
-    "ReplayBuffer",
-    "RingStore",
-    "RolloutDataError",
-    "RolloutOverflowError",
-    "RolloutStorage",
-    "SarsaMiniBatch",
-    "SarsaRolloutStorage",
-    "Schema",
-    "SchemaError",
-    "SegmentTree",
-    "SumSegmentTree",
-    "SumTree",
-    "TrajectoryDictBuffer",
-    "TrajectoryDictBufferMultiDim",
-    "Transition",
-    "TransitionRequest",
-    "UnknownBufferError",
-    "UsageError",
-    "ZBuffer",
-    "compress_image",
-    "compress_image_seq",
-    "decompress_image",
-    "decompress_image_seq",
-    "decompress_many",
-    "discounted_sums",
-    "generalized_advantage",
-    "load_buffer",
-    "load_checkpoint",
-    "load_checkpoint_meta",
-    "load_checkpoint_parallel",
-    "load_store",
-    "motion_priorities",
-    "n_step_returns",
-    "plot_snapshots",
-    "rollout_advantage",
-    "sequence_priorities",
-    "split_and_pad_trajectories",
-    "unpad_trajectories",
-]
+if TYPE_CHECKING:
+    from .checkpoints.files import load_checkpoint as load_checkpoint
+    from .checkpoints.files import load_checkpoint_meta as load_checkpoint_meta
+    from .checkpoints.files import load_checkpoint_parallel as load_checkpoint_parallel
+    from .checkpoints.saver import AsyncCheckpointSaver as AsyncCheckpointSaver
+    from .codecs.compressed import CompressedDataCollector as CompressedDataCollector
+    from .codecs.compressed import CompressedTensorDict as CompressedTensorDict
+    from .codecs.images import compress_image as compress_image
+    from .codecs.images import compress_image_seq as compress_image_seq
+    from .codecs.images import decompress_image as decompress_image
+    from .codecs.images import decompress_image_seq as decompress_image_seq
+    from .codecs.images import decompress_many as decompress_many
+    from .core.fields import Field as Field
+    from .core.fields import Schema as Schema
+    from .core.memory import BufferPool as BufferPool
+    from .errors import BufferEmptyError as BufferEmptyError
+    from .errors import DataFileError as DataFileError
+    from .errors import FieldTypeError as FieldTypeError
+    from .errors import MissingFieldError as MissingFieldError
+    from .errors import RolloutDataError as RolloutDataError
+    from .errors import RolloutOverflowError as RolloutOverflowError
+    from .errors import SchemaError as SchemaError
+    from .errors import UsageError as UsageError
+    from .live.monitors import BufferMonitor as BufferMonitor
+    from .live.monitors import InTickMonitor as InTickMonitor
+    from .live.monitors import NaturalMonitor as NaturalMonitor
+    from .live.monitors import OutTickMonitor as OutTickMonitor
+    from .live.monitors import PerformanceMonitor as PerformanceMonitor
+    from .live.monitors import plot_snapshots as plot_snapshots
+    from .live.prefetch import PipelinedDataCollector as PipelinedDataCollector
+    from .live.rates import RateLimitedError as RateLimitedError
+    from .live.rates import RateLimiter as RateLimiter
+    from .managed.advanced import AdvancedReplayBuffer as AdvancedReplayBuffer
+    from .managed.buffer import NaiveReplayBuffer as NaiveReplayBuffer
+    from .managed.episodes import EpisodeReplayBuffer as EpisodeReplayBuffer
+    from .managed.manager import BufferManager as BufferManager
+    from .onpolicy.columns import Column as Column
+    from .onpolicy.columns import HiddenStates as HiddenStates
+    from .onpolicy.columns import MiniBatch as MiniBatch
+    from .onpolicy.columns import Transition as Transition
+    from .onpolicy.mini_batches import split_and_pad_trajectories as split_and_pad_trajectories
+    from .onpolicy.mini_batches import unpad_trajectories as unpad_trajectories
+    from .onpolicy.queue_rollout_storage import ActionLabelMiniBatch as ActionLabelMiniBatch
+    from .onpolicy.queue_rollout_storage import ActionLabelRollout as ActionLabelRollout
+    from .onpolicy.queue_rollout_storage import QueueRolloutStorage as QueueRolloutStorage
+    from .onpolicy.returns import discounted_sums as discounted_sums
+    from .onpolicy.returns import generalized_advantage as generalized_advantage
+    from .onpolicy.returns import n_step_returns as n_step_returns
+    from .onpolicy.returns import rollout_advantage as rollout_advantage
+    from .onpolicy.rollout_storage import RolloutStorage as RolloutStorage
+    from .onpolicy.sarsa_rollout_storage import SarsaMiniBatch as SarsaMiniBatch
+    from .onpolicy.sarsa_rollout_storage import SarsaRolloutStorage as SarsaRolloutStorage
+    from .prioritized.segment_tree import MaxSegmentTree as MaxSegmentTree
+    from .prioritized.segment_tree import MinSegmentTree as MinSegmentTree
+    from .prioritized.segment_tree import SegmentTree as SegmentTree
+    from .prioritized.segment_tree import SumSegmentTree as SumSegmentTree
+    from .prioritized.sum_tree import MaxTree as MaxTree
+    from .prioritized.sum_tree import MinTree as MinTree
+    from .prioritized.sum_tree import SumTree as SumTree
+    from .prioritized.windows import PrioritizedWindows as PrioritizedWindows
+    from .prioritized.windows import sequence_priorities as sequence_priorities
+    from .replay.dict_buffer import DictBuffer as DictBuffer
+    from .replay.dict_buffer import ZBuffer as ZBuffer
+    from .replay.episode_buffer import PrefixSum as PrefixSum
+    from .replay.episode_buffer import TrajectoryDictBuffer as TrajectoryDictBuffer
+    from .replay.replay_buffer import ReplayBuffer as ReplayBuffer
+    from .replay.trajectory_buffer import TrajectoryDictBufferMultiDim as TrajectoryDictBufferMultiDim
+    from .replay.trajectory_buffer import motion_priorities as motion_priorities
+    from .ring.ring import RingStore as RingStore
+    from .ring.transitions import TransitionRequest as TransitionRequest
+    from .saving.store import UnknownBufferError as UnknownBufferError
+    from .saving.store import load_buffer as load_buffer
+    from .saving.store import load_store as load_store
+
+#: Public name -> its module, which is imported when the name is first used.
+_HOMES = {
+    "ActionLabelMiniBatch": ".onpolicy.queue_rollout_storage",
+    "ActionLabelRollout": ".onpolicy.queue_rollout_storage",
+    "AdvancedReplayBuffer": ".managed.advanced",
+    "AsyncCheckpointSaver": ".checkpoints.saver",
+    "BufferEmptyError": ".errors",
+    "BufferManager": ".managed.manager",
+    "BufferMonitor": ".live.monitors",
+    "BufferPool": ".core.memory",
+    "Column": ".onpolicy.columns",
+    "CompressedDataCollector": ".codecs.compressed",
+    "CompressedTensorDict": ".codecs.compressed",
+    "DataFileError": ".errors",
+    "DictBuffer": ".replay.dict_buffer",
+    "EpisodeReplayBuffer": ".managed.episodes",
+    "Field": ".core.fields",
+    "FieldTypeError": ".errors",
+    "HiddenStates": ".onpolicy.columns",
+    "InTickMonitor": ".live.monitors",
+    "MaxSegmentTree": ".prioritized.segment_tree",
+    "MaxTree": ".prioritized.sum_tree",
+    "MinSegmentTree": ".prioritized.segment_tree",
+    "MinTree": ".prioritized.sum_tree",
+    "MiniBatch": ".onpolicy.columns",
+    "MissingFieldError": ".errors",
+    "NaiveReplayBuffer": ".managed.buffer",
+    "NaturalMonitor": ".live.monitors",
+    "OutTickMonitor": ".live.monitors",
+    "PerformanceMonitor": ".live.monitors",
+    "PipelinedDataCollector": ".live.prefetch",
+    "PrefixSum": ".replay.episode_buffer",
+    "PrioritizedWindows": ".prioritized.windows",
+    "QueueRolloutStorage": ".onpolicy.queue_rollout_storage",
+    "RateLimitedError": ".live.rates",
+    "RateLimiter": ".live.rates",
+    "ReplayBuffer": ".replay.replay_buffer",
+    "RingStore": ".ring.ring",
+    "RolloutDataError": ".errors",
+    "RolloutOverflowError": ".errors",
+    "RolloutStorage": ".onpolicy.rollout_storage",
+    "SarsaMiniBatch": ".onpolicy.sarsa_rollout_storage",
+    "SarsaRolloutStorage": ".onpolicy.sarsa_rollout_storage",
+    "Schema": ".core.fields",
+    "SchemaError": ".errors",
+    "SegmentTree": ".prioritized.segment_tree",
+    "SumSegmentTree": ".prioritized.segment_tree",
+    "SumTree": ".prioritized.sum_tree",
+    "TrajectoryDictBuffer": ".replay.episode_buffer",
+    "TrajectoryDictBufferMultiDim": ".replay.trajectory_buffer",
+    "Transition": ".onpolicy.columns",
+    "TransitionRequest": ".ring.transitions",
+    "UnknownBufferError": ".saving.store",
+    "UsageError": ".errors",
+    "ZBuffer": ".replay.dict_buffer",
+    "compress_image": ".codecs.images",
+    "compress_image_seq": ".codecs.images",
+    "decompress_image": ".codecs.images",
+    "decompress_image_seq": ".codecs.images",
+    "decompress_many": ".codecs.images",
+    "discounted_sums": ".onpolicy.returns",
+    "generalized_advantage": ".onpolicy.returns",
+    "load_buffer": ".saving.store",
+    "load_checkpoint": ".checkpoints.files",
+    "load_checkpoint_meta": ".checkpoints.files",
+    "load_checkpoint_parallel": ".checkpoints.files",
+    "load_store": ".saving.store",
+    "motion_priorities": ".replay.trajectory_buffer",
+    "n_step_returns": ".onpolicy.returns",
+    "plot_snapshots": ".live.monitors",
+    "rollout_advantage": ".onpolicy.returns",
+    "sequence_priorities": ".prioritized.windows",
+    "split_and_pad_trajectories": ".onpolicy.mini_batches",
+    "unpad_trajectories": ".onpolicy.mini_batches",
+}
+__all__ = sorted(_HOMES)
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that `__getattr__` returns
+
+    def __getattr__(name):
+        """Import a public name."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = getattr(importlib.import_module(_HOMES[name], __name__), name)
+        return globals()[name]
+
+    def __dir__():
+        return sorted({*globals(), *_HOMES})
