@@ -1,7 +1,4 @@
-"""A complete PPO loop on `storage.RolloutStorage`, short enough to copy: `python examples/ppo.py`.
-
-One rule: everything about learning stands here, everything about remembering in the storage.
-"""
+"""A complete PPO loop on `storage.RolloutStorage`, short enough to copy: `python examples/ppo.py`."""
 
 from __future__ import annotations
 
@@ -113,12 +110,7 @@ def update(policy: ActorCritic, optimizer: torch.optim.Optimizer, storage: Rollo
 
 
 def train(task: str, settings: Settings, report: Callable[[int, list[float]], bool | None]) -> ActorCritic:
-    """Learn a task.
-
-    Args:
-        report: Called after each update with its number and the returns of the episodes that ended in it. If it returns
-            True, training stops.
-    """
+    """Learn a task; `report(update, returns)` gets the returns of the episodes that ended, and stops it by True."""
     torch.manual_seed(settings.seed)
     envs = make_envs(task, settings.num_envs)
     num_observations, num_actions = envs.single_observation_space.shape[0], envs.single_action_space.shape[0]

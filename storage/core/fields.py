@@ -146,10 +146,9 @@ class Schema(Mapping[str, Field]):
     """An ordered, immutable set of at most `MAX_FIELDS` fields by name."""
 
     def __init__(self, fields: Iterable[Field]) -> None:
-        try:
-            listed = list(islice(fields, MAX_FIELDS + 1))
-        except (TypeError, ValueError) as cause:
-            raise SchemaError("declare a schema", "", "fields as an iterable of Field", repr(fields)) from cause
+        if not isinstance(fields, Iterable):
+            raise SchemaError("declare a schema", "", "fields as an iterable of Field", repr(fields)[:60])
+        listed = list(islice(fields, MAX_FIELDS + 1))
         if not all(isinstance(field, Field) for field in listed):
             raise SchemaError("declare a schema", "", "fields as an iterable of Field", repr(fields)[:60])
         if len(listed) > MAX_FIELDS:

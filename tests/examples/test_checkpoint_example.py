@@ -9,6 +9,9 @@ import pytest
 
 from tests.examples.running import run
 
+#: A busy machine needs minutes for what takes half a minute alone.
+pytestmark = pytest.mark.timeout(900)
+
 
 def test_a_killed_run_ends_like_one_that_was_left_alone(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -11,6 +11,9 @@ import pytest
 
 from tests.examples.running import run
 
+#: A busy machine needs minutes for what takes half a minute alone.
+pytestmark = pytest.mark.timeout(900)
+
 NUM_STEPS, NUM_ENVS = 40, 8  # of `QUICK`
 
 

@@ -12,6 +12,9 @@ import torch
 from rollout_data import RolloutDataset, RolloutWriter
 from tests.examples.running import EXAMPLES, run
 
+#: A busy machine needs minutes for what takes half a minute alone.
+pytestmark = pytest.mark.timeout(900)
+
 #: Of processor time, so that a busy machine does not fail the test.
 MAX_QUICK_S = 60
 

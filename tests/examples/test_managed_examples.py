@@ -8,6 +8,9 @@ import pytest
 
 from tests.examples.running import run
 
+#: A busy machine needs minutes for what takes half a minute alone.
+pytestmark = pytest.mark.timeout(900)
+
 
 def test_dqn_learns_with_and_without_priorities(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")

@@ -9,6 +9,9 @@ import pytest
 
 from tests.examples.running import run
 
+#: A busy machine needs minutes for what takes half a minute alone.
+pytestmark = pytest.mark.timeout(900)
+
 ROWS = {
     "recurrent_ppo": ("PPO with a GRU", "PPO without memory"),
     "distillation": ("teacher, sees velocities", "student, GRU", "random"),

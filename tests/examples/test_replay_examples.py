@@ -8,6 +8,9 @@ import pytest
 
 from tests.examples.running import EXAMPLES, run
 
+#: A busy machine needs minutes for what takes half a minute alone.
+pytestmark = pytest.mark.timeout(900)
+
 
 def test_td3_learns_from_a_dict_buffer_and_draws_its_curve(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
