@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from storage.core.fields import DTYPES, Schema, unflatten
-from storage.errors import RolloutDataWarning
+from storage.errors import RolloutDataWarning, UsageError
 
 from ..blocks.annotation_table import EPISODES, MAX_NOTE_BYTES
 from ..blocks.annotations import parsed
 from ..blocks.block_folder import BlockFolder, block_entries
 from ..blocks.block_header import DATA, METADATA_NAME, layouts_of, read_header
 from ..blocks.edit_blocks import named_edit
-from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN
+from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN, load_metadata
 from ..blocks.row_layout import RowLayout
 from ..blocks.trajectory_index import TrajectoryIndex
 from ..sources.episode_reader import ABSENT
@@ -86,6 +86,7 @@ class OwnWriter(ForeignWriter):
         spoken = [one.texts for one in self.episodes if _renamed(one.schema) not in self._fit.left_out]
         self._texts = [name for name in (spoken[0] if spoken else ()) if all(name in texts for texts in spoken)]
         self._has_noted_ends = any(end for _, end in about)
+        self._check_ends()
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
         kept = _kept_codecs([schema for schema, _ in about])
         kept = {name: codec for name, codec in kept.items() if f"observation/{name}" in self._fit.schema}
@@ -94,6 +95,17 @@ class OwnWriter(ForeignWriter):
         if self.path.is_dir() and (found := self._there() - self.conversion.published):
             self._note_blocks(found)
         return {*self.conversion.published}
+
+    def _check_ends(self) -> None:
+        """Raise `UsageError` if episodes note their ends in a folder whose metadata say that none does.
+
+        Notes of ends are read only where metadata.json asks for it, which it says from the folder's beginning on.
+        """
+        there = load_metadata(self.path) if self.path.is_dir() else None
+        if there is not None and self._has_noted_ends and there.context.get(ENDS) != UNKNOWN:
+            where, expected = f"into {str(self.path)!r}", "episodes whose ends are known, as those in it"
+            got = "some that are open with a final observation, or of unknown end"
+            raise UsageError("convert", where, expected, got, "Convert all of them into a new folder")
 
     def _there(self) -> set[str]:
         """Return the ids of the episodes in the folder, dropped ones too; remove the blocks of one that is not whole.

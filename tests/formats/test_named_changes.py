@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter
+from storage.errors import UsageError
 
 
 def convert(source: Any, target: Path, name: str, **options: Any) -> dict[str, Any]:
@@ -110,6 +112,19 @@ def test_an_open_end_with_a_final_observation_stays_open_in_our_format(tmp_path)
     convert(tmp_path / "second", tmp_path / "back", "minari")
     back = rollout_data.open(tmp_path / "back")
     assert [(one.terminated, one.truncated) for one in back] == [(True, False), (False, False)]
+
+
+def test_an_open_end_is_not_added_to_a_folder_that_notes_no_ends(tmp_path):
+    source = record_open_end(tmp_path / "ours")
+    convert(source[:1], tmp_path / "minari", "minari", dataset_id="a/b")
+    convert(tmp_path / "minari", tmp_path / "copy", "rollout-data")
+    shutil.rmtree(tmp_path / "minari")
+    convert(source, tmp_path / "minari", "minari", dataset_id="a/b")
+    with pytest.raises(UsageError, match=r"expected episodes whose ends are known.*into a new folder"):
+        convert(tmp_path / "minari", tmp_path / "copy", "rollout-data")
+    assert rollout_data.open(tmp_path / "copy").table["ends"].tolist() == ["terminated"]
+    assert convert(tmp_path / "minari", tmp_path / "new", "rollout-data") == {}
+    assert rollout_data.open(tmp_path / "new").table["ends"].tolist() == ["terminated", "open"]
 
 
 def ends_of(path: Any) -> list[bool]:
