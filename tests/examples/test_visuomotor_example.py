@@ -57,9 +57,6 @@ LOOK = """
 import numpy as np
 from arm_cameras import make_camera
 from visuomotor_cloning import make_arms
-
-#: A busy machine needs minutes for what takes half a minute alone.
-pytestmark = pytest.mark.timeout(900)
 camera, envs = make_camera({kind!r}), make_arms(3, 0)
 images = camera(envs)
 about = {{name: (image.dtype.name, image.shape) for name, image in images.items()}}

@@ -20,7 +20,6 @@ from rollout_data.blocks import block_folder
 from rollout_data.blocks.block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from rollout_data.blocks.block_header import METADATA_NAME, open_block, read_header
 from rollout_data.blocks.folder_metadata import ENDS, UNKNOWN
-from rollout_data.sources import source_kind
 from rollout_data.sources.source import Source
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import drain, frames_of, record
@@ -373,11 +372,11 @@ def test_a_block_that_is_removed_before_its_notes_are_read_is_left_out(tmp_path,
     (tmp_path / METADATA_NAME).write_text(json.dumps({**document, ENDS: UNKNOWN}))
     gone = min(tmp_path.glob("rollout_*.h5"))
 
-    def late(path):
+    def late(folder, block):
         gone.unlink(missing_ok=True)
-        return read_header(path)
+        return read_header(block.path)
 
-    monkeypatch.setattr(source_kind, "read_header", late)
+    monkeypatch.setattr(BlockFolder, "header_of", late)
     with pytest.warns(UserWarning):
         dataset = WindowDataset(tmp_path, 1)
     assert 0 < dataset.num_trajectories < 12
