@@ -7,7 +7,7 @@ reported once, and costs the trajectories that it concerns, and no other.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,9 +132,14 @@ class Source(Origins):
         self._decide(sight[0] if sight is not None else None)
         return self._kind is not None and self._kind.adopt(sight, spot)
 
-    def forget(self, problem: DataFileError, num_trajectories: int) -> None:
+    def forget(self, problem: DataFileError, keys: Iterable[tuple[str, int]]) -> None:
         """Report trajectories that cannot be read; a lost block is left out from the next refresh on."""
-        self.num_lost_trajectories += num_trajectories
+        lost = {(writer, number) for writer, number in keys}
+        if isinstance(problem, LostBlockError):
+            # Two passes may hold the trajectory of a lost block; it is counted once.
+            lost -= self._lost_with_blocks
+            self._lost_with_blocks |= lost
+        self.num_lost_trajectories += len(lost)
         if isinstance(problem, LostBlockError):
             self.count_lost([problem.key])
             if self._kind is not None:
@@ -163,7 +168,7 @@ class Source(Origins):
         if not lost:
             raise problem
         for left, why in lost:
-            self.forget(why, len(left))
+            self.forget(why, store.index.keys(left))
             store.is_lost[left] = True
         return lost
 
@@ -189,10 +194,10 @@ class Source(Origins):
         """Mark and report trajectories that another process could not read, unless this was known."""
         found = store.index.find(keys)
         known = found[found >= 0]
-        num_new = len(keys) - int(store.is_lost[known].sum())
+        is_new = [place < 0 or not store.is_lost[place] for place in found.tolist()]
         store.is_lost[known] = True
-        if num_new:
-            self.forget(problem, num_new)
+        if any(is_new):
+            self.forget(problem, [key for key, new in zip(keys, is_new, strict=True) if new])
 
 
 def _damage(store: FrameStore, trajectory: int) -> DataFileError | None:

@@ -71,6 +71,8 @@ class Origins:
         self.problems: list[RolloutDataError] = []
         self.advice: list[RolloutDataError] = []
         self.num_problems = self.num_vanished_blocks = self.num_lost_trajectories = 0
+        #: Trajectories of lost blocks that were counted: name of the writer and number.
+        self._lost_with_blocks = set[tuple[str, int]]()
         self._reported: dict[int, None] = {}
         self.lost: set[Key] = set()  # counted already
         self.is_remote = arguments.is_url(self.paths[0])
