@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,22 +17,8 @@ from storage import (
 )
 from storage.errors import RolloutDataWarning
 from storage.prioritized import sum_tree
-from tests.pretend_cuda import PretendCuda
 
 pytestmark = pytest.mark.gpu
-
-#: Operations after which an event of the late device completes: more than two calls have.
-LATENESS = 100
-
-
-@pytest.fixture(params=["in time", "late"])
-def any_device(request: pytest.FixtureRequest, cuda_device: PretendCuda | None) -> Iterator[None]:
-    """The device, and the pretended one also where events complete late."""
-    if request.param == "late":
-        if cuda_device is None:
-            pytest.skip("a real device completes its events when it does")
-        cuda_device.lateness = LATENESS
-    yield
 
 
 def filled(size: int, num_rows: int, alpha: float = 1.0) -> AdvancedReplayBuffer:
