@@ -5,12 +5,13 @@ Ctrl-C at random instants is in `test_crash.py`.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,14 @@ import pytest
 
 from rollout_data import RolloutWriter
 from tests.files.readback import trajectories_of
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection() -> Iterator[None]:
+    """Python drops a KeyboardInterrupt that falls into a callback of the garbage collector; hypothesis has one."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def interrupted(call: Callable[[], object]) -> None:
