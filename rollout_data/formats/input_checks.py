@@ -9,11 +9,11 @@ import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from storage.core.durable import MAX_JSON_BYTES, read_text
+from storage.core.durable import MAX_JSON_BYTES, open_regular, read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
 
 from ..sources.natural_order import natural
@@ -118,6 +118,24 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__).of("metadata")
     return found
+
+
+def parse_attribute(text: Any, name: str) -> dict[str, Any]:
+    """Parse an attribute that holds a JSON object. Anything else is returned under its name."""
+    with suppress(CorruptFileError):
+        content = parse_json(text, Path(name)) if isinstance(text, str) else None
+        if isinstance(content, dict):
+            return content
+    return {} if text is None else {name: text}
+
+
+def first_bytes(path: Path, num_bytes: int) -> bytes:
+    """Read the beginning of a file; b"" if it cannot be read."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            return file.read(num_bytes)
+    except (OSError, DataFileError):
+        return b""
 
 
 @contextmanager

@@ -1,44 +1,62 @@
 """The formats that are read and written, and which one a path has.
 
-One rule: a format is detected by its content; where several match, one that is a kind of another is taken, and others
-are refused.
+A format is detected by its content. Where several match, one that refines another is taken; other matches are refused.
+The modules of readers and writers are imported when they are used.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage.errors import ForeignFileError, RolloutDataError, UsageError, nearest
 
-from ..sources.episode_reader import ForeignReader
 from ..sources.natural_order import natural
-from .episode_writer import ForeignWriter
+from . import format_detection as detection
 from .hdf5.hdf5_datasets import hdf5_names
 from .import_errors import look_for_copies, look_for_resets
 
-#: Format -> the module of this folder with its class `Reader`; in the order in which they are tried.
-FORMATS: dict[str, str] = {
-    "lerobot": "lerobot.lerobot_reader",
-    "rlinf": "rlinf.rlinf_reader",
-    "rlds": "records.rlds_reader",
-    "zarr": "arrays.zarr_replay_buffer",
-    "mcap": "records.mcap_reader",
-    "minari": "minari.minari_reader",
-    "libero": "hdf5.libero",
-    "isaaclab": "hdf5.isaaclab_reader",
-    "robomimic": "hdf5.robomimic_reader",
-    "aloha": "hdf5.aloha",
-    "maniskill": "hdf5.maniskill",
-    "humenv": "hdf5.humenv",
-    "d4rl": "hdf5.d4rl_reader",
-    "bfm_zero": "hdf5.bfm_zero",
-    "ogbench": "arrays.ogbench",
-    "motion": "arrays.motion_clips",
+if TYPE_CHECKING:
+    from ..sources.episode_reader import ForeignReader
+    from .episode_writer import ForeignWriter
+
+
+class Format(NamedTuple):
+    """A format that is read.
+
+    Attributes:
+        module: Module of this folder with its class `Reader`.
+        is_format: Function of `format_detection` that recognizes a path.
+        refines: Format that also matches every path of this one.
+    """
+
+    module: str
+    is_format: Callable[[Path], bool]
+    refines: str = ""
+
+
+#: Name -> format, in the order in which they are tried.
+FORMATS: dict[str, Format] = {
+    "lerobot": Format("lerobot.lerobot_reader", detection.is_lerobot),
+    "rlinf": Format("rlinf.rlinf_reader", detection.is_rlinf),
+    "rlds": Format("records.rlds_reader", detection.is_rlds),
+    "zarr": Format("arrays.zarr_replay_buffer", detection.is_zarr_replay_buffer),
+    "mcap": Format("records.mcap_reader", detection.is_mcap),
+    "minari": Format("minari.minari_reader", detection.is_minari),
+    "libero": Format("hdf5.libero", detection.is_libero, refines="robomimic"),
+    "isaaclab": Format("hdf5.isaaclab_reader", detection.is_isaaclab, refines="robomimic"),
+    "robomimic": Format("hdf5.robomimic_reader", detection.is_robomimic),
+    "aloha": Format("hdf5.aloha", detection.is_aloha),
+    "maniskill": Format("hdf5.maniskill", detection.is_maniskill),
+    "humenv": Format("hdf5.humenv", detection.is_humenv),
+    "d4rl": Format("hdf5.d4rl_reader", detection.is_d4rl),
+    "bfm_zero": Format("hdf5.bfm_zero", detection.is_bfm_zero),
+    "ogbench": Format("arrays.ogbench", detection.is_ogbench),
+    "motion": Format("arrays.motion_clips", detection.is_motion),
 }
 
 #: Format -> the module of this folder with its class `Writer`.
@@ -59,31 +77,39 @@ EXPORTS: dict[str, str] = {"rerun": "rerun_writer"}
 _MAX_ENTRIES = 20
 
 
-def _class(name: str, kind: str, table: Mapping[str, str], action: str) -> Any:
-    if not isinstance(name, str) or name not in table:
-        raise UsageError(action, "", f"format {nearest(name, table)}", repr(name))
-    return getattr(import_module(f".{table[name]}", __package__), kind)
+def _import_class(name: str, class_name: str, modules: Mapping[str, str], action: str) -> Any:
+    if not isinstance(name, str) or name not in modules:
+        raise UsageError(action, "", f"format {nearest(name, modules)}", repr(name))
+    return getattr(import_module(f".{modules[name]}", __package__), class_name)
 
 
 def reader_class(name: str) -> type[ForeignReader]:
-    """Give the reader of a format."""
-    found: type[ForeignReader] = _class(name, "Reader", FORMATS, "open")
-    return found
+    """Import and return the reader of a format."""
+    modules = {known: format.module for known, format in FORMATS.items()}
+    reader: type[ForeignReader] = _import_class(name, "Reader", modules, "open")
+    return reader
 
 
 def writer_class(name: str) -> type[ForeignWriter]:
-    """Give the writer of a format."""
-    found: type[ForeignWriter] = _class(name, "Writer", {**WRITERS, **EXPORTS}, "write")
-    return found
+    """Import and return the writer of a format."""
+    writer: type[ForeignWriter] = _import_class(name, "Writer", {**WRITERS, **EXPORTS}, "write")
+    return writer
+
+
+def has_format(path: Path, name: str) -> bool:
+    """Return whether a file or folder has a format. A path that cannot be read has none."""
+    with suppress(RolloutDataError, OSError):
+        return FORMATS[name].is_format(path)
+    return False
 
 
 def detect(path: Path) -> str | None:
-    """Name the first format that a file or folder may have; None if it has none of them."""
+    """Return the first format that a file or folder may have; None if it has none of them."""
     return _detect(path) or _detect(only_file(path))
 
 
 def _detect(path: Path) -> str | None:
-    return next((name for name in FORMATS if reader_class(name).detect(path)), None)
+    return next((name for name in FORMATS if has_format(path, name)), None)
 
 
 def holds_files_of_others(folder: Path) -> bool:
@@ -113,22 +139,21 @@ def _may_be_recording(path: Path) -> bool:
 
 
 def _only_format(path: Path) -> str:
-    """Name the format of a file or folder.
+    """Return the format of a file or folder.
 
     Raises:
-        ForeignFileError: It has none, or may have several; tells which, and those of the entries of a folder.
+        ForeignFileError: It has none, or may have several. The error names them, or those of the entries of a folder.
     """
-    kinds = {name: kind for name in FORMATS if (kind := reader_class(name)).detect(path)}
-    found = [
-        name
-        for name, kind in kinds.items()
-        if not any(issubclass(one, kind) for one in kinds.values() if one is not kind)
-    ]
-    if len(found) == 1:
-        return found[0]
-    where, expected, advice = repr(str(path)), f"one of {', '.join(FORMATS)}", "Name its format="
-    if found:
-        raise ForeignFileError("open", where, "one format", f"what may be {' or '.join(found)}", advice)
+    matching = [name for name in FORMATS if has_format(path, name)]
+    refined = {FORMATS[name].refines for name in matching}
+    candidates = [name for name in matching if name not in refined]
+    if len(candidates) == 1:
+        return candidates[0]
+    where = repr(str(path))
+    expected = f"one of {', '.join(FORMATS)}"
+    advice = "Name its format="
+    if candidates:
+        raise ForeignFileError("open", where, "one format", f"what may be {' or '.join(candidates)}", advice)
     entries = sorted(path.iterdir(), key=lambda one: natural(one.name))[:_MAX_ENTRIES] if path.is_dir() else []
     known = {one.name: detect(one) for one in entries if not one.is_symlink()}
     if inside := [f"{name!r} ({form})" for name, form in known.items() if form]:

@@ -66,7 +66,7 @@ class ForeignReader(ABC):
     of one episode leaves that episode out and is a problem, damage of the whole is a `DataFileError`.
 
     Attributes:
-        format: Key of `formats.FORMATS`.
+        format: Key of `formats.registry.FORMATS`.
         path: The file or folder, absolute.
         options: Arguments of `open` for this format, checked.
         metadata: Of the whole: what the file says, and "lossy", the names of fields that were stored with loss, and
@@ -92,11 +92,6 @@ class ForeignReader(ABC):
         if "on_bad_index" in self.OPTIONS:
             arguments.choice("open", "on_bad_index", self.options["on_bad_index"], ("refuse", "rebuild"))
         self.episodes: Sequence[EpisodeInfo] = self.scan()
-
-    @classmethod
-    @abstractmethod
-    def detect(cls, path: Path) -> bool:
-        """True if this is the format of a file or folder: by its content, in a few milliseconds, raising nothing."""
 
     @abstractmethod
     def scan(self) -> Sequence[EpisodeInfo]:

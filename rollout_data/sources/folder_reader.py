@@ -66,10 +66,6 @@ class FolderReader(ForeignReader):
         snapshot = Snapshot(self.sight, self.metadata, self.problems, self.advice)
         return type(self), (self._origin, self.kind, snapshot)
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return False  # a folder of our own is opened by its kind
-
     def scan(self) -> Sequence[EpisodeInfo]:
         self._source = source = Source(self._origin)
         self._texts: dict[int, str] | None = None

@@ -7,8 +7,7 @@ is ever permuted.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,27 +15,21 @@ from typing import Any, ClassVar
 import numpy as np
 
 from storage.core import arguments
-from storage.core.durable import open_regular, read_text
+from storage.core.durable import read_text
 from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UsageError
 
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
-from ..input_checks import file_inside, listed
-from .npz_arrays import Array, NpzArray, array_names, is_zip, read_npz
+from ..format_detection import MOTION_TRACKING, clip_files, clip_layout, is_clip
+from ..input_checks import file_inside
+from .npz_arrays import Array, NpzArray, is_zip, read_npz
 
-#: The arrays of a layout, and their axes: frames T, joints J, bodies B; the others are sizes.
-_TRACKING = ("joint_pos", "joint_vel", "body_pos_w", "body_quat_w", "body_lin_vel_w", "body_ang_vel_w")
-_AMP = (
-    "dof_positions", "dof_velocities", "body_positions", "body_rotations",
-    "body_linear_velocities", "body_angular_velocities",
-)  # fmt: skip
+#: Axes of the arrays of a layout: frames T, joints J, bodies B; the others are sizes.
 _AXES = ("TJ", "TJ", "TB3", "TB4", "TB3", "TB3")
 _POSITIONS, _ROTATIONS = 2, 3
-#: Names that tell a layout.
-_LAYOUTS = (({"joint_pos", "body_pos_w"}, _TRACKING), ({"dof_positions"}, _AMP))
 _BODY_NAMES, _JOINT_NAMES = "body_names", ("joint_names", "dof_names")
 #: Texts of 3 bytes make lists of 64 in memory.
-_MAX_JSON_BYTES, _MAX_NAMES_BYTES, _HEAD_BYTES = 16 << 20, 1 << 20, 4096
+_MAX_JSON_BYTES, _MAX_NAMES_BYTES = 16 << 20, 1 << 20
 _ORDERS = ("breadth", "depth")
 _QUATERNIONS = ("wxyz", "xyzw")
 #: Arrays of one text that mark the order of quaternions in a clip.
@@ -44,8 +37,8 @@ _ORDER_MARKS = ("quaternion_order", "quat_order")
 #: Order -> the place of the scalar part; from which size on it is large, and in which share of the rows.
 _SCALAR = {"wxyz": 0, "xyzw": 3}
 _LARGE, _SHARE = 0.8, 0.9
-#: Files of a folder, to tell its format; bytes of an array of poses, to tell whether they are right, and how closely.
-_MAX_LOOKED_AT, _CHECKED_BYTES, _TOLERANCE = 8, 1 << 22, 1e-2
+#: Bytes of an array of poses that are compared to tell whether they are right, and how closely.
+_CHECKED_BYTES, _TOLERANCE = 1 << 22, 1e-2
 _Layout = tuple[str, ...]
 #: Fields and metadata of a clip of frames.
 _Json = tuple[dict[str, Array], dict[str, Any]]
@@ -64,13 +57,6 @@ class Reader(ForeignReader):
     format = "motion"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"body_order": None, "quaternions": None}
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        try:
-            return any(map(_is_clip, islice(_candidates(path), _MAX_LOOKED_AT)))
-        except OSError:
-            return False
-
     def scan(self) -> Sequence[EpisodeInfo]:
         order = self.options["body_order"]
         is_names = isinstance(order, (list, tuple)) and all(isinstance(name, str) for name in order)
@@ -85,10 +71,10 @@ class Reader(ForeignReader):
         self._orders, self._turned = set[str](), set[tuple[str, str]]()
         self._advised = set[tuple[str, str]]()
         episodes = []
-        for path in _candidates(self.path):
+        for path in clip_files(self.path):
             if self.path != path:
                 path = file_inside(self.path, path.name)
-                if path.suffix != ".npz" and not _is_clip(path):
+                if path.suffix != ".npz" and not is_clip(path):
                     continue
             try:
                 episodes.append(self._read_npz(path) if is_zip(path) else self._read_json(path))
@@ -102,9 +88,9 @@ class Reader(ForeignReader):
 
     def _read_npz(self, path: Path) -> EpisodeInfo:
         arrays = read_npz(path)
-        layout = _layout(arrays)
+        layout = clip_layout(arrays)
         if layout is None:
-            raise CorruptFileError("read", repr(str(path)), f"arrays {', '.join(_TRACKING)}", "others")
+            raise CorruptFileError("read", repr(str(path)), f"arrays {', '.join(MOTION_TRACKING)}", "others")
         sizes = _sizes(layout, arrays)
         marked = self._marked_order(path, arrays)
         fields = {f"observation/{name}": arrays.pop(name) for name in layout if name in arrays}
@@ -219,26 +205,6 @@ class Reader(ForeignReader):
             return found
         copied: Array = self._json(source)[0][name][start:stop].copy()
         return copied
-
-
-def _candidates(path: Path) -> list[Path]:
-    return listed(path, (".npz", ".txt", ".json")) if path.is_dir() else [path]
-
-
-def _is_clip(path: Path) -> bool:
-    """True for arrays with the names of a clip, and for a JSON object with frames."""
-    if is_zip(path):
-        return _layout(array_names(path)) is not None
-    try:
-        with open(open_regular(path), "rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except (OSError, DataFileError):
-        return False
-    return head.lstrip().startswith(b"{") and b'"Frames"' in head
-
-
-def _layout(names: Collection[str]) -> _Layout | None:
-    return next((layout for needed, layout in _LAYOUTS if needed.issubset(names)), None)
 
 
 def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:

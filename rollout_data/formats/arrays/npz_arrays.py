@@ -20,7 +20,10 @@ from storage.core.durable import crc32, open_regular
 from storage.core.fields import MAX_DIMENSIONS
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
+from ..input_checks import first_bytes
+
 Array = np.ndarray[Any, Any]
+_ZIP_MAGIC = b"PK\3\4"
 _MAX_MEMBERS, _MAX_HEAD_BYTES = 4096, 10_000
 #: Bytes of the last record of a zip file with the longest comment.
 _ZIP_END_BYTES = 22 + 0xFFFF
@@ -39,12 +42,8 @@ _DAMAGE = (
 
 
 def is_zip(path: Path) -> bool:
-    """True if a file begins as an archive does."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            return file.read(4) == b"PK\3\4"
-    except (OSError, DataFileError):
-        return False
+    """Return whether a file begins as a zip archive does."""
+    return first_bytes(path, len(_ZIP_MAGIC)) == _ZIP_MAGIC
 
 
 class Unpacking:
@@ -172,12 +171,17 @@ class NpzArray:
 
 
 def array_names(path: Path) -> set[str]:
-    """Name the arrays of an npz file, without a look at them; none if it is no such file."""
+    """Return the names of the arrays of an npz file; none of any other file."""
+    return {name.removesuffix(".npy") for name in member_names(path) if name.endswith(".npy")}
+
+
+def member_names(path: Path) -> set[str]:
+    """Return the names in a zip file; none of a damaged one or of any other file."""
+    if not is_zip(path):
+        return set()
     try:
-        if not is_zip(path):
-            return set()
         with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
-            return {name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")}
+            return set(archive.namelist())
     except (OSError, DataFileError, *_DAMAGE):
         return set()
 

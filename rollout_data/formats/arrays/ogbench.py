@@ -6,7 +6,6 @@ One rule: the last row of a trajectory is the state that its last action led to;
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -14,9 +13,9 @@ from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError
 
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
-from .npz_arrays import Array, NpzArray, array_names, read_npz
+from ..format_detection import OGBENCH_ARRAYS
+from .npz_arrays import Array, NpzArray, read_npz
 
-_REQUIRED = {"observations", "actions", "terminals"}
 _NAMES = {"observations": "observation", "actions": "action"}
 _MAX_ROWS, _MAX_EPISODES, _ROWS_AT_ONCE = 1 << 32, 1 << 18, 1 << 20
 
@@ -26,13 +25,9 @@ class Reader(ForeignReader):
 
     format = "ogbench"
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return array_names(path) >= _REQUIRED
-
     def scan(self) -> Sequence[EpisodeInfo]:
         arrays = read_npz(self.path)
-        if missing := _REQUIRED - arrays.keys():
+        if missing := OGBENCH_ARRAYS - arrays.keys():
             raise CorruptFileError("open", repr(str(self.path)), f"the array {min(missing)!r}", "none")
         num_rows = self._check_rows(arrays)
         self._fields = {_NAMES.get(name, name): one for name, one in arrays.items() if name != "terminals"}
@@ -63,7 +58,7 @@ class Reader(ForeignReader):
             has_rows = bool(one.shape) and one.shape[0] == num_rows and one.dtype.kind in "biuf"
             if not has_rows or (name == "terminals" and len(one.shape) > 2):
                 expected, got = f"{num_rows} rows of numbers in {name!r}", f"{one.dtype}{list(one.shape)}"
-                if name in _REQUIRED:
+                if name in OGBENCH_ARRAYS:
                     raise CorruptFileError("open", repr(str(self.path)), expected, got)
                 self.problem("read the array", repr(str(self.path)), expected, got, "It is left out")
                 del arrays[name]

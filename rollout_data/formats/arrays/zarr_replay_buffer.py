@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from storage.core.fields import Field, Schema, dtype_name
-from storage.errors import CorruptFileError, RolloutDataError
+from storage.errors import CorruptFileError
 
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
 from ...sources.natural_order import natural
-from .npz_arrays import Array, is_zip
+from ..format_detection import ZARR_ENDS
+from .npz_arrays import Array
 from .zarr_arrays import MAX_META_BYTES, Store, ZarrArray, find_arrays
 
-_ENDS, _MAX_EPISODES = "meta/episode_ends", 1 << 18
+_MAX_EPISODES = 1 << 18
 _NAMES = {"action": "action", "actions": "action", "reward": "reward", "rewards": "reward"}
 
 
@@ -27,19 +27,6 @@ class Reader(ForeignReader):
     """Reads a folder or zip file with `data/<field>` and `meta/episode_ends`; it tells no end and rarely a reward."""
 
     format = "zarr"
-
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        files = [f"{_ENDS}/.zarray", f"{_ENDS}/zarr.json"]
-        if path.is_dir():
-            return any((path / name).is_file() for name in files)
-        try:
-            if is_zip(path):
-                return not Store(path).names.isdisjoint(files)
-        except RolloutDataError:
-            pass
-        # A damaged zip file, perhaps an empty one: opening it says so.
-        return path.is_file() and path.name.endswith(".zarr.zip")
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._store, where = Store(self.path), repr(str(self.path))
@@ -49,9 +36,9 @@ class Reader(ForeignReader):
 
         arrays = find_arrays(self._store, leave_out)
         data = {name.removeprefix("data/"): one for name, one in arrays.items() if name.startswith("data/")}
-        if _ENDS not in arrays or not data:
-            raise CorruptFileError("open", where, f"arrays in 'data' and {_ENDS!r}", ", ".join(arrays) or "none")
-        ends = self._ends(arrays[_ENDS])
+        if ZARR_ENDS not in arrays or not data:
+            raise CorruptFileError("open", where, f"arrays in 'data' and {ZARR_ENDS!r}", ", ".join(arrays) or "none")
+        ends = self._ends(arrays[ZARR_ENDS])
         num_rows = int(ends[-1]) if len(ends) else 0
         for name, one in data.items():
             if one.shape[0] < num_rows:
@@ -61,7 +48,11 @@ class Reader(ForeignReader):
                 "read", where, f"{num_rows} rows", f"{most} more", "Those of an unfinished episode are left out"
             )
         for name, one in arrays.items():
-            if name.startswith("meta/") and name != _ENDS and np.prod(one.shape) * one.dtype.itemsize <= MAX_META_BYTES:
+            if (
+                name.startswith("meta/")
+                and name != ZARR_ENDS
+                and np.prod(one.shape) * one.dtype.itemsize <= MAX_META_BYTES
+            ):
                 self.metadata[name.removeprefix("meta/")] = one.read(self._store, 0, one.shape[0])
         self._arrays = {self._name(name, data): data[name] for name in sorted(data, key=natural)}
         self.metadata["lossy"] = [name for name, one in self._arrays.items() if one.is_lossy]
@@ -76,11 +67,11 @@ class Reader(ForeignReader):
 
     def _ends(self, stored: ZarrArray) -> Array:
         if len(stored.shape) != 1 or stored.dtype.kind not in "iu" or stored.shape[0] > _MAX_EPISODES:
-            expected = f"at most {_MAX_EPISODES} whole numbers as {_ENDS!r}"
+            expected = f"at most {_MAX_EPISODES} whole numbers as {ZARR_ENDS!r}"
             raise CorruptFileError("open", repr(str(self.path)), expected, f"{stored.dtype}{list(stored.shape)}")
         ends = stored.read(self._store, 0, stored.shape[0]).astype(np.int64)
         if (np.diff(ends, prepend=0) < 0).any():
-            raise CorruptFileError("open", repr(str(self.path)), f"{_ENDS!r} that grow", "others")
+            raise CorruptFileError("open", repr(str(self.path)), f"{ZARR_ENDS!r} that grow", "others")
         return ends
 
     def _name(self, name: str, data: dict[str, ZarrArray]) -> str:

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
-import h5py
 import numpy as np
 
 from storage.errors import DataFileError
 
 from ...sources.episode_reader import EpisodeInfo
-from ..input_checks import file_inside
-from .hdf5_datasets import OpenFile, hdf5_names, matches, numbered
+from ..format_detection import aloha_files
 from .hdf5_episodes import Column, Hdf5Reader, LayoutMaker, is_encoded
 
 _IMAGES = "observations/images/"
@@ -36,13 +33,9 @@ class Reader(Hdf5Reader):
     ASIDE = ("compress_len",)  # the end of each picture says as much
     COUNTED = "action"
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return any(matches(file, _is_episode) for file in _files(path)[:3])  # one may be damaged
-
     def scan(self) -> Sequence[EpisodeInfo]:
         episodes: list[EpisodeInfo] = []
-        for path in _files(self.path):
+        for path in aloha_files(self.path):
             num_before = len(self.problems)
             try:
                 episodes += [replace(info, name=path.stem) for info in self.collect(path, "", [""])]
@@ -60,17 +53,3 @@ class Reader(Hdf5Reader):
     def rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
         rows = super().rows(info, column, start, stop)
         return np.ascontiguousarray(rows[..., ::-1]) if column.is_picture and self.options["bgr"] else rows
-
-
-def _files(path: Path) -> list[Path]:
-    """List the files of episodes that a path is or holds; none if the folder holds other HDF5 files."""
-    if not path.is_dir():
-        return [path]
-    names = hdf5_names(path)
-    files = [f"{name}.hdf5" for name in numbered([name.removesuffix(".hdf5") for name in names], "episode_")]
-    return [file_inside(path, name) for name in files] if len(files) == len(names) else []
-
-
-def _is_episode(file: OpenFile) -> bool:
-    datasets = (file.open("action"), file.open("observations/qpos"))
-    return all(isinstance(one, h5py.h5d.DatasetID) for one in datasets)

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from storage.core.durable import read_text
-from storage.errors import CorruptFileError, DataFileError
+from storage.errors import CorruptFileError
 
 from ...sources.episode_reader import EpisodeInfo
+from ..format_detection import BFM_ZERO_BUFFER, BFM_ZERO_CONFIG
 from ..input_checks import file_inside, read_object
 from .flat_episodes import FlatReader, Part, ends_of, our_name
 
-_BUFFER, _CONFIG = "buffer.hdf5", "config.json"
 #: What belongs to a step although it is kept with the next observation.
 _OF_THE_STEP = ("next/reward", "next/terminated", "next/truncated")
 
@@ -26,21 +25,13 @@ class Reader(FlatReader):
 
     format = "bfm_zero"
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        try:
-            is_there = (path / _BUFFER).is_file() and (path / _CONFIG).is_file()
-            return is_there and '"_idx"' in read_text(path / _CONFIG)
-        except (DataFileError, OSError):
-            return False
-
     @property
     def file_path(self) -> Path:
-        return self.path / _BUFFER
+        return self.path / BFM_ZERO_BUFFER
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        file_inside(self.path, _BUFFER)
-        config = read_object(file_inside(self.path, _CONFIG))
+        file_inside(self.path, BFM_ZERO_BUFFER)
+        config = read_object(file_inside(self.path, BFM_ZERO_CONFIG))
         self.metadata = {**config, **self.metadata}
         separator = str(config.get("nested_key_separator", "")) or "-"
         with self.files.use(self.file_path) as file:

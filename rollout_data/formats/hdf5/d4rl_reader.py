@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import h5py
 import numpy as np
 
 from storage.core import arguments
@@ -18,11 +17,12 @@ from storage.errors import CorruptFileError, UsageError
 
 from ...sources.episode_reader import ABSENT, EpisodeInfo
 from ...writing.conversion_record import NOTE_DATASET
+from ..format_detection import d4rl_groups
+from ..input_checks import parse_attribute
 from .flat_episodes import FlatReader, ends_of, our_name
-from .hdf5_datasets import OpenFile, matches
-from .robomimic_reader import parsed
+from .hdf5_datasets import OpenFile
 
-_METADATA, _CHUNKED = "metadata/", "virtual"
+_METADATA = "metadata/"
 _STEPS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
 
 
@@ -37,19 +37,15 @@ class Reader(FlatReader):
     format = "d4rl"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"max_episode_steps": None, "terminals_end": True}
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return matches(path, lambda file: any(_has_steps(file, group) for group in _groups(file)))
-
     @property
     def file_path(self) -> Path:
         return self.path
 
     def scan(self) -> Sequence[EpisodeInfo]:
         with self.files.use(self.path) as file:
-            for group in _groups(file):
+            for group in d4rl_groups(file):
                 self._take_group(file, group)
-        noted = parsed(self.metadata.pop(ABSENT, None), ABSENT)
+        noted = parse_attribute(self.metadata.pop(ABSENT, None), ABSENT)
         return [_without_absent(info, noted.get(info.name)) for info in self._cut()]
 
     def _take_group(self, file: OpenFile, group: str) -> None:
@@ -95,16 +91,6 @@ def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
         flag = None if "terminals" in names else False
         info = replace(info, terminated=flag, truncated=flag)
     return replace(info, metadata={**info.metadata, ABSENT: names})
-
-
-def _groups(file: OpenFile) -> list[str]:
-    """Name the groups with steps: those of a chunked set in the order of their numbers, or the whole file."""
-    return [f"{_CHUNKED}/{name}" for name in file.numbered(_CHUNKED, "")] or [""]
-
-
-def _has_steps(file: OpenFile, group: str) -> bool:
-    datasets = [file.open(f"{group}/{name}") for name in ("observations", "terminals")]
-    return all(isinstance(one, h5py.h5d.DatasetID) for one in datasets)
 
 
 def _timeouts(terminated: np.ndarray[Any, Any], most: int) -> np.ndarray[Any, Any]:

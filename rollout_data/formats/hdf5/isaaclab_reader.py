@@ -6,7 +6,6 @@ One rule: quaternions are given as stored, unless their order is asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,9 +13,8 @@ import numpy as np
 from storage.errors import UsageError
 
 from ...sources.episode_reader import EpisodeInfo
-from .hdf5_datasets import OpenFile, matches
+from .hdf5_datasets import OpenFile
 from .hdf5_episodes import Column, LayoutMaker, Source
-from .robomimic_reader import DATA, DEMO, has_demos, parsed
 from .robomimic_reader import Reader as RobomimicReader
 
 _ORDERS = ("wxyz", "xyzw")
@@ -35,10 +33,6 @@ class Reader(RobomimicReader):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"quaternions": None}
     ASIDE = ("initial_state",)
     KNOWN = ("success", "task")
-
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return matches(path, lambda file: has_demos(file) and _is_of_isaaclab(file))
 
     def describe(self, file: OpenFile, data: Any) -> None:
         super().describe(file, data)
@@ -76,12 +70,3 @@ class Reader(RobomimicReader):
             return poses
         shift = -1 if self.metadata["quaternion_order"] == "xyzw" else 1
         return np.concatenate([poses[..., :3], np.roll(poses[..., 3:], shift, axis=-1)], axis=-1)
-
-
-def _is_of_isaaclab(file: OpenFile) -> bool:
-    data, root = file.open(DATA), file.open("")
-    if file.attribute(root, "format_version") is not None or file.attribute(data, "schema_version") is not None:
-        return True
-    env = parsed(file.attribute(data, "env_args"), "env_args")
-    first = file.open(file.numbered(DATA, DEMO)[0], data)
-    return env.get("type", env.get("env_type")) == 2 and file.open("rewards", first) is None

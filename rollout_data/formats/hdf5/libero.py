@@ -7,15 +7,14 @@ what was seen after the action of its row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from storage.errors import CorruptFileError
 
 from ...sources.episode_reader import EpisodeInfo
-from .hdf5_datasets import Found, OpenFile, matches
+from ..input_checks import parse_attribute
+from .hdf5_datasets import Found, OpenFile
 from .hdf5_episodes import Layout
-from .robomimic_reader import DATA, has_demos, parsed
 from .robomimic_reader import Reader as RobomimicReader
 
 
@@ -31,10 +30,6 @@ class Reader(RobomimicReader):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"shift_obs": False}
     KNOWN = ()
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return matches(path, lambda file: has_demos(file) and _task_text(file) is not None)
-
     def scan(self) -> Sequence[EpisodeInfo]:
         self._task = ""
         episodes = super().scan()
@@ -45,7 +40,7 @@ class Reader(RobomimicReader):
 
     def describe(self, file: OpenFile, data: Any) -> None:
         super().describe(file, data)
-        problem = parsed(self.metadata.get("problem_info"), "problem_info")
+        problem = parse_attribute(self.metadata.get("problem_info"), "problem_info")
         told = problem.get("language_instruction", "")
         self._task = told if isinstance(told, str) else ""
         self.metadata["problem_info"] = problem
@@ -69,8 +64,3 @@ class Reader(RobomimicReader):
 
     def length(self, file: OpenFile, node: Any) -> int:
         return super().length(file, node) - bool(self.options["shift_obs"])
-
-
-def _task_text(file: OpenFile) -> Any:
-    data = file.open(DATA)
-    return file.attribute(data, "problem_info") or file.attribute(data, "bddl_file_name")

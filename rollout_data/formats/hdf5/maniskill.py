@@ -6,15 +6,14 @@ One rule: observations and states have T + 1 rows, of which the last one follows
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from ...sources.episode_reader import EpisodeInfo
+from ..format_detection import MANISKILL_TRAJECTORY
 from ..input_checks import file_inside, read_object
-from .hdf5_datasets import OpenFile, matches
+from .hdf5_datasets import OpenFile
 from .hdf5_episodes import Hdf5Reader, LayoutMaker
 
-_TRAJECTORY = "traj_"
 _DEPTH_UNITS = {"int16": "mm", "uint16": "mm", "float32": "m"}
 
 
@@ -32,14 +31,10 @@ class Reader(Hdf5Reader):
     ENDS: ClassVar[Mapping[str, str]] = {name: name for name in ("terminated", "truncated")}
     GROUPS = ("obs",)
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return matches(path, lambda file: bool(file.numbered("", _TRAJECTORY)))
-
     def scan(self) -> Sequence[EpisodeInfo]:
         self.metadata.update(units={}, env_name="")
         with self.files.use(self.path) as file:
-            names = file.numbered("", _TRAJECTORY)
+            names = file.numbered("", MANISKILL_TRAJECTORY)
         self._listed = self._read_list(names)
         return self.checked_some(self.collect(self.path, "", names), "a trajectory")
 
@@ -52,7 +47,7 @@ class Reader(Hdf5Reader):
         about = read_object(file_inside(path.parent, path.name))
         listed = about.pop("episodes", None)
         rows = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-        found = {f"{_TRAJECTORY}{one.get('episode_id')}": one for one in rows}
+        found = {f"{MANISKILL_TRAJECTORY}{one.get('episode_id')}": one for one in rows}
         if set(found) != set(names) or len(found) != len(rows):
             got = f"{len(rows)}, of which {len(set(found) & set(names))} are there"
             expected = f"the {len(names)} trajectories of {self.path.name!r}"

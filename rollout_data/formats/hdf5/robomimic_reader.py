@@ -7,30 +7,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 import h5py
 import numpy as np
 
-from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning
+from storage.errors import DataFileError, RolloutDataWarning
 
 from ...sources.episode_reader import ABSENT, EpisodeInfo
-from ..input_checks import parse_json
+from ..format_detection import ROBOMIMIC_DATA, ROBOMIMIC_DEMO
+from ..input_checks import parse_attribute
 from .flattened_names import OBS_NAMES, REPEATED, flat_key
-from .hdf5_datasets import OpenFile, matches
+from .hdf5_datasets import OpenFile
 from .hdf5_episodes import Hdf5Reader, Layout, LayoutMaker
 
-DATA, DEMO = "data", "demo_"
 #: Limits of the comparison with the next ones while a file is opened: episodes, bytes of observations, rows at a time.
 _COMPARED_EPISODES, _COMPARED_BYTES, _COMPARED_ROWS = 50, 1 << 24, 256
 _MAX_MASK_BYTES = 1 << 24
-
-
-def has_demos(file: OpenFile) -> bool:
-    """Tell whether a file has `data/demo_<i>`."""
-    return bool(file.numbered(DATA, DEMO))
 
 
 class Reader(Hdf5Reader):
@@ -49,22 +42,18 @@ class Reader(Hdf5Reader):
     GROUPS = ("obs",)
     KNOWN: ClassVar[tuple[str, ...]] = ("ep_meta",)
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return matches(path, has_demos)
-
     def scan(self) -> Sequence[EpisodeInfo]:
         self._masks: dict[str, list[str]] = {}  # name -> its demos
         self._masks_of: dict[str, list[str]] = {}  # demo -> names
         self._compared: set[tuple[str, str]] = set()
         self._obs_names: dict[str, str] = {}  # key of `obs` -> name of the observation
         with self.files.use(self.path) as file:
-            data = file.group(DATA)
-            names = file.numbered(DATA, DEMO)
+            data = file.group(ROBOMIMIC_DATA)
+            names = file.numbered(ROBOMIMIC_DATA, ROBOMIMIC_DEMO)
             self.describe(file, data)
             self._obs_names = _original_names(self.metadata.pop(OBS_NAMES, None))
             self._read_masks(file)
-            episodes = self.collect(self.path, DATA, names)
+            episodes = self.collect(self.path, ROBOMIMIC_DATA, names)
             total = file.attribute(data, "total")
         self.checked_some(episodes, "a demo")
         if total is not None and not self.problems and total != (got := self.num_steps(episodes)):
@@ -85,7 +74,7 @@ class Reader(Hdf5Reader):
     def describe(self, file: OpenFile, data: Any) -> None:
         """Fill the metadata of the whole from the attributes of `data`; texts that are JSON are parsed."""
         self.metadata = {**file.attributes(data), **self.metadata}
-        known = parsed(self.metadata.get("env_args"), "env_args")
+        known = parse_attribute(self.metadata.get("env_args"), "env_args")
         about = {"env_name": str(known.get("env_name", "")), "control_mode": _control_mode(known)}
         self.metadata.update(about, env_args=known)
 
@@ -110,7 +99,7 @@ class Reader(Hdf5Reader):
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         name = h5py.h5i.get_name(node).decode().rpartition("/")[2]
-        told = parsed(file.attribute(node, "ep_meta"), "ep_meta")
+        told = parse_attribute(file.attribute(node, "ep_meta"), "ep_meta")
         if masks := self._masks_of.get(name):
             told["mask"] = masks
         task, success = told.get("lang", ""), told.get("success")
@@ -172,18 +161,9 @@ class Reader(Hdf5Reader):
 
 def _original_names(text: Any) -> dict[str, str]:
     """Read the names of observations that our writer flattened; an entry that does not fit its key is ignored."""
-    names = parsed(text, OBS_NAMES)
+    names = parse_attribute(text, OBS_NAMES)
     texts = {key: name for key, name in names.items() if isinstance(name, str)}
     return {key: name for key, name in texts.items() if all(name.split("/")) and flat_key(name) == key}
-
-
-def parsed(text: Any, name: str) -> dict[str, Any]:
-    """Parse an attribute that holds a JSON object; anything else is given by its name."""
-    with suppress(CorruptFileError):
-        found = parse_json(text, Path(name)) if isinstance(text, str) else None
-        if isinstance(found, dict):
-            return found
-    return {} if text is None else {name: text}
 
 
 def _control_mode(env_args: Mapping[str, Any]) -> str:

@@ -17,12 +17,12 @@ from storage.core.fields import DTYPES, Field
 from storage.errors import CorruptFileError, ForeignFileError, UnsafeFileError
 
 from ..encoded_images import picture_format
+from ..format_detection import LEROBOT_INFO
 from ..input_checks import file_inside, read_object
 from ..parquet import first_row
 from ..video_frames import DepthCoding
 from .lerobot_language import describe
 
-INFO_NAME = "meta/info.json"
 #: As objects they take twenty times as much.
 MAX_OBJECT_BYTES = 1 << 24
 #: Columns that number the rows; they are checked, and are no fields.
@@ -85,7 +85,7 @@ def read_info(path: Path) -> Info:
         ForeignFileError: It is of another version, or stored with Lance.
         DataFileError: It is damaged.
     """
-    file = file_inside(path, INFO_NAME)
+    file = file_inside(path, LEROBOT_INFO)
     content = read_object(file, MAX_OBJECT_BYTES)
     version = str(content.get("codebase_version"))
     if content.get("storage_format") == "lance":
@@ -122,7 +122,7 @@ def file_name(template: str, values: Mapping[str, int | str], where: Path) -> st
     is_known = all(name in values and not (spec and isinstance(values[name], str)) for name, spec in fields)
     if not is_known or "{" in rest or "}" in rest:
         expected = f"a template of {', '.join(values)}"
-        raise CorruptFileError("open", repr(str(where / INFO_NAME)), expected, repr(template[:80]))
+        raise CorruptFileError("open", repr(str(where / LEROBOT_INFO)), expected, repr(template[:80]))
     if template.startswith("/") or ".." in template.split("/"):
         raise UnsafeFileError("open", repr(template[:80]), f"files below {str(where)!r}", "names that lead out of it")
     return _FIELD.sub(lambda found: format(values[found[1]], found[2] or ""), template)

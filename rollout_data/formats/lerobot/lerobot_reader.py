@@ -31,7 +31,6 @@ from ..video_frames import end_time, read_frames
 from .lerobot_index import SUCCESS, Entry, Index, Run
 from .lerobot_info import (
     INDEX_COLUMNS,
-    INFO_NAME,
     MAX_OBJECT_BYTES,
     UNFINISHED,
     Feature,
@@ -71,10 +70,6 @@ class Reader(ForeignReader):
 
     format = "lerobot"
     OPTIONS: ClassVar = {"on_bad_index": "refuse", "components": False}
-
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return (path / INFO_NAME).is_file()
 
     def scan(self) -> Sequence[EpisodeInfo]:
         choice = arguments.choice("open the dataset", "on_bad_index", self.options["on_bad_index"], _CHOICES)

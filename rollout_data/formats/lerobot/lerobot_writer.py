@@ -29,6 +29,7 @@ from ...sources.episode_reader import ABSENT
 from ...sources.video_range import VideoRange
 from ...writing.target_files import changed_file
 from ..episode_writer import EpisodeToWrite, ForeignWriter, shared_fields
+from ..format_detection import LEROBOT_INFO
 from ..frame_rate import RATE_KEYS, frame_rate
 from ..input_checks import damage_named, read_object
 from ..parquet import ParquetFile, arrow
@@ -48,7 +49,7 @@ from .lerobot_features import (
     write_video,
 )
 from .lerobot_index import SUCCESS, TASK
-from .lerobot_info import INFO_NAME, TEMPLATES, UNFINISHED, field_name, file_name
+from .lerobot_info import TEMPLATES, UNFINISHED, field_name, file_name
 from .lerobot_language import ARROW_TYPES, arrow_type, column_of_texts
 from .lerobot_statistics import SetStatistics, Statistics
 from .lerobot_subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, numbers_of, stated_subtasks, subtask_table, with_pairs
@@ -104,14 +105,14 @@ class Writer(ForeignWriter):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": None, "groot": False}
 
     MADE: ClassVar[tuple[str, ...]] = ("data", "meta", "videos", _UNFINISHED_FILES)
-    BEGUN, LAST = (INFO_NAME,), INFO_NAME
+    BEGUN, LAST = (LEROBOT_INFO,), LEROBOT_INFO
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
         try:
-            return (path / INFO_NAME).exists() and not read_object(path / INFO_NAME).get(UNFINISHED)
+            return (path / LEROBOT_INFO).exists() and not read_object(path / LEROBOT_INFO).get(UNFINISHED)
         except DataFileError as error:
-            raise changed_file(path, path / INFO_NAME, error.got) from error
+            raise changed_file(path, path / LEROBOT_INFO, error.got) from error
 
     @classmethod
     def effective(
@@ -163,14 +164,14 @@ class Writer(ForeignWriter):
         self._num_kept_bytes = 0
         self._statistics = self._new_statistics()
         info = self._info()
-        if (self.path / INFO_NAME).exists():
-            features = read_object(self.path / INFO_NAME).get("features")
+        if (self.path / LEROBOT_INFO).exists():
+            features = read_object(self.path / LEROBOT_INFO).get("features")
             if features == json.loads(json.dumps(info["features"])):
                 self._note_tables()
                 return self._take_up()
             self.begin_again()  # the source has gained episodes, and not all have the same fields
         self._write_tables()
-        self._write_json(INFO_NAME, {**info, UNFINISHED: True})
+        self._write_json(LEROBOT_INFO, {**info, UNFINISHED: True})
         self._note_tables()
         return set()
 
@@ -569,10 +570,10 @@ class Writer(ForeignWriter):
         # Several at once: one after the other, each of 4,000 files waits for the disk.
         each(sync_path, [*self.path.rglob("*"), self.path], _NUM_SYNC_THREADS)
         if not self.is_complete:
-            self._write_json(INFO_NAME, {**self._info(), UNFINISHED: True})
+            self._write_json(LEROBOT_INFO, {**self._info(), UNFINISHED: True})
             self._note_tables()
             return
-        with replace_file(self.path / INFO_NAME) as new:
+        with replace_file(self.path / LEROBOT_INFO) as new:
             new.write_text(_json_of(self._info()), encoding="utf-8")
             self._note_tables(new)
         self.note_finish()
@@ -581,7 +582,7 @@ class Writer(ForeignWriter):
         """Note the files that concern all episodes; `info` is the description of the complete set."""
         found = {path.relative_to(self.path): path for path in (self.path / "meta").rglob("*") if path.is_file()}
         files = {name.as_posix(): found[name] for name in sorted(found) if not name.parent.name.startswith(".")}
-        self.note_files({**files, INFO_NAME: self.path / INFO_NAME if info is None else info})
+        self.note_files({**files, LEROBOT_INFO: self.path / LEROBOT_INFO if info is None else info})
 
     def _write_tables(self) -> None:
         """Write what concerns all episodes, but for the description of the set."""
@@ -680,7 +681,7 @@ class Writer(ForeignWriter):
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        with replace_file(self.path / name) if name == INFO_NAME else self._replaced(name) as new:
+        with replace_file(self.path / name) if name == LEROBOT_INFO else self._replaced(name) as new:
             new.write_text(_json_of(content), encoding="utf-8")
 
 

@@ -9,13 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from storage.core.durable import read_text
-from storage.errors import DataFileError
-
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ..format_detection import MINARI_METADATA
 from ..input_checks import file_inside, parse_json, read_object
 
-METADATA, MAIN_FILE = "metadata.json", "main_data.hdf5"
 #: Group or column -> our name; every step has them.
 STEP_FIELDS = {"observations": "observation", "actions": "action", "rewards": "reward"}
 #: Group or column -> attribute of an episode: what its last row says.
@@ -73,19 +70,6 @@ def _shape(space: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(sizes) if is_told and sizes is not None else None
 
 
-def data_folder(path: Path) -> Path | None:
-    """Find the folder with the data of a dataset: itself, or `data` in it; None if it is none. Raises nothing."""
-    for folder in (path, path / "data"):
-        if (folder / MAIN_FILE).is_file():
-            return folder
-        if (folder / METADATA).is_file() and any(folder.glob("*/part-*")):
-            try:
-                return folder if '"total_episodes"' in read_text(folder / METADATA) else None
-            except (DataFileError, OSError):
-                return None
-    return None
-
-
 def describe(root: Path, folder: Path, older: Mapping[str, Any] | None = None) -> Description:
     """Read `metadata.json`, if it is there.
 
@@ -97,7 +81,7 @@ def describe(root: Path, folder: Path, older: Mapping[str, Any] | None = None) -
     Raises:
         DataFileError: It is damaged, or leads elsewhere.
     """
-    path, told = folder / METADATA, dict(older or {})
+    path, told = folder / MINARI_METADATA, dict(older or {})
     if path.exists():
         told.update(read_object(file_inside(root, os.path.relpath(path, root))))
     texts = ("observation_space", "action_space", "env_spec")

@@ -12,19 +12,12 @@ from typing import Any, ClassVar
 
 from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
 from ..encoded_images import picture_format
-from ..hdf5.hdf5_datasets import OpenFile, matches
+from ..format_detection import MINARI_EPISODE, MINARI_MAIN_FILE, MINARI_NUM_STEPS, has_minari_tables, minari_folder
+from ..hdf5.hdf5_datasets import OpenFile
 from ..hdf5.hdf5_episodes import Hdf5Reader, LayoutMaker, absent_fields, is_encoded
 from ..input_checks import file_inside
-from .minari_metadata import ENDS, MAIN_FILE, STEP_FIELDS, check_totals, data_folder, describe
+from .minari_metadata import ENDS, STEP_FIELDS, check_totals, describe
 from .minari_tables import TableReader
-
-_EPISODE, _STATED = "episode_", "total_steps"
-
-
-def has_episodes(file: OpenFile) -> bool:
-    """Tell whether a file has groups `episode_<id>` that tell their steps."""
-    names = file.numbered("", _EPISODE)
-    return bool(names) and file.attribute(file.open(names[0]), _STATED) is not None
 
 
 class GroupReader(Hdf5Reader):
@@ -35,22 +28,17 @@ class GroupReader(Hdf5Reader):
     STEPS: ClassVar[Mapping[str, str]] = STEP_FIELDS
     ENDS: ClassVar[Mapping[str, str]] = ENDS
     AFTER = ("observations",)
-    STATED = _STATED
+    STATED = MINARI_NUM_STEPS
     GROUPS = ("observations",)
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        folder = data_folder(path) if path.is_dir() else None
-        return matches(path if folder is None else folder / MAIN_FILE, has_episodes)
-
     def scan(self) -> Sequence[EpisodeInfo]:
-        folder, path = data_folder(self.path) if self.path.is_dir() else None, self.path
+        folder, path = minari_folder(self.path) if self.path.is_dir() else None, self.path
         if folder is not None:
-            path = file_inside(path, os.path.relpath(folder / MAIN_FILE, path))
+            path = file_inside(path, os.path.relpath(folder / MINARI_MAIN_FILE, path))
         with self.files.use(path) as file:
             self._about = describe(self.path, folder or path, file.attributes(file.open("")))
             self.metadata = {**self._about.metadata, **self.metadata}
-            names = file.numbered("", _EPISODE)
+            names = file.numbered("", MINARI_EPISODE)
         return check_totals(self, self.checked_some(self.collect(path, "", names), "an episode"))
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
@@ -82,8 +70,7 @@ class Reader(GroupReader):
     """
 
     def __new__(cls, path: Path, options: Mapping[str, Any]) -> ForeignReader:  # type: ignore[misc]
-        return TableReader(path, options) if TableReader.detect(path) else GroupReader(path, options)
-
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return GroupReader.detect(path) or TableReader.detect(path)
+        folder = minari_folder(path) if path.is_dir() else None
+        if folder is not None and has_minari_tables(folder):
+            return TableReader(path, options)
+        return GroupReader(path, options)

@@ -19,12 +19,13 @@ from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
 from ..encoded_images import decode_picture, picture_shape
+from ..format_detection import MINARI_METADATA, minari_folder
 from ..hdf5.hdf5_datasets import numbered
 from ..hdf5.hdf5_episodes import Told
 from ..input_checks import file_inside, read_object
 from ..parquet import ParquetFile, as_rows, first_row, shared_texts
 from .arrow_file import ArrowFile
-from .minari_metadata import ENDS, INFOS, METADATA, STEP_FIELDS, check_totals, data_folder, describe
+from .minari_metadata import ENDS, INFOS, STEP_FIELDS, check_totals, describe
 
 _KINDS: dict[str, type[Any]] = {".arrow": ArrowFile, ".parquet": ParquetFile}
 _TEXT, _PICTURE = "text", "picture"
@@ -52,12 +53,8 @@ class TableReader(ForeignReader):
     format = "minari"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return path.is_dir() and (folder := data_folder(path)) is not None and any(folder.glob("*/part-*"))
-
     def scan(self) -> Sequence[EpisodeInfo]:
-        folder = data_folder(self.path)
+        folder = minari_folder(self.path)
         assert folder is not None, "as it was detected"
         self._about = describe(self.path, folder)
         self.metadata = {**self._about.metadata, **self.metadata}
@@ -75,7 +72,7 @@ class TableReader(ForeignReader):
         return check_totals(self, self.checked_some(episodes, "an episode"))
 
     def _describe(self, folder: Path) -> EpisodeInfo:
-        told, files = read_object(file_inside(folder, METADATA)), _files(folder)
+        told, files = read_object(file_inside(folder, MINARI_METADATA)), _files(folder)
         rows = sum(file.num_rows for file in files)
         if rows < 2 or told.get("total_steps", rows - 1) != rows - 1:
             expected = f"{told.get('total_steps', 1)} steps, of a row each, and one more"

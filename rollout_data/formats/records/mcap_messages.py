@@ -18,10 +18,10 @@ import numpy as np
 from storage.core.durable import crc32
 from storage.errors import CorruptFileError
 
+from ..format_detection import MCAP_MAGIC
 from ..input_checks import damage_named, optional
 from .tfrecord import open_map
 
-MAGIC = b"\x89MCAP0\r\n"
 _SCHEMA, _CHANNEL, _MESSAGE, _CHUNK, _METADATA, _DATA_END = 3, 4, 5, 6, 12, 15
 _MAX_CHUNK_BYTES, _MAX_MESSAGES, _MAX_METADATA, _MAX_TEXT_BYTES = 1 << 28, 1 << 23, 4096, 1 << 20
 _MAX_TOPICS = 4096
@@ -82,11 +82,11 @@ class Log:
         self._channels: dict[int, str] = {}
         found: dict[str, array[int]] = {}
         data = open_map(path)
-        unpacked, self.is_whole = 0, bytes(data[-len(MAGIC) :]) == MAGIC and len(data) > len(MAGIC)
+        unpacked, self.is_whole = 0, bytes(data[-len(MCAP_MAGIC) :]) == MCAP_MAGIC and len(data) > len(MCAP_MAGIC)
         with damage_named("read", repr(str(path)), "records of MCAP", *_DAMAGE):
-            if bytes(data[: len(MAGIC)]) != MAGIC:
+            if bytes(data[: len(MCAP_MAGIC)]) != MCAP_MAGIC:
                 raise ValueError("another beginning")
-            for kind, start, stop in _records(data, len(MAGIC)):
+            for kind, start, stop in _records(data, len(MCAP_MAGIC)):
                 if kind == _DATA_END:
                     break
                 if kind == _CHUNK:

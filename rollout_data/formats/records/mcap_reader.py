@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -17,9 +16,10 @@ from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
-from ..input_checks import damage_named, file_inside, listed
-from .mcap_messages import MAGIC, Log, Topic
-from .tfrecord import Array, open_map
+from ..format_detection import mcap_files
+from ..input_checks import damage_named, file_inside
+from .mcap_messages import Log, Topic
+from .tfrecord import Array
 
 _PACKAGES = {"cdr": "mcap-ros2-support", "ros1": "mcap-ros1-support", "protobuf": "mcap-protobuf-support"}
 _TEXT, _MAX_DEPTH, _MAX_TEXTS = "text", 16, 4096
@@ -60,14 +60,6 @@ class Reader(ForeignReader):
     format = "mcap"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"action": None, "clock": None}
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        try:
-            paths = _paths(path)
-            return bool(paths) and bytes(open_map(paths[0])[: len(MAGIC)]) == MAGIC
-        except (OSError, RolloutDataError):
-            return False
-
     def scan(self) -> Sequence[EpisodeInfo]:
         action = self.options["action"]
         self._actions = list(action or ()) if isinstance(action, (list, tuple)) else [action] if action else []
@@ -79,7 +71,7 @@ class Reader(ForeignReader):
         #: Episode and field -> step -> number of rounded integers, and the largest difference.
         self._rounded: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
         episodes, refused = [], list[RolloutDataError]()
-        for path in _paths(self.path):
+        for path in mcap_files(self.path):
             path = path if path == self.path else file_inside(self.path, path.name)
             try:
                 log = Log(path)
@@ -276,12 +268,6 @@ def _schema(topic: Topic) -> Any:
         return json.loads(topic.schema)
     except _DAMAGE:
         return None  # it only tells integers apart
-
-
-def _paths(path: Path) -> list[Path]:
-    """List the files of a folder with nothing but such files; a file by itself."""
-    found = listed(path) if path.is_dir() else [path]
-    return found if not path.is_dir() or all(one.suffix == ".mcap" for one in found) else []
 
 
 def _about(topic: Topic) -> str:

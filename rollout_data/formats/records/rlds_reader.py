@@ -20,12 +20,14 @@ from storage.errors import CorruptFileError, DataFileError, ForeignFileError, Ro
 
 from ...sources.episode_reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from ..encoded_images import decode_picture, picture_format
+from ..format_detection import RLDS_FEATURES, RLDS_INFO, rlds_folders
 from ..input_checks import file_inside, read_object
 from .rlds_features import MAX_STEPS, Leaf, declared_leaves, text
 from .tfrecord import BYTES, INTEGERS, Array, Feature, check_record, count, features, items, numbers, open_map
 from .tfrecord import records as read_records
 
-_INFO, _FEATURES, _STEPS, _METADATA = "dataset_info.json", "features.json", "steps/", "episode_metadata/"
+_STEPS = "steps/"
+_METADATA = "episode_metadata/"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _TASKS = ("language_instruction", "natural_language_instruction")
 #: Flags of steps that say no more than where the episode begins and stops.
@@ -45,22 +47,15 @@ class Reader(ForeignReader):
     format = "rlds"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"last_step": "keep", "on_bad_index": "refuse"}
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        try:
-            return bool(_version_folders(path))
-        except OSError:
-            return False
-
     def scan(self) -> Sequence[EpisodeInfo]:
         for name, choices in _CHOICES.items():
             arguments.choice("open the set", name, self.options[name], choices)
-        folders = _version_folders(self.path)
+        folders = rlds_folders(self.path)
         if len(folders) != 1:
             got = ", ".join(folder.name for folder in folders) or "none"
             raise ForeignFileError("open", repr(str(self.path)), "one version", got, "Open the folder of a version")
         self._folder, self._checked, self._numbers = folders[0], set[int](), Counter[str]()
-        info, tree = (read_object(self._file(name), _MAX_JSON_BYTES) for name in (_INFO, _FEATURES))
+        info, tree = (read_object(self._file(name), _MAX_JSON_BYTES) for name in (RLDS_INFO, RLDS_FEATURES))
         try:
             self._leaves = dict(declared_leaves(tree))
             shards = list(self._shards(info))
@@ -241,13 +236,6 @@ class Reader(ForeignReader):
         length = self.episodes[number].length
         found: Array = self.read(number, name, length, length + 1)[0]
         return found
-
-
-def _version_folders(path: Path) -> list[Path]:
-    """List the folder itself if it holds a set, else those in it that do."""
-    candidates = [path, *sorted(path.iterdir())] if path.is_dir() else []
-    found = [one for one in candidates if (one / _INFO).is_file() and (one / _FEATURES).is_file()]
-    return found[:1] if path in found else found
 
 
 def _last_flag(data: memoryview, stored: _Stored, name: str) -> bool:

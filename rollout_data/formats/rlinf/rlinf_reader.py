@@ -26,9 +26,9 @@ from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
 from ..arrays.npz_arrays import Array
+from ..format_detection import rlinf_folders, rlinf_index
 from ..input_checks import KnownFiles, damage_named, file_inside, listed, read_object
 
-_INDICES = ("trajectory_index.json", "trajector_index.json")
 _FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
 _ENDS = ("dones", "terminations", "truncations")
 _TASKS = ("task", "task_description", "task_descriptions")
@@ -48,17 +48,13 @@ class Reader(ForeignReader):
     format = "rlinf"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
 
-    @classmethod
-    def detect(cls, path: Path) -> bool:
-        return any(_index(folder) for folder in _folders(path))
-
     def scan(self) -> Sequence[EpisodeInfo]:
         given, choices = self.options["on_bad_index"], ("refuse", "rebuild")
         is_rebuilt = arguments.choice("open the checkpoint", "on_bad_index", given, choices) == "rebuild"
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
         self._known = KnownFiles()
         episodes: list[EpisodeInfo] = []
-        for folder in _folders(self.path):
+        for folder in rlinf_folders(self.path):
             for number, entry, path in self._listed(folder, is_rebuilt):
                 try:
                     block = self._load(path)
@@ -86,7 +82,7 @@ class Reader(ForeignReader):
 
     def _listed(self, folder: Path, is_rebuilt: bool) -> list[tuple[int, dict[str, Any], Path]]:
         """List id, entry and file of each trajectory: in the order of the index, then, if rebuilt, what it lacks."""
-        index, where, at = _index(folder), repr(str(folder)), folder.relative_to(self.path)
+        index, where, at = rlinf_index(folder), repr(str(folder)), folder.relative_to(self.path)
         if index is None:
             return []
         about = read_object(file_inside(self.path, str(at / index)), _MAX_JSON_BYTES)
@@ -193,20 +189,8 @@ class Reader(ForeignReader):
         return _numpy(self._load(path)[f"next_{name}"][first + info.length - 1, column])
 
 
-def _folders(path: Path) -> list[Path]:
-    """List the folder with an index, or those of the ranks in it."""
-    if not path.is_dir():
-        return []
-    ranks = (one for one in listed(path) if re.fullmatch(r"rank_\d+", one.name) and one.is_dir())
-    return [path] if _index(path) else list(ranks)
-
-
 def _short(text: str) -> str:
     return text if len(text) < 200 else f"{text[:200]}..."
-
-
-def _index(folder: Path) -> str | None:
-    return next((name for name in _INDICES if (folder / name).is_file()), None)
 
 
 def _load(path: Path) -> dict[str, Any]:

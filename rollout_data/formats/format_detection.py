@@ -1,0 +1,352 @@
+"""Recognizes the format of a path by its content, without importing a reader.
+
+Each function looks at file names, at the first bytes of a file, or at the names in an HDF5 file. A function may raise
+`OSError` or `RolloutDataError` where the content is damaged; `registry.has_format` counts that as no match. The readers
+import from here how a path is divided into files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from itertools import islice
+from pathlib import Path
+
+from h5py import h5d
+
+from storage.core.durable import read_text
+
+from ..sources.natural_order import natural
+from .arrays.npz_arrays import array_names, is_zip, member_names
+from .hdf5.hdf5_datasets import OpenFile, hdf5_names, matches, numbered
+from .input_checks import file_inside, first_bytes, listed, parse_attribute
+
+#: A folder may hold a damaged file: this many of its files are looked at.
+_MAX_FILES = 3
+
+# LeRobot: a folder with `meta/info.json`.
+
+LEROBOT_INFO = "meta/info.json"
+
+
+def is_lerobot(path: Path) -> bool:
+    """Return whether a folder is a LeRobot dataset."""
+    return (path / LEROBOT_INFO).is_file()
+
+
+# RLinf: a checkpoint folder with an index, or one such folder per rank.
+
+_RLINF_INDICES = ("trajectory_index.json", "trajector_index.json")
+_RLINF_RANK = re.compile(r"rank_\d+")
+
+
+def is_rlinf(path: Path) -> bool:
+    """Return whether a folder holds an RLinf checkpoint of trajectories."""
+    return any(rlinf_index(folder) for folder in rlinf_folders(path))
+
+
+def rlinf_folders(path: Path) -> list[Path]:
+    """List the folder itself if it has an index, otherwise the folders of the ranks in it."""
+    if not path.is_dir():
+        return []
+    if rlinf_index(path):
+        return [path]
+    return [folder for folder in listed(path) if _RLINF_RANK.fullmatch(folder.name) and folder.is_dir()]
+
+
+def rlinf_index(folder: Path) -> str | None:
+    """Return the file name of the index in a folder; None if it has none."""
+    return next((name for name in _RLINF_INDICES if (folder / name).is_file()), None)
+
+
+# RLDS: a version folder with two JSON files, or the folder above version folders.
+
+RLDS_INFO = "dataset_info.json"
+RLDS_FEATURES = "features.json"
+
+
+def is_rlds(path: Path) -> bool:
+    """Return whether a folder is an RLDS dataset."""
+    return bool(rlds_folders(path))
+
+
+def rlds_folders(path: Path) -> list[Path]:
+    """List the folder itself if it is a version folder, otherwise the version folders in it."""
+    if not path.is_dir():
+        return []
+    if _is_rlds_version(path):
+        return [path]
+    return [folder for folder in sorted(path.iterdir()) if _is_rlds_version(folder)]
+
+
+def _is_rlds_version(folder: Path) -> bool:
+    return (folder / RLDS_INFO).is_file() and (folder / RLDS_FEATURES).is_file()
+
+
+# zarr replay buffer of diffusion policy: a folder or zip file with the array `meta/episode_ends`.
+
+ZARR_ENDS = "meta/episode_ends"
+_ZARR_FILES = (f"{ZARR_ENDS}/.zarray", f"{ZARR_ENDS}/zarr.json")
+
+
+def is_zarr_replay_buffer(path: Path) -> bool:
+    """Return whether a folder or zip file is a replay buffer of zarr arrays."""
+    if path.is_dir():
+        return any((path / name).is_file() for name in _ZARR_FILES)
+    if not member_names(path).isdisjoint(_ZARR_FILES):
+        return True
+    # A damaged zip file, perhaps an empty one. The reader raises the error that says so.
+    return path.is_file() and path.name.endswith(".zarr.zip")
+
+
+# MCAP: one file, or a folder with nothing but such files.
+
+MCAP_MAGIC = b"\x89MCAP0\r\n"
+
+
+def is_mcap(path: Path) -> bool:
+    """Return whether a path is an MCAP file, or a folder of them."""
+    paths = mcap_files(path)
+    return bool(paths) and first_bytes(paths[0], len(MCAP_MAGIC)) == MCAP_MAGIC
+
+
+def mcap_files(path: Path) -> list[Path]:
+    """List the files of a folder if all of them end in `.mcap`. A file is listed by itself."""
+    if not path.is_dir():
+        return [path]
+    paths = listed(path)
+    return paths if all(one.suffix == ".mcap" for one in paths) else []
+
+
+# Minari: groups `episode_<id>` in an HDF5 file, or folders with Parquet or Arrow parts.
+
+MINARI_METADATA = "metadata.json"
+MINARI_MAIN_FILE = "main_data.hdf5"
+MINARI_EPISODE = "episode_"
+MINARI_NUM_STEPS = "total_steps"
+
+
+def is_minari(path: Path) -> bool:
+    """Return whether a path is a Minari dataset, or its HDF5 file."""
+    if not path.is_dir():
+        return matches(path, _has_minari_episodes)
+    folder = minari_folder(path)
+    if folder is None:
+        return False
+    return matches(folder / MINARI_MAIN_FILE, _has_minari_episodes) or has_minari_tables(folder)
+
+
+def minari_folder(path: Path) -> Path | None:
+    """Return the folder with the data of a dataset, itself or `data` in it; None if it is no dataset."""
+    for folder in (path, path / "data"):
+        if (folder / MINARI_MAIN_FILE).is_file():
+            return folder
+        metadata = folder / MINARI_METADATA
+        if metadata.is_file() and has_minari_tables(folder):
+            return folder if '"total_episodes"' in read_text(metadata) else None
+    return None
+
+
+def has_minari_tables(folder: Path) -> bool:
+    """Return whether the episodes of a data folder are tables: a folder with parts for each."""
+    return any(folder.glob("*/part-*"))
+
+
+def _has_minari_episodes(file: OpenFile) -> bool:
+    names = file.numbered("", MINARI_EPISODE)
+    return bool(names) and file.attribute(file.open(names[0]), MINARI_NUM_STEPS) is not None
+
+
+# robomimic and the formats on top of it: `data/demo_<i>`.
+
+ROBOMIMIC_DATA = "data"
+ROBOMIMIC_DEMO = "demo_"
+
+
+def is_robomimic(path: Path) -> bool:
+    """Return whether a path is a file of demos; those of LIBERO and Isaac Lab are, too."""
+    return matches(path, _has_demos)
+
+
+def is_libero(path: Path) -> bool:
+    """Return whether a path is a file of demos that names a LIBERO task."""
+    return matches(path, lambda file: _has_demos(file) and _has_libero_task(file))
+
+
+def is_isaaclab(path: Path) -> bool:
+    """Return whether a path is a file of demos that Isaac Lab wrote."""
+    return matches(path, lambda file: _has_demos(file) and _is_of_isaaclab(file))
+
+
+def _has_demos(file: OpenFile) -> bool:
+    return bool(file.numbered(ROBOMIMIC_DATA, ROBOMIMIC_DEMO))
+
+
+def _has_libero_task(file: OpenFile) -> bool:
+    data = file.open(ROBOMIMIC_DATA)
+    return any(file.attribute(data, name) is not None for name in ("problem_info", "bddl_file_name"))
+
+
+def _is_of_isaaclab(file: OpenFile) -> bool:
+    root = file.open("")
+    data = file.open(ROBOMIMIC_DATA)
+    if file.attribute(root, "format_version") is not None or file.attribute(data, "schema_version") is not None:
+        return True
+    env = parse_attribute(file.attribute(data, "env_args"), "env_args")
+    first = file.open(file.numbered(ROBOMIMIC_DATA, ROBOMIMIC_DEMO)[0], data)
+    return env.get("type", env.get("env_type")) == 2 and file.open("rewards", first) is None
+
+
+# ALOHA: files `episode_<n>.hdf5` with `action` and `observations/qpos`.
+
+
+def is_aloha(path: Path) -> bool:
+    """Return whether a path is an ALOHA episode, or a folder of them."""
+    return any(matches(file, _is_aloha_episode) for file in aloha_files(path)[:_MAX_FILES])
+
+
+def aloha_files(path: Path) -> list[Path]:
+    """List the files of episodes that a path is or holds; [] if the folder holds other HDF5 files."""
+    if not path.is_dir():
+        return [path]
+    names = hdf5_names(path)
+    episodes = numbered([name.removesuffix(".hdf5") for name in names], "episode_")
+    if len(episodes) != len(names):
+        return []
+    return [file_inside(path, f"{name}.hdf5") for name in episodes]
+
+
+def _is_aloha_episode(file: OpenFile) -> bool:
+    return _are_datasets(file, "action", "observations/qpos")
+
+
+# ManiSkill: groups `traj_<i>`.
+
+MANISKILL_TRAJECTORY = "traj_"
+
+
+def is_maniskill(path: Path) -> bool:
+    """Return whether a path is a file of ManiSkill trajectories."""
+    return matches(path, lambda file: bool(file.numbered("", MANISKILL_TRAJECTORY)))
+
+
+# HumEnv: groups `ep_<i>` in a file, in the files of a folder, or in those that a text file lists.
+
+HUMENV_EPISODE = "ep_"
+_HUMENV_LIST = ".txt"
+_MAX_LIST_BYTES = 1 << 24
+
+
+def is_humenv(path: Path) -> bool:
+    """Return whether a path is a file of HumEnv episodes, a folder of such files, or a list of them."""
+    files = list(humenv_files(path).values())
+    return any(matches(file, _has_humenv_episodes) for file in files[:_MAX_FILES])
+
+
+def humenv_files(path: Path) -> dict[str, Path]:
+    """List files by their name without its ending. The name of a file by itself is "".
+
+    Raises:
+        DataFileError: A list names a file outside its folder, or one that is missing.
+    """
+    if path.is_dir():
+        names = sorted(hdf5_names(path), key=natural)
+        return {name.rpartition(".")[0]: file_inside(path, name) for name in names}
+    if path.suffix != _HUMENV_LIST:
+        return {"": path}
+    lines = [line.strip() for line in read_text(path, max_bytes=_MAX_LIST_BYTES).splitlines()]
+    return {line.rpartition(".")[0] or line: file_inside(path.parent, line) for line in lines if line}
+
+
+def _has_humenv_episodes(file: OpenFile) -> bool:
+    return bool(file.numbered("", HUMENV_EPISODE))
+
+
+# D4RL: flat datasets in the file, or in the numbered groups of `virtual`.
+
+_D4RL_CHUNKS = "virtual"
+
+
+def is_d4rl(path: Path) -> bool:
+    """Return whether a path is a file of D4RL steps."""
+    return matches(path, _has_d4rl_steps)
+
+
+def d4rl_groups(file: OpenFile) -> list[str]:
+    """List the groups with steps: those of a chunked dataset in the order of their numbers, or the root."""
+    return [f"{_D4RL_CHUNKS}/{name}" for name in file.numbered(_D4RL_CHUNKS, "")] or [""]
+
+
+def _has_d4rl_steps(file: OpenFile) -> bool:
+    return any(_are_datasets(file, f"{group}/observations", f"{group}/terminals") for group in d4rl_groups(file))
+
+
+def _are_datasets(file: OpenFile, *names: str) -> bool:
+    return all(isinstance(file.open(name), h5d.DatasetID) for name in names)
+
+
+# BFM-Zero: a folder with a ring buffer and its configuration.
+
+BFM_ZERO_BUFFER = "buffer.hdf5"
+BFM_ZERO_CONFIG = "config.json"
+
+
+def is_bfm_zero(path: Path) -> bool:
+    """Return whether a folder is a saved buffer of BFM-Zero."""
+    if not (path / BFM_ZERO_BUFFER).is_file() or not (path / BFM_ZERO_CONFIG).is_file():
+        return False
+    return '"_idx"' in read_text(path / BFM_ZERO_CONFIG)
+
+
+# OGBench: an npz file with these arrays.
+
+OGBENCH_ARRAYS = frozenset({"observations", "actions", "terminals"})
+
+
+def is_ogbench(path: Path) -> bool:
+    """Return whether a path is an npz file of OGBench."""
+    return array_names(path) >= OGBENCH_ARRAYS
+
+
+# Motion clips: npz files with joints and bodies, or JSON files of frames.
+
+#: The arrays of a layout, in the order of `MOTION_AXES` in the reader.
+MOTION_TRACKING = ("joint_pos", "joint_vel", "body_pos_w", "body_quat_w", "body_lin_vel_w", "body_ang_vel_w")
+MOTION_AMP = (
+    "dof_positions",
+    "dof_velocities",
+    "body_positions",
+    "body_rotations",
+    "body_linear_velocities",
+    "body_angular_velocities",
+)
+_MOTION_ENDINGS = (".npz", ".txt", ".json")
+_MAX_CLIPS = 8
+_CLIP_HEAD_BYTES = 4096
+
+
+def is_motion(path: Path) -> bool:
+    """Return whether a path is a motion clip, or a folder with clips."""
+    return any(is_clip(clip) for clip in islice(clip_files(path), _MAX_CLIPS))
+
+
+def clip_files(path: Path) -> list[Path]:
+    """List the files of a folder that may be clips. A file is listed by itself."""
+    return listed(path, _MOTION_ENDINGS) if path.is_dir() else [path]
+
+
+def is_clip(path: Path) -> bool:
+    """Return whether a file has the arrays of a clip, or is a JSON object with frames."""
+    if is_zip(path):
+        return clip_layout(array_names(path)) is not None
+    head = first_bytes(path, _CLIP_HEAD_BYTES)
+    return head.lstrip().startswith(b"{") and b'"Frames"' in head
+
+
+def clip_layout(names: Collection[str]) -> tuple[str, ...] | None:
+    """Return the arrays of the layout that these names of arrays show; None if they show none."""
+    if {"joint_pos", "body_pos_w"}.issubset(names):
+        return MOTION_TRACKING
+    if "dof_positions" in names:
+        return MOTION_AMP
+    return None
