@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import numpy as np
@@ -266,10 +266,13 @@ class OwnWriter(ForeignWriter):
         said |= {name: value for name, value in known.items() if value is not None}
         end = _noted_end(episode)
         said |= {SOURCE_ID: episode.id, **({ENDS: end} if end else {})}
-        schema, earlier = _renamed(episode.schema), said.pop(ABSENT, None)
-        filled = earlier if isinstance(earlier, list) else []  # by the conversion that wrote the source
-        if absent := [name for name in self._fit.schema if name not in schema or name in filled]:
-            said[ABSENT] = absent
+        schema, noted = _renamed(episode.schema), said.pop(ABSENT, None)
+        # By the conversion that wrote the source.
+        earlier = [_free_name(name) for name in noted if isinstance(name, str)] if isinstance(noted, list) else []
+        filled = [name for name in self._fit.schema if name not in schema or name in earlier]
+        joined = [name for name in earlier if any(str(one) in schema for one in PurePosixPath(name).parents)]
+        if filled or joined:
+            said[ABSENT] = [*filled, *joined]
         for name in sorted(said, key=lambda name: -len(json.dumps(said[name]))):
             if len(json.dumps(said)) <= MAX_NOTE_BYTES:
                 break

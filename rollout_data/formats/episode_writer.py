@@ -12,7 +12,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -513,11 +513,18 @@ class SharedFields:
         """Return the fields that an episode lacks; `read` returns False or NaN for them."""
         return [name for name in self.schema if name not in episode.schema]
 
-    def absent(self, episode: EpisodeToWrite) -> list[str]:
-        """Return the fields to note under `ABSENT`: filled ones, and those that an earlier conversion filled."""
-        noted = episode.metadata.get(ABSENT)
-        earlier = {name for name in noted if name in self.schema} if isinstance(noted, list) else set()
-        return [name for name in self.schema if name not in episode.schema or name in earlier]
+    def absent(self, episode: EpisodeToWrite, read_name: Callable[[str], str] = str) -> list[str]:
+        """Return the fields to note under `ABSENT`: filled ones, and those that an earlier conversion filled.
+
+        Args:
+            episode: Episode of the target.
+            read_name: Returns the name under which a field of the target is read.
+        """
+        noted: Any = episode.metadata.get(ABSENT)
+        earlier = [name for name in noted if isinstance(name, str)] if isinstance(noted, list) else []
+        filled = [name for name in self.schema if name not in episode.schema or name in earlier]
+        joined = [name for name in earlier if any(str(one) in self.schema for one in PurePosixPath(name).parents)]
+        return [*map(read_name, filled), *joined]
 
     def read(self, episode: EpisodeToWrite, name: str, start: int = 0, stop: int | None = None) -> Array:
         """Read steps of a numeric field: `[stop - start, *shape]`; False or NaN if the episode lacks the field."""

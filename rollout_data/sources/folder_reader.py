@@ -265,7 +265,11 @@ class _Infos(Sequence[EpisodeInfo]):
         said.pop(ENDS, None)
         absent, task, success = said.pop(ABSENT, ()), said.pop("task", None), said.pop("success", None)
         about = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
-        said = {**about, **said} | ({ENDS: "open"} if is_open and not is_known else {})
+        # Flags of the end, and parts of a joined observation, are no fields that could be left out.
+        others = [name for name in absent or () if name not in self._schema]
+        said = {**about, **said, **({ABSENT: others} if others else {})} | (
+            {ENDS: "open"} if is_open and not is_known else {}
+        )
         return EpisodeInfo(
             name=f"{writer}:{within}",
             length=int(index.lengths[number]),

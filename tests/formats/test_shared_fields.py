@@ -284,7 +284,7 @@ def test_d4rl_and_minari_note_the_fields_that_were_filled(tmp_path):
         assert file["infos/is_held"][:].tolist() == [True, False] * 2 + [False] * 4 + [True, False] * 2
         noted = json.loads(file["metadata/absent_fields"][()])
     ends = ["terminals", "timeouts"]
-    lacking = {"0": ends, "1": ["is_held", "observation/touch", *ends], "2": ends}
+    lacking = {"0": ends, "1": ["infos/is_held", "observation/touch", *ends], "2": ends}
     assert {number: sorted(names) for number, names in noted.items()} == lacking
     back = [one.metadata.get("absent_fields") for one in rollout_data.open(tmp_path / "d.hdf5")]
     assert back == [noted["0"], noted["1"], noted["2"]]
@@ -313,7 +313,10 @@ def test_rlinf_fills_flags_and_floats_and_leaves_integers_out(tmp_path):
     assert not files[1]["forward_inputs"]["is_held"].any() and files[2]["forward_inputs"]["is_held"][0].all()
     assert files[1]["curr_obs"]["touch"].isnan().all() and not files[2]["curr_obs"]["touch"].isnan().any()
     noted = json.loads((tmp_path / "r" / "metadata.json").read_text())["absent_fields"]
-    assert {number: sorted(names) for number, names in noted.items()} == {"1": ["is_held", "observation/touch"]}
+    assert {number: sorted(names) for number, names in noted.items()} == {
+        "1": ["forward_inputs/is_held", "observation/touch"]
+    }
+    assert [one.metadata.get("absent_fields") for one in rollout_data.open(tmp_path / "r")] == [None, noted["1"], None]
 
 
 def test_trajectory_folders_fill_floats_and_count_what_float32_changes(tmp_path):
@@ -385,3 +388,51 @@ def test_our_copy_of_a_file_with_filled_fields_lacks_them_too(tmp_path):
     convert(tmp_path / "filled.hdf5", tmp_path / "own", "rollout-data")
     for mine, theirs in zip(rollout_data.open(tmp_path / "own"), source, strict=True):
         assert [name in mine.schema for name in ("is_held", "observation/touch")] == ["is_held" in theirs.schema] * 2
+
+
+#: Format -> fields of the target, by the names under which they are read, that a conversion filled.
+FILLED = {
+    "trajectory-folders": ["observation/hand_grip", "observation/touch"],
+    "lerobot": ["is_held", "observation/hand.grip", "observation/touch"],
+    "rlinf": ["forward_inputs/is_held", "observation/hand/grip", "observation/touch"],
+    "minari": ["observation/hand/grip", "observation/touch"],
+    "isaaclab": ["is_held", "observation/hand/grip", "observation/touch"],
+    "robomimic": ["is_held", "observation/hand/grip", "observation/touch"],
+    "d4rl": ["infos/is_held"],
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_fields_that_a_conversion_filled_are_absent_in_a_copy_of_the_copy(tmp_path, name):
+    gaps_with_rewards(tmp_path / "gaps.hdf5")
+    with h5py.File(tmp_path / "gaps.hdf5", "r+") as file:
+        for number in (0, 2):
+            file[f"data/demo_{number}/obs/hand/grip"] = np.ones((4, 1))
+    first = tmp_path / ("first.hdf5" if name in ("isaaclab", "robomimic", "d4rl") else "first")
+    convert(tmp_path / "gaps.hdf5", first, name, **({"fps": 10} if name == "lerobot" else {}))
+    copy = rollout_data.open(first)
+    assert {*FILLED[name]} <= {*copy[0].schema}
+    if name == "trajectory-folders":  # read like a folder of ours, whose episodes have no field that was filled
+        assert not {*FILLED[name]} & {*copy[1].schema} and {*FILLED[name]} <= {*copy[2].schema}
+    else:
+        assert {*FILLED[name]} <= {*copy[1].metadata["absent_fields"]}
+    changes = convert(copy, tmp_path / "own", "rollout-data").changes
+    own = rollout_data.open(tmp_path / "own")
+    lacking = {one.removeprefix("recorded_") for one in own[0].schema.keys() - own[1].schema.keys()}
+    assert {*FILLED[name]} <= lacking
+    assert own[0].schema.keys() == own[2].schema.keys()
+    if name == "trajectory-folders":
+        assert changes["field 'observation/hand_grip' is NaN in episodes that lack it"] == [copy.ids[1]]
+
+
+def test_filled_parts_of_a_joined_observation_stay_named_in_copies(tmp_path):
+    source = gaps_with_rewards(tmp_path / "gaps.hdf5")
+    convert(source, tmp_path / "d.hdf5", "d4rl")
+    before = tmp_path / "d.hdf5"
+    for name, place in (("rollout-data", "own"), ("trajectory-folders", "t"), ("robomimic", "r.hdf5")):
+        convert(before, tmp_path / place, name)
+        before = tmp_path / place
+        episode = rollout_data.open(before)[1]
+        assert "observation/touch" in episode.metadata["absent_fields"], name
+        rows = np.asarray(episode.observation["state"] if name == "robomimic" else episode.observation)
+        assert np.isnan(rows[:, 3:]).all() and not np.isnan(rows[:, :3]).any()

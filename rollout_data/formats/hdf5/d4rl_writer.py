@@ -66,7 +66,14 @@ class Writer(Hdf5Writer):
         flags = ["terminals", "timeouts"] if has_unknown_end(episode) else []
         if has_open_end(episode):
             flags = ["timeouts"]
-        return [*self._fields.absent(episode), *flags]
+        return [*self._fields.absent(episode, self._read_name), *flags]
+
+    def _read_name(self, name: str) -> str:
+        """Return the name under which a field is read; joined parts of an observation or action keep theirs."""
+        head = name.partition("/")[0]
+        if head not in _FLAT:
+            return _info(self._fields.schema[name])
+        return name if len(self._fields.schema.below(head)) > 1 else head
 
     def _form(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Return dtype and shape of a row of each dataset.

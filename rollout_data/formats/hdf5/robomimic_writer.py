@@ -145,6 +145,11 @@ class Writer(Hdf5Writer):
             return "rewards" if self._fields.schema[name].num_elements == 1 else ""
         return f"{_GROUPS.get(head, head)}/{rest}".rstrip("/")
 
+    def read_name(self, name: str) -> str:
+        """Return the name under which a field is read."""
+        key = self.options.get("obs_key")
+        return f"observation/{key}" if name == "observation" and key else name
+
     def columns(self, episode: EpisodeToWrite) -> Iterator[tuple[Field, str]]:
         """Yield each field of a demo with its dataset."""
         for name, field in self._fields.schema.items():
@@ -247,7 +252,7 @@ class Writer(Hdf5Writer):
         told = {name: value for name, value in told.items() if name not in (ABSENT, REPEATED)}
         if self._demos[episode.id] != episode.id:
             told["id"] = episode.id
-        absent = self._fields.absent(episode)
+        absent = self._fields.absent(episode, self.read_name)
         if self.writes_dones and has_unknown_end(episode) and not _has_dones(episode):
             absent = [*absent, "dones"]
         if absent:

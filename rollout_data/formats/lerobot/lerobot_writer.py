@@ -287,8 +287,12 @@ class Writer(ForeignWriter):
         noted: Any = episode.metadata.get(ABSENT)
         earlier = noted if isinstance(noted, list) else []
         flags = [name for name in self._flags if self._flag(episode, name) is None or name in earlier]
-        kept = {column.field.name for column in self._columns}
-        return [*(name for name in self._shared.absent(episode) if name in kept), *flags]
+        features = {column.field.name: column.name for column in self._columns}
+        sources = dict.fromkeys(features.values())
+        names = {own: field_name(feature, sources) for own, feature in features.items()}
+        lost = self._shared.schema.keys() - names.keys()
+        absent = self._shared.absent(episode, lambda name: names.get(name, name))
+        return [*(name for name in absent if name not in lost), *flags]
 
     def _check_names(self) -> None:
         """Raise if two fields would become one feature."""

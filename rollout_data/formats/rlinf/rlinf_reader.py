@@ -24,7 +24,7 @@ from storage.core.durable import open_regular
 from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
 from ..arrays.npz_arrays import Array
 from ..format_detection import rlinf_folders, rlinf_index
 from ..input_checks import KnownFiles, damage_named, file_inside, listed, read_object
@@ -88,6 +88,7 @@ class Reader(ForeignReader):
         about = read_object(file_inside(self.path, str(at / index)), _MAX_JSON_BYTES)
         if (folder / "metadata.json").exists():
             self.metadata |= read_object(file_inside(self.path, str(at / "metadata.json")), _MAX_JSON_BYTES)
+        noted = self.metadata.pop(ABSENT, None)
         if (kind := self.metadata.get("trajectory_format", "pt")) != "pt":
             raise UnsafeFileError("open", where, "trajectories as 'pt'", repr(kind)[:40], _PICKLE_ADVICE)
         with damage_named("read the index of", where, "'trajectory_index' and 'trajectory_id_list'", *_DAMAGE):
@@ -114,6 +115,9 @@ class Reader(ForeignReader):
             if there and not (chosen := named if named in there else there[-1]).endswith(".pt"):
                 raise UnsafeFileError("read", f"{chosen!r} of {where}", "a file of 'pt'", "a pickle", _PICKLE_ADVICE)
             if there:
+                absent = noted.get(str(number)) if isinstance(noted, dict) else None
+                names = [name for name in absent if isinstance(name, str)] if isinstance(absent, list) else []
+                entry = {**entry, ABSENT: names} if names else entry
                 found.append((number, entry, file_inside(self.path, str(at / chosen))))
         return found
 

@@ -92,7 +92,7 @@ class Writer(ForeignWriter):
                 content[_ACTIONS_AND_REWARDS[name]] = values[:, None]
             else:
                 content.setdefault("forward_inputs", {})[name] = values[:, None]
-                self.changed(f"{name!r} is called 'forward_inputs/{name}'", episode)
+                self.changed(f"{name!r} is called {_read_name(name)!r}", episode)
         if "reward" in self._fields.schema and self._fields.schema["reward"].shape == (1,):
             self.changed("'reward' is read as numbers, not as rows of one", episode)
         texts = {name: episode.read(name) for name in self._fields.texts}
@@ -123,10 +123,16 @@ class Writer(ForeignWriter):
             "trajectory_counter": size,
             "seed": 0,
         }
-        absent = {str(self._numbers[one.id]): self._fields.absent(one) for one in episodes}
+        absent = {str(self._numbers[one.id]): self._fields.absent(one, _read_name) for one in episodes}
         if noted := {number: names for number, names in absent.items() if names}:
             about[ABSENT] = noted
         self.note_open()
         self._write(_INDEX, self._index(episodes))
         self._write(_METADATA, about)
         self.note_finish()
+
+
+def _read_name(name: str) -> str:
+    """Return the name under which a field is read."""
+    is_own = name.partition("/")[0] == "observation" or name in _ACTIONS_AND_REWARDS
+    return name if is_own else f"forward_inputs/{name}"

@@ -87,6 +87,7 @@ class FolderScan:
             `end_time_ns` freezes that order as strictly increasing numbers.
         chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
         problems: All that was repaired, skipped or refused, each naming the file and what was done.
+        absent: Folder -> fields and flags that a conversion filled, as its source lacks them; see `ABSENT`.
         known: Every readable chunk by name, size and time, for the next scan.
         signature: The arrays that the kept chunks have; () as long as there is none.
     """
@@ -98,6 +99,7 @@ class FolderScan:
     fragments: np.ndarray
     chunk_of: np.ndarray
     problems: tuple[DataFileError, ...]
+    absent: Mapping[Path, Sequence[str]] = field(default_factory=dict)
     known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
     signature: Signature = ()
 
@@ -131,7 +133,7 @@ def scan_trajectory_folder(
     signature, schema, contradictions = _fields(chunks, metadata, data_dir / METADATA_NAME, previous)
     problems += [*metadata_problems, *contradictions, *_repairs(chunks)]
     joined: list[_Joined] = []
-    endless = _folders_without_end(metadata.pop(ABSENT, None), folders)
+    absent = _absent_of(metadata.pop(ABSENT, None), folders)
     for folder in folders:
         good = []
         for file, found in ((file, scanned[file]) for file in folder.files if file in scanned):
@@ -152,24 +154,28 @@ def scan_trajectory_folder(
         if kept:
             fragments, chunk_of, cut_problems = cut_trajectories(folder.path, kept)
             problems += cut_problems
-            if folder.path in endless:
+            if DONES in absent.get(folder.path, ()):
                 fragments["flags"] |= np.where(fragments["flags"] & OPEN, END_UNKNOWN, 0).astype(np.uint32)
             order = kept[-1].file.mtime_ns, folder.number, str(folder.path)
             joined.append((order, kept, fragments, chunk_of))
-    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), readable, signature)
+    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), absent, readable, signature)
 
 
-def _folders_without_end(noted: Any, folders: Sequence[TrajectoryFolder]) -> set[Path]:
-    """Return the folders whose `dones` were filled by a conversion, as its source did not tell the end.
+def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, list[str]]:
+    """Return the fields and flags of each folder that a conversion filled, as its source lacks them.
 
     Args:
-        noted: Name of a folder -> fields and flags that its episode lacked. The names mean nothing for several sets.
+        noted: Name of a folder -> names of fields and flags. Names of folders mean nothing for several sets.
         folders: All folders.
     """
     if not isinstance(noted, dict) or len({folder.path.parent for folder in folders}) != 1:
-        return set()
-    lists = {name: names for name, names in noted.items() if isinstance(names, list)}
-    return {folder.path for folder in folders if DONES in lists.get(folder.path.name, ())}
+        return {}
+    listed = {folder.path: noted.get(folder.path.name) for folder in folders}
+    return {
+        path: [name for name in names if isinstance(name, str)]
+        for path, names in listed.items()
+        if isinstance(names, list)
+    }
 
 
 def _fields(

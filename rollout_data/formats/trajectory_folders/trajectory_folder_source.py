@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from ...blocks.block_header import DATA, layouts_of
 from ...blocks.missing_trajectories import NONE_GONE, Lengths
 from ...blocks.trajectory_index import TrajectoryIndex
 from ...sources.cached_frames import FileFrames
+from ...sources.episode_reader import ABSENT
 from ...sources.frame_store import GONE, FrameStore, Place
 from ...sources.shared_memory import Spot
 from ...sources.source_kind import BlocksInUse, Choice, Kind, Origins, control_modes
@@ -141,8 +143,18 @@ class Chunks(Kind):
             parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
             found = {file.path: file for file in scan.known}
             for chunk, path in enumerate(scan.chunk_paths):
-                writer, file = f"{number}:{folder_of[chunk]}", found[path]
-                block = Block(path, writer, chunk, parts[chunk], file_bytes=file.num_bytes, mtime_ns=file.mtime_ns)
+                file, absent = found[path], scan.absent.get(path.parent)
+                note = json.dumps({ABSENT: absent})
+                numbers = np.unique(parts[chunk]["trajectory"]).tolist() if absent else []
+                block = Block(
+                    path,
+                    f"{number}:{folder_of[chunk]}",
+                    chunk,
+                    parts[chunk],
+                    file_bytes=file.num_bytes,
+                    mtime_ns=file.mtime_ns,
+                    notes=tuple((one, note) for one in numbers),
+                )
                 of_folder.append(block)
                 chunks[of_folder[-1].key] = scan, chunk
             blocks += Choice(self._source.origins[number], f"{number}:").of(of_folder)
@@ -156,4 +168,4 @@ class Chunks(Kind):
 
 
 def _contents(scan: FolderScan) -> Any:
-    return scan.chunk_paths, list(scan.known)
+    return scan.chunk_paths, list(scan.known), scan.absent

@@ -169,7 +169,7 @@ class Writer(ForeignWriter):
 
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
         """Return the fields and flags that an episode lacks."""
-        return [*self._fields.absent(episode), *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ())]
+        return [*self._fields.absent(episode, _read_name), *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ())]
 
     def _narrowed(self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False) -> Array:
         """Give what the original reader takes: float32, or bytes of a coded component."""
@@ -229,6 +229,12 @@ def _named(name: str, options: Mapping[str, Any], metadata: Mapping[str, Any]) -
 def _is_written(name: str) -> bool:
     """Return whether a chunk has a place for a field."""
     return name in _KEYS or name == "reward" or name.startswith("observation/")
+
+
+def _read_name(name: str) -> str:
+    """Return the name under which a field is read."""
+    head, separator, rest = name.partition("/")
+    return f"{head}{separator}{_component(rest)}"
 
 
 def _component(name: str) -> str:
