@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage.errors import ForeignFileError, RolloutDataError, UsageError, nearest
 
-from ..sources.natural_order import natural
+from ..sources.recordings_in_folder import recordings_in, several_error
 from . import format_detection as detection
 from .hdf5.hdf5_datasets import hdf5_names
 from .import_errors import look_for_copies, look_for_resets
@@ -142,7 +142,8 @@ def _only_format(path: Path) -> str:
     """Return the format of a file or folder.
 
     Raises:
-        ForeignFileError: It has none, or may have several. The error names them, or those of the entries of a folder.
+        ForeignFileError: It has none, or may have several. The error names them.
+        UsageError: It is a folder that holds recordings. The error names them.
     """
     matching = [name for name in FORMATS if has_format(path, name)]
     refined = {FORMATS[name].refines for name in matching}
@@ -154,10 +155,8 @@ def _only_format(path: Path) -> str:
     advice = "Name its format="
     if candidates:
         raise ForeignFileError("open", where, "one format", f"what may be {' or '.join(candidates)}", advice)
-    entries = sorted(path.iterdir(), key=lambda one: natural(one.name))[:_MAX_ENTRIES] if path.is_dir() else []
-    known = {one.name: detect(one) for one in entries if not one.is_symlink()}
-    if inside := [f"{name!r} ({form})" for name, form in known.items() if form]:
-        raise ForeignFileError("open", where, expected, f"a folder of {', '.join(inside)}", "Open one of them")
+    if inside := recordings_in(path):
+        raise several_error("open", path, inside)
     raise ForeignFileError("open", where, expected, "something else", advice)
 
 

@@ -35,7 +35,7 @@ def test_a_folder_of_several_recordings_is_a_row_for_each(walks: Path, command: 
     code = main([command, "all"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["demos.hdf5", "walk_2", "walk_10"]
-    assert code == {"report": 2}.get(command, 0) and not list(walks.parent.glob("*.html"))
+    assert code == 0 and not list(walks.parent.glob("*.html"))
     main([command, "all", "--json"])
     rows = json.loads(capsys.readouterr().out)
     assert [(row["name"], row["format"], row["episodes"]) for row in rows] == [
@@ -44,6 +44,38 @@ def test_a_folder_of_several_recordings_is_a_row_for_each(walks: Path, command: 
         ("walk_10", "rollout-data", 3),
     ]
     assert all(row["frames"] and row["problems"] == 0 and row["error"] is None for row in rows)
+
+
+def test_a_page_that_was_asked_for_of_several_recordings_is_a_wrong_call(walks: Path, capsys) -> None:
+    assert main(["report", str(walks), "--out", str(walks / "page.html")]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["demos.hdf5", "walk_2", "walk_10"]
+    assert lines[-1].endswith("no page was written; name one of them") and not (walks / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["merge", "all", "--to", "new"],
+        ["merge", "all/walk_2", "all", "--to", "new"],
+        ["split", "all", "a=0.5", "b=0.5", "--to", "new"],
+        ["repair", "all", "--to", "new"],
+        ["convert", "all", "new"],
+        ["play", "all"],
+        ["drop", "all", "a:0"],
+        ["keep", "all", "--select", "length>3"],
+        ["tag", "all", "a:0", "--set", "task=push"],
+    ],
+)
+def test_commands_that_need_one_recording_name_all_that_a_folder_holds(
+    walks: Path, given: list[str], capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(walks.parent)
+    before = files(walks)
+    assert main(given) == 2
+    out, error = capsys.readouterr()
+    assert not out and "3 recordings ('demos.hdf5', 'walk_2', 'walk_10'). Name one of them" in error
+    assert files(walks) == before and not Path("new").exists()
 
 
 def test_a_recording_among_others_that_cannot_be_opened_is_a_row_with_the_reason(walks: Path, capsys) -> None:

@@ -104,7 +104,9 @@ def report(options: argparse.Namespace) -> Answer:
     if several := recordings_in(options.data_dir):
         answer = _listed(several)
         line = f"{options.data_dir} holds several recordings: no page was written; name one of them"
-        return answer._replace(lines=[*answer.lines, line], code=2)
+        is_page_asked_for = options.out is not None or options.compare is not None
+        code = 2 if is_page_asked_for else answer.code
+        return answer._replace(lines=[*answer.lines, line], code=code)
     further = {"absolute_paths": options.absolute_paths, "progress": options.progress}
     page = write_report(options.data_dir, options.out, options.compare, **further)
     size = page.stat().st_size
