@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from typing import Any
 from storage.core.arguments import is_url
 from storage.errors import DataFileError, ForeignFileError, UnsafeFileError, UsageError
 
-from .locations import Origin, RemoteFiles, RemoteOptions, stamp_of_entry
+from .locations import NO_STAMP, Origin, RemoteFiles, RemoteOptions
 
 #: Name of a file below the URL -> its size in bytes, and a number that changes with its content.
 Listing = Mapping[str, tuple[int, int]]
@@ -153,7 +154,8 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
         if about is not None and about.get("type") == "file":
             beside = str(files.path.with_suffix(".json"))
             entries = {files.path.name: about, PurePosixPath(beside).name: _info(files, beside)}
-            return {name: _about(entry) for name, entry in entries.items() if entry is not None}, True
+            there = {name: entry for name, entry in entries.items() if entry is not None}
+            return dict(zip(there, files.sizes_and_stamps(list(there.values())), strict=True)), True
     try:
         near = files.listed()
     except UsageError:  # nothing is there, or nothing yet: opening it tells
@@ -166,18 +168,14 @@ def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
 
     found = files.fetcher.wait(files.fetcher.submit(find, "list the files", where))
     root = url.partition("://")[2].strip("/")
-    listing: dict[str, tuple[int, int]] = {}
-    for path, entry in found.items():
+    names = []
+    for path in found:
         name = path.partition("://")[2] or path
         name = name.strip("/").removeprefix(root).strip("/")
         if ".." in name.split("/") or "\0" in name:
             raise UnsafeFileError("open", repr(url), "files below it", f"the name {name!r}")
-        listing[name] = _about(entry)
-    return listing, False
-
-
-def _about(entry: Mapping[str, Any]) -> tuple[int, int]:
-    return int(entry["size"] or 0), stamp_of_entry(entry)
+        names.append(name)
+    return dict(zip(names, files.sizes_and_stamps(list(found.values())), strict=True)), False
 
 
 def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
@@ -201,7 +199,9 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
     if total > limit:
         advice = "Give RemoteOptions(cache_bytes=...), or copy the data to this machine"
         raise UsageError("open", repr(str(files.path)), f"at most cache_bytes = {limit} bytes", str(total), advice)
-    text = json.dumps([str(files.path), sorted(listing.items())])
+    # Without stamps a change does not show, so no earlier copy is used.
+    only_now = [uuid.uuid4().hex] if any(stamp == NO_STAMP for _, stamp in listing.values()) else []
+    text = json.dumps([str(files.path), sorted(listing.items()), *only_now])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data" / "remote"
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
     try:
@@ -211,6 +211,7 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
                 _make_room(cache, folder, limit - total)
                 for name, (size, _) in sorted(listing.items()):
                     _copy(files, name, size, folder, is_file)
+                _check_unchanged(files, listing, folder)
                 (folder / _DONE_NAME).touch()
         os.utime(folder)
     except OSError as cause:
@@ -220,6 +221,16 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
         expected, advice = f"room for {total} bytes in {str(cache)!r}", "XDG_CACHE_HOME may name another folder"
         raise DataFileError("copy", repr(str(files.path)), expected, str(cause), advice) from cause
     return folder
+
+
+def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None:
+    """Raise `DataFileError`, and delete the copy, if a file was changed while it was copied: parts may be mixed."""
+    now, _ = _listing(files)
+    changed = [name for name, about in listing.items() if now.get(name) != about]
+    if changed:
+        shutil.rmtree(folder)
+        expected, got = "files that stay while they are copied", f"another {sorted(changed)[0]!r}"
+        raise DataFileError("open", repr(str(files.path)), expected, got, "Open it again")
 
 
 def _is_hidden(name: str) -> bool:

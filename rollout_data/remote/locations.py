@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PosixPath
 from typing import Any, Protocol
 from zlib import crc32
@@ -58,8 +59,13 @@ class HasOrigin(Protocol):
 
 DataDir = str | os.PathLike[str] | HasOrigin | Origin
 DataDirs = DataDir | Sequence[DataDir]
-#: What file systems call that which changes with a file's content.
-_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+#: Names under which file systems list a checksum, a version or a time that changes with the content of a file: S3,
+#: Google, Azure and WebDAV, web servers, Hugging Face, git and GitHub, Drive and Box, HDFS, SMB, FTP, archives.
+_STAMPS = (
+    "ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created", "generation", "modified",
+    "Last-Modified", "Content-MD5", "Digest", "blob_id", "hex", "sha", "md5Checksum", "modifiedTime", "modified_at",
+    "modificationTime", "last_write_time", "modify", "CRC", "chksum",
+)  # fmt: skip
 
 _FETCH = "fetch the bytes"
 #: A listing of this age in seconds shows that access is granted.
@@ -185,7 +191,7 @@ def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -
         raise UsageError(action, repr(text), "a path on this machine", "a URL, and no fsspec", advice)
     import fsspec
 
-    protocol = text.partition(":")[0]
+    protocol = text.partition(":/")[0]
     if protocol in ("file", "local") or protocol not in {*fsspec.available_protocols(), *fsspec.registry}:
         expected = "a path on this machine, or a URL that fsspec knows"
         raise UsageError(action, repr(text), expected, f"a URL of kind {protocol!r}")
@@ -316,7 +322,29 @@ class RemoteFiles:
             expected, advice = "a folder that can be listed", "See to the connection and the rights to read"
             raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
         self._listed_s = time.monotonic()
-        return {one["name"].rpartition("/")[2]: (int(one["size"] or 0), stamp_of_entry(one)) for one in found}
+        names = [one["name"].rpartition("/")[2] for one in found]
+        return dict(zip(names, self.sizes_and_stamps(found), strict=True))
+
+    def sizes_and_stamps(self, entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+        """Return the size and the stamp of each listed file; looks up files whose size a listing lacks, as over HTTP.
+
+        Raises:
+            DataFileError: The store tells the size of a file nowhere, or does not answer.
+        """
+
+        def ask(entry: Mapping[str, Any]) -> Request:
+            name = entry["name"]
+            return self.fetcher.submit(partial(self.system.info, name), "look up the file", repr(name))
+
+        requests = {number: ask(entry) for number, entry in enumerate(entries) if entry.get("size") is None}
+        found = []
+        for number, entry in enumerate(entries):
+            about = self.fetcher.wait(requests[number]) if number in requests else entry
+            if about.get("size") is None:
+                expected, got = "a size in the answer of the store", "none"
+                raise DataFileError("look up the file", repr(entry["name"]), expected, got, "Copy the data first")
+            found.append((int(about["size"]), stamp_of_entry(about)))
+        return found
 
     def check_access(self) -> None:
         """List the files, unless that was done a moment ago: some stores say of what they refuse that it is not there.
@@ -343,5 +371,9 @@ def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
 
 
 def stamp_of_entry(entry: Mapping[str, Any]) -> int:
-    """Make a number of what tells a file's content from another one's."""
+    """Make a number of what tells a file's content from another one's; `NO_STAMP` if there is nothing."""
     return crc32(repr([str(entry[name]) for name in _STAMPS if entry.get(name)]).encode())
+
+
+#: The stamp of a file of which a change does not show.
+NO_STAMP = stamp_of_entry({})

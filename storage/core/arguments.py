@@ -25,7 +25,7 @@ from ..errors import UsageError, nearest
 
 Choice = TypeVar("Choice")
 #: A scheme of two letters or more, so that "C:/data" is a path; pathlib leaves one "/" of the two.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://|([a-z]+::)*(s3|gs|gcs|az|abfss?|hdfs|hf|https?|s?ftp|file):/")
 
 
 def creating(made: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -25,7 +26,7 @@ from rollout_data.remote.access_errors import AccessError
 from rollout_data.remote.local_copy import COPIED, local_origin
 from rollout_data.remote.locations import Origin, remote_path
 from rollout_data.tools.cli.command_line import main
-from storage.errors import ForeignFileError, RolloutDataError, UsageError
+from storage.errors import DataFileError, ForeignFileError, RolloutDataError, UsageError
 
 WRITTEN = {"lerobot": {"fps": 10}, "robomimic": {}, "isaaclab": {}, "minari": {}, "d4rl": {}}
 
@@ -152,7 +153,7 @@ class Recursive(LaggingFileSystem):
     @classmethod
     def started(cls, root):
         cls.start(root, 0.0)
-        fsspec.register_implementation("recursive", cls, clobber=True)
+        fsspec.register_implementation(cls.protocol, cls, clobber=True)
         return cls
 
     def ls(self, path, detail=True, **options):
@@ -165,6 +166,102 @@ class Recursive(LaggingFileSystem):
             found.append({"name": f"{name}/{one.name}", "size": one.stat().st_size, "mtime": one.stat().st_mtime_ns,
                           "type": kind})  # fmt: skip
         return found if detail else [entry["name"] for entry in found]
+
+
+class Stamped(Recursive):
+    """Lists what shows a change under other names, and sizes only where it is asked for a file, as web servers do."""
+
+    protocol = "stamped"
+    stamps = staticmethod(lambda content: {})
+
+    def ls(self, path, detail=True, **options):
+        return [entry | {"size": None} for entry in map(self._stamped, super().ls(path))]
+
+    def info(self, path, **options):
+        name = self._answer(path, None, None)
+        file = self.root / name
+        if not file.exists():
+            raise FileNotFoundError(name)
+        kind = "directory" if file.is_dir() else "file"
+        return self._stamped({"name": name, "size": file.stat().st_size, "type": kind})
+
+    def _stamped(self, entry):
+        file = self.root / entry["name"]
+        entry.pop("mtime", None)
+        return entry | (self.stamps(file.read_bytes()) if file.is_file() else {})
+
+
+def replaced_in_place(own, tmp_path):
+    """Convert two recordings of equal form; return the first one, and the content of the other of the same size."""
+    other = tmp_path / "other_recording"
+    with RolloutWriter(other, 1, writer_name="arm", durable=False) as writer:
+        for episode in rollout_data.open(own):
+            for t, row in enumerate(episode.read("observation")):
+                row = row[None] + 100
+                writer.add(observation=row, action=row[:, :2], reward=row[:, 0], terminated=[t == len(episode) - 1])
+    path = converted(own, tmp_path / "served" / "set.hdf5", "robomimic")
+    content = converted(other, tmp_path / "other.hdf5", "robomimic").read_bytes()
+    assert len(content) == path.stat().st_size
+    return path, content
+
+
+@pytest.mark.parametrize("name", ["blob_id", "Last-Modified", "sha", "modified", "ETag", None])
+def test_a_replaced_file_is_copied_again_whatever_its_store_calls_a_version(own, tmp_path, monkeypatch, name):
+    path, content = replaced_in_place(own, tmp_path)
+    system = Stamped.started(path.parent)
+    monkeypatch.setattr(system, "stamps", staticmethod(lambda data: {name: hash(data)} if name else {}))
+    check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5"))
+    path.write_bytes(content)
+    check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5"))
+    system.requests.clear()
+    check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5"))
+    assert bool(name) != any(stop for _, _, stop in system.requests)
+
+
+def test_a_file_that_is_replaced_while_it_is_copied_is_an_error_and_is_copied_whole_the_next_time(
+    own, tmp_path, monkeypatch
+):
+    path, content = replaced_in_place(own, tmp_path)
+    system = Stamped.started(path.parent)
+    monkeypatch.setattr(system, "stamps", staticmethod(lambda data: {"ETag": hash(data)}))
+    remote = RemoteOptions(chunk_bytes=4096, num_requests=1)
+
+    def act(name, start, stop):
+        if start:
+            path.write_bytes(content)
+
+    system.fails = staticmethod(act)
+    with pytest.raises(DataFileError, match=r"files that stay while they are copied, got another 'set\.hdf5'"):
+        rollout_data.open("stamped://set.hdf5", remote=remote)
+    system.fails = staticmethod(lambda *request: None)
+    check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5", remote=remote))
+
+
+@pytest.mark.parametrize("form", ["rollout-data", "lerobot"])
+def test_a_listing_without_sizes_as_of_a_web_server_hides_nothing(own, tmp_path, form):
+    path = shutil.copytree(own, tmp_path / "set") if form == "rollout-data" else converted(own, tmp_path / "set", form)
+    Stamped.started(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_same(rollout_data.open(path), rollout_data.open("stamped://set"))
+
+
+def test_a_store_that_tells_no_size_is_refused(own, tmp_path, monkeypatch):
+    shutil.copytree(own, tmp_path / "set")
+    system = Stamped.started(tmp_path)
+    monkeypatch.setattr(system, "info", lambda self, path, **options: {"name": path, "size": None, "type": "file"})
+    with pytest.raises(DataFileError, match="a size in the answer of the store, got none"):
+        rollout_data.open("stamped://set")
+
+
+@pytest.mark.parametrize("url", ["simplecache::memory://set", "blockcache::s3:/bucket/set"])
+def test_a_chain_of_file_systems_is_refused_by_its_name_and_no_folder_of_this_machine(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"a URL of kind '{url.partition(':/')[0]}'"):
+        rollout_data.open(url)
+    with pytest.raises(UsageError, match="a path on this machine, got a URL"):
+        RolloutWriter(url, 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_refusal_while_a_set_is_copied_is_one_error_and_leaves_no_half_of_it(own, tmp_path):
