@@ -131,7 +131,15 @@ class RecordingWrapper(Owned):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["env"], name)
-        return partial(self._recorder.call, name) if name in _RECORDED else value
+        return partial(self._recorded_call, name) if name in _RECORDED else value
+
+    def _recorded_call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the env and record what it does; errors name this method."""
+        try:
+            return self._recorder.call(name, *args, **kwargs)
+        except UsageError as error:
+            error.call = f"RecordingWrapper.{name}"
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.env, name, value)
@@ -445,7 +453,7 @@ class _Recorder:
         if not (is_told and self._goes_on):
             raise error
         self._has_warned = True
-        warnings.warn(f"nothing is recorded: {got}. {advice}", RolloutDataWarning, stacklevel=5)
+        warnings.warn(f"nothing is recorded: {got}. {advice}", RolloutDataWarning, stacklevel=6)
 
 
 def _copied(state: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from storage.core.memory import as_given, on_host
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
@@ -189,13 +190,15 @@ def _mapped(function: Any, tree: Any) -> Any:
     return function(tree)
 
 
-def _of_ends(leaf: Any, done: np.ndarray) -> np.ndarray:
+def _of_ends(leaf: Any, done: np.ndarray) -> torch.Tensor:
     """Return the rows of environments that ended, of a leaf of all environments or of those alone."""
-    rows = on_host(as_given(leaf))
-    return rows[done] if len(rows) == len(done) else rows
+    rows = as_given(leaf).detach().cpu()
+    return rows[torch.from_numpy(done)] if len(rows) == len(done) else rows
 
 
 def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: _joined([part[key] for part in parts]) for key in parts[0]}
-    return np.concatenate(parts)
+    if len({part.dtype for part in parts}) == 1:  # numpy has no bfloat16
+        return torch.cat(list(parts))
+    return np.concatenate(list(map(on_host, parts)))  # torch rounds int64 to float32 beside float32

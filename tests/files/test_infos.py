@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import rollout_data
 from rollout_data import RecordingWrapper, RolloutDataset, RolloutWriter, record_demonstrations
 from storage.errors import FieldTypeError, RolloutDataWarning, SchemaError
 
@@ -390,3 +391,32 @@ def test_environments_are_recorded_alike(tmp_path, way):
     else:
         record_demonstrations(env, lambda _: act, tmp_path, min_timesteps=3, durable=False, show_progress=False)
     check(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["batched", "listed", "rollout"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint16])
+def test_final_observations_in_infos_have_the_dtype_of_the_observations(tmp_path, way, dtype):
+    seen = torch.arange(2 * N, dtype=torch.float32).reshape(N, 2)
+    now, last = seen.to(dtype), (seen + 10).to(dtype)
+    values = {"observation": now, "action": np.zeros((N, 1), np.float32), "done": DONES}
+    with RolloutWriter(tmp_path, N, durable=False) as writer:
+        if way == "rollout":
+            values = {name: value[None] for name, value in values.items()}
+            writer.add_rollout(**values, infos=[{"final_obs": last}])
+        elif way == "listed":
+            writer.add(**values, infos=[{"terminal_observation": row} for row in last])
+        else:
+            writer.add(**values, infos={"final_obs": last})
+        assert writer.schema["observation"].dtype == str(dtype).removeprefix("torch.")
+    finals = [episode.final_observation for episode in rollout_data.open(tmp_path)]
+    ended = np.flatnonzero(DONES)
+    assert [row.tolist() for row in finals[: len(ended)]] == (seen + 10)[ended].tolist()
+
+
+def test_final_observations_of_other_dtypes_in_a_rollout_are_refused(tmp_path):
+    """Large integers beside float32 are not rounded in silence."""
+    now = np.zeros((2, N, 2), np.float32)
+    infos = [{"final_obs": now[0]}, {"final_obs": np.full((N, 2), 2**24 + 1)}]
+    done = np.ones((2, N), bool)
+    with RolloutWriter(tmp_path, N, durable=False) as writer, pytest.raises(FieldTypeError, match="float64"):
+        writer.add_rollout(observation=now, action=now, done=done, infos=infos)

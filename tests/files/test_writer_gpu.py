@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
 
-from rollout_data import RolloutWriter
+from rollout_data import RecordingWrapper, RolloutWriter
 from rollout_data.writing.staged_frames import Staging
-from storage.errors import SchemaError
+from storage.errors import SchemaError, UsageError
 from tests.files.readback import trajectories_of
 from tests.test_device_calls import no_waits
 
@@ -191,3 +193,32 @@ def test_a_step_on_the_host_is_recorded_although_it_raises_the_error_of_one_from
         with pytest.raises(SchemaError, match="reward"):
             writer.add(**steps[2])
     assert trajectories_of(tmp_path)[0].column("reward").reshape(-1).tolist() == [0, 200]
+
+
+class GpuEnv:
+    """An environment on a GPU."""
+
+    num_envs = NUM_ENVS
+
+    def reset(self):
+        return torch.zeros(NUM_ENVS, 2, device="cuda"), {}
+
+    def step(self, actions):
+        flags = torch.zeros(NUM_ENVS, dtype=torch.bool, device="cuda")
+        return torch.zeros(NUM_ENVS, 2, device="cuda"), torch.zeros(NUM_ENVS, device="cuda"), flags, flags, {}
+
+
+@pytest.mark.parametrize("call", ["step", "reset", "close"])
+def test_an_error_of_an_earlier_step_names_the_call_of_the_wrapper_that_raises_it(any_device, tmp_path, call):
+    wrapped = RecordingWrapper(GpuEnv(), tmp_path, durable=False)
+    wrapped.reset()
+    wrapped.step(torch.zeros(NUM_ENVS, 1, device="cuda"))
+    wrapped.step(torch.zeros(NUM_ENVS - 1, 1, device="cuda"))
+    with pytest.raises(SchemaError, match=rf"'action'.* Raised by RecordingWrapper\.{call}\.$"):
+        if call == "step":
+            for _ in range(200):
+                wrapped.step(torch.zeros(NUM_ENVS, 1, device="cuda"))
+        else:
+            getattr(wrapped, call)()
+    with suppress(UsageError):  # of the steps after it, which lack a reset
+        wrapped.close()
