@@ -229,12 +229,16 @@ class TrajectoryIndex:
         return np.union1d(played, np.flatnonzero(np.isin(self.final_block, blocks)))
 
     def blocks_of(self, trajectories: Int64s) -> list[Block]:
-        """The blocks that hold frames or final observations of these trajectories."""
-        used = set(self.final_block[trajectories].tolist()) - {-1}
-        for trajectory in trajectories.tolist():
-            first, stop = self.first_fragment[trajectory : trajectory + 2].tolist()
-            used.update(self.fragment_block[first:stop].tolist())
-        return [self.blocks[block] for block in sorted(used)]
+        """Return the blocks that hold frames or final observations of these trajectories."""
+        first = self.first_fragment[trajectories]
+        counts = self.first_fragment[trajectories + 1] - first
+        starts = np.cumsum(counts) - counts
+        fragments = np.arange(counts.sum()) + np.repeat(first - starts, counts)
+        is_used = np.zeros(len(self.blocks), bool)
+        is_used[self.fragment_block[fragments]] = True
+        finals = self.final_block[trajectories]
+        is_used[finals[finals >= 0]] = True
+        return [self.blocks[block] for block in np.flatnonzero(is_used)]
 
     def writers_upto(self) -> dict[str, int]:
         """Writer -> the last sequence number among the blocks that are present, edits left out."""

@@ -107,16 +107,17 @@ class FolderReader(ForeignReader):
 
     def removed(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
         """Return the episodes of which a file was removed or replaced since the folder was opened: number -> why."""
-        index, found = self.store.index, dict[int, DataFileError]()
-        is_there: dict[Path, bool] = {}
-        for number in () if isinstance(self.path, RemotePath) else numbers:
-            for block in index.blocks_of(np.array([number])):
-                if block.path not in is_there:
-                    is_there[block.path] = _is_as_found(block)
-                if not is_there[block.path]:
-                    found[number] = self._removed(number, block)
-                    break
-        return found
+        if isinstance(self.path, RemotePath):
+            return {}
+        index = self.store.index
+        asked = np.array(list(numbers), np.int64)
+        changed = {block.path for block in index.blocks_of(asked) if not _is_as_found(block)}
+        errors: dict[int, DataFileError] = {}
+        for number in asked.tolist() if changed else ():
+            lost = [block for block in index.blocks_of(np.array([number])) if block.path in changed]
+            if lost:
+                errors[number] = self._removed(number, lost[0])
+        return errors
 
     def _removed(self, number: int, block: Block) -> DataFileError:
         writer, within = self.store.index.keys(np.array([number]))[0]
@@ -172,10 +173,10 @@ class FolderReader(ForeignReader):
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         if self._noted is None:
             return super().schemas()
-        places: dict[Schema, int] = {}
-        every = Schema(one for one in self.store.layouts[DATA].schema.values() if not one.is_text)
-        which = [places.setdefault(_without(every, names), len(places)) for names in self._column(ABSENT)]
-        return np.array(which, np.int64), list(places)
+        every = Schema(field for field in self.store.layouts[DATA].schema.values() if not field.is_text)
+        places: dict[tuple[str, ...], int] = {}
+        which = [places.setdefault(tuple(names or ()), len(places)) for names in self._column(ABSENT)]
+        return np.array(which, np.int64), [_without(every, names) for names in places]
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """A column of the table of all episodes; returns are NaN."""

@@ -121,17 +121,19 @@ class Recording(Sequence[Episode]):
                 table["return"][part] = self._returns(part, table["length"][part])
         return table
 
-    def _returns(self, places: Int64s, lengths: Int64s) -> list[float]:
-        """Give the sum of the rewards of episodes that have some; NaN where they cannot be read."""
+    def _returns(self, places: Int64s, lengths: Int64s) -> np.ndarray[Any, Any]:
+        """Return the sum of the rewards of episodes that have some: float64 `[k]`, NaN where they cannot be read."""
         try:
             rewards = self.read_many(places, ["reward"], places * 0, lengths)["reward"]
         except UnansweredError:
             raise
         except RolloutDataError:  # reading the episode raises it again
             if len(places) == 1:
-                return [np.nan]
-            return [sum(self._returns(places[[one]], lengths[[one]])) for one in range(len(places))]
-        return [float(np.sum(part, dtype=np.float64)) for part in np.split(rewards, np.cumsum(lengths)[:-1])]
+                return np.array([np.nan])
+            single = [self._returns(places[[one]], lengths[[one]]) for one in range(len(places))]
+            return np.concatenate(single)
+        of_frames = rewards.reshape(len(rewards), -1).sum(axis=1, dtype=np.float64)
+        return np.add.reduceat(of_frames, np.cumsum(lengths) - lengths)
 
     @cached_property
     def descriptions(self) -> np.ndarray[Any, Any]:
