@@ -117,7 +117,7 @@ class BlockFolder:
         replaced: File name -> `Block`, of the edits that do not hold (any more).
         problems: File name -> what is wrong with a file that was left out, metadata.json included.
         built: Index arrays from the cache, valid for exactly the present blocks, or None.
-        has_unknown_ends: metadata.json says that notes may call the end of a trajectory unknown.
+        has_unknown_ends: Notes may say how trajectories ended: metadata.json says so, or cannot be read.
     """
 
     def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
@@ -187,7 +187,11 @@ class BlockFolder:
             self._forget(name)
         self.blocks |= self.replaced
         opened = self._opened(found, [name for name in found if name not in self._stamps])
-        if not self._is_schema_fixed and self._fix_schema(opened):
+        if self._is_schema_fixed:
+            if opened and not self.has_unknown_ends:  # the ends of new blocks may be in notes
+                _, problem = self._declared_schema()
+                self._report_metadata(problem)
+        elif self._fix_schema(opened):
             # The cache knew blocks that are fewer than others now: each is named when it is opened.
             known = list(self.blocks)
             for name in known:
@@ -230,8 +234,7 @@ class BlockFolder:
             chosen = max(votes, key=lambda schema: votes[schema])
             if declared is not None:
                 problem = _unlike_blocks(self.data_dir / METADATA_NAME, chosen.difference(declared))
-        self.problems.pop(METADATA_NAME, None)
-        self.problems |= {} if problem is None else {METADATA_NAME: problem}
+        self._report_metadata(problem)
         before, self.schema, self._is_schema_fixed = self.schema, chosen, bool(votes)
         return bool(self.blocks) and chosen != before
 
@@ -293,9 +296,14 @@ class BlockFolder:
             self.problems[name] = _as_problem(self.data_dir / name, error)
             return None
 
+    def _report_metadata(self, problem: RolloutDataError | None) -> None:
+        self.problems.pop(METADATA_NAME, None)
+        self.problems |= {} if problem is None else {METADATA_NAME: problem}
+
     def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:
         """The fields that metadata.json declares, and what is wrong with it; (None, None) if there is none."""
         path = self.data_dir / METADATA_NAME
+        self.has_unknown_ends = True
         try:
             document = self.read_document()
             self.has_unknown_ends = document.get(ENDS) == UNKNOWN

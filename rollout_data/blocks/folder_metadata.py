@@ -1,7 +1,7 @@
 """metadata.json: the schema and the context of a data folder, written once.
 
-One rule: the first writer writes it, atomically and exclusively; all later ones must match it. What grows
-(totals) is counted in the blocks when it is read (`folder.py`), never written.
+One rule: the first writer writes it, atomically and exclusively; all later ones must match it. Only `mark_noted_ends`
+replaces it. What grows (totals) is counted in the blocks when it is read (`folder.py`), never written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,8 @@ def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
         return found
     for path in sorted(Path(data_dir).glob("rollout_*.h5")):
         try:
-            return Metadata.of_schema(read_header(path).schema, found.context if found else {})
+            context = {ENDS: UNKNOWN} if found is None else found.context  # notes of episodes tell whether it is so
+            return Metadata.of_schema(read_header(path).schema, context)
         except (RolloutDataError, OSError):
             continue
     return found
@@ -119,11 +120,7 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
             return present
     temporary = folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(metadata.to_json(), file, indent=2, default=_plain)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
+        _write(temporary, metadata, durable)
         if os.path.lexists(path) and _schema_of(path) is None:
             os.replace(temporary, path)  # a damaged one, or a link to nothing
         elif not _link(temporary, path):
@@ -133,6 +130,31 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
     if durable:
         sync_path(folder)
     return metadata
+
+
+def mark_noted_ends(folder: Path) -> None:
+    """Replace metadata.json by one that asks readers for the ends in the notes of episodes.
+
+    Called before the first block with such a note is published, so that no reader sees the block without the mark.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    present = load_metadata(folder)
+    assert present is not None
+    temporary = folder / f"{TEMPORARY_PREFIX}{METADATA_NAME}"
+    temporary.unlink(missing_ok=True)  # of a process that was killed
+    _write(temporary, replace(present, context={**present.context, ENDS: UNKNOWN}), durable=True)
+    os.replace(temporary, folder / METADATA_NAME)
+    sync_path(folder)
+
+
+def _write(path: Path, metadata: Metadata, durable: bool) -> None:
+    with open(path, "x", encoding="utf-8") as file:
+        json.dump(metadata.to_json(), file, indent=2, default=_plain)
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
 
 
 def _link(source: Path, target: Path) -> bool:

@@ -18,20 +18,20 @@ import numpy as np
 import torch
 
 from storage.core.fields import DTYPES, Schema, unflatten
-from storage.errors import RolloutDataWarning, UsageError
+from storage.errors import RolloutDataWarning
 
 from ..blocks.annotation_table import EPISODES, MAX_NOTE_BYTES
 from ..blocks.annotations import parsed
 from ..blocks.block_folder import BlockFolder, block_entries
 from ..blocks.block_header import DATA, METADATA_NAME, layouts_of, read_header
 from ..blocks.edit_blocks import named_edit
-from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN, load_metadata
+from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN, load_metadata, mark_noted_ends
 from ..blocks.row_layout import RowLayout
 from ..blocks.trajectory_index import TrajectoryIndex
 from ..sources.episode_reader import ABSENT
 from ..sources.episode_source import RESERVED, Fit, common_fields
 from ..sources.folder_reader import SOURCE_ID
-from ..writing.conversion_record import NOTE_NAME, ConversionNote
+from ..writing.conversion_record import NOTE_NAME, ConversionNote, note_replaced
 from ..writing.json_values import plain
 from ..writing.record_inputs import is_taken
 from ..writing.rollout_writer import RolloutWriter
@@ -86,7 +86,6 @@ class OwnWriter(ForeignWriter):
         spoken = [one.texts for one in self.episodes if _renamed(one.schema) not in self._fit.left_out]
         self._texts = [name for name in (spoken[0] if spoken else ()) if all(name in texts for texts in spoken)]
         self._has_noted_ends = any(end for _, end in about)
-        self._check_ends()
         self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
         kept = _kept_codecs([schema for schema, _ in about])
         kept = {name: codec for name, codec in kept.items() if f"observation/{name}" in self._fit.schema}
@@ -94,18 +93,16 @@ class OwnWriter(ForeignWriter):
         self._added: list[str] = []
         if self.path.is_dir() and (found := self._there() - self.conversion.published):
             self._note_blocks(found)
+        self._mark_noted_ends()
         return {*self.conversion.published}
 
-    def _check_ends(self) -> None:
-        """Raise `UsageError` if episodes note their ends in a folder whose metadata say that none does.
-
-        Notes of ends are read only where metadata.json asks for it, which it says from the folder's beginning on.
-        """
+    def _mark_noted_ends(self) -> None:
+        """Note in metadata.json of a folder without noted ends that there are some: readers look for them only then."""
         there = load_metadata(self.path) if self.path.is_dir() else None
         if there is not None and self._has_noted_ends and there.context.get(ENDS) != UNKNOWN:
-            where, expected = f"into {str(self.path)!r}", "episodes whose ends are known, as those in it"
-            got = "some that are open with a final observation, or of unknown end"
-            raise UsageError("convert", where, expected, got, "Convert all of them into a new folder")
+            note_replaced(self.path, [self.path / METADATA_NAME])
+            self.conversion.files_of_all.pop(METADATA_NAME, None)
+            mark_noted_ends(self.path)
 
     def _there(self) -> set[str]:
         """Return the ids of the episodes in the folder, dropped ones too; remove the blocks of one that is not whole.

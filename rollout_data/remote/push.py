@@ -1,7 +1,8 @@
 """Publishing: the blocks of a folder of this machine, uploaded to a URL from which they are read.
 
-One rule: an object appears whole or not at all, and none is replaced; metadata.json comes last. So a killed upload
-leaves whole blocks, and the next one goes on. Stores that show half-written files are not for this.
+One rule: an object appears whole or not at all, and no block is replaced; metadata.json comes last, or first where it
+is replaced as notes of new blocks say how episodes ended. So a killed upload leaves whole blocks, and the next one goes
+on. Stores that show half-written files are not for this.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from storage.errors import CorruptFileError, DataFileError, SchemaError, UsageEr
 
 from ..blocks.block_folder import BlockFolder
 from ..blocks.block_header import METADATA_NAME
-from ..blocks.folder_metadata import Metadata, load_metadata
+from ..blocks.folder_metadata import ENDS, Metadata, load_metadata
 from .fetcher import Fetcher
 from .locations import RemoteFiles, RemoteOptions, checked_remote, remote_path
 from .piece_checksums import ENDING, Span, parse, spans_of, sums_of
@@ -58,13 +60,18 @@ def push(
             raise problem
     if not folder.blocks or folder.schema is None:
         raise UsageError("push", repr(str(data_dir)), "blocks", "none")
-    there = RemoteFolder(files).schema_there()
-    if there is not None and (difference := there.difference(folder.schema)):
+    there = RemoteFolder(files).metadata_there()
+    if there is not None and (difference := there.schema.difference(folder.schema)):
         raise SchemaError("push", f"to {url!r}", "the fields that it already holds", difference, "Push elsewhere")
     context = found.context if (found := load_metadata(folder.data_dir)) is not None else {}
-    text = json.dumps(Metadata.of_schema(folder.schema, context).to_json(), indent=2).encode()
+    text = _json(Metadata.of_schema(folder.schema, context))
     largest, options = max(block.file_bytes for block in folder.blocks.values()), files.options
     fetcher = Fetcher(_NUM_THREADS, options.timeout_s * (1 + largest // _BYTES), options.num_retries)
+    target = str(files.path / METADATA_NAME)
+    if there is not None and ENDS in context and ENDS not in there.context:
+        marked = replace(there, context={**there.context, ENDS: context[ENDS]})
+        first = partial(files.system.pipe_file, target, _json(marked), mode="overwrite")
+        fetcher.wait(fetcher.submit(first, "push", f"to {target!r}"))
     listed = there_now(files)
     puts = []
     for name, block in sorted(folder.blocks.items()):
@@ -73,7 +80,6 @@ def push(
         puts.append(fetcher.submit(send, "push", f"{str(path)!r} to {url!r}"))
     try:
         num_new: int = sum(map(fetcher.wait, tqdm(puts, desc="push", unit=" blocks", disable=not progress)))
-        target = str(files.path / METADATA_NAME)
         with suppress(FileExistsError):
             last = partial(files.system.pipe_file, target, text, mode="create")
             fetcher.wait(fetcher.submit(last, "push", f"to {target!r}"))
@@ -84,6 +90,10 @@ def push(
         for put in puts:
             put.forget()
     return num_new
+
+
+def _json(metadata: Metadata) -> bytes:
+    return json.dumps(metadata.to_json(), indent=2).encode()
 
 
 def there_now(files: RemoteFiles) -> set[str]:

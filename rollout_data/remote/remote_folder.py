@@ -191,10 +191,10 @@ class RemoteFolder(BlockFolder):
             raise ValueError("no JSON object")
         return found
 
-    def schema_there(self) -> Schema | None:
-        """Give the fields that metadata.json declares; None if there is none, or no folder."""
+    def metadata_there(self) -> Metadata | None:
+        """Return the contents of metadata.json; None if there is none, or no folder."""
         try:
-            return Metadata.from_json(self.read_document()).schema
+            return Metadata.from_json(self.read_document())
         except (FileNotFoundError, UsageError):
             return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from storage.core import arguments
 from storage.core.fields import Schema
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UsageError
+from storage.errors import CorruptFileError, DataFileError, RolloutDataError, RolloutDataWarning, UsageError
 
 from ..blocks.annotation_table import EPISODES
 from ..blocks.annotations import parsed
@@ -226,11 +225,14 @@ class Choice:
     def _fragments(self, block: Block) -> np.ndarray:
         fragments: np.ndarray = block.fragments.copy()
         if self.header_of is not None:
-            ends: dict[int, str] = {}
-            with suppress(FileNotFoundError):  # it was removed meanwhile, which reading it tells
-                header = self.header_of(block)
-                notes = ((key, parsed(block.path, text)) for key, text in header.read_notes(EPISODES))
-                ends = {key: said[ENDS] for key, said in notes if said.get(ENDS) in (UNKNOWN, OPEN_END)}
+            ends: dict[int, Any] = {}
+            try:
+                for key, text in self.header_of(block).read_notes(EPISODES):
+                    ends[key] = parsed(block.path, text).get(ENDS)
+            except FileNotFoundError:  # it was removed meanwhile, which reading it tells
+                ends = {}
+            except CorruptFileError:  # reading the notes tells
+                ends = {**dict.fromkeys(fragments["trajectory"].tolist(), UNKNOWN), **ends}
             flags, is_end = fragments["flags"], (fragments["flags"] & (OPEN | TRUNCATED)) > 0
             for noted, marks in ((UNKNOWN, OPEN | END_UNKNOWN), (OPEN_END, OPEN)):
                 these = [key for key, end in ends.items() if end == noted]

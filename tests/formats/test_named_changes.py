@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter
-from storage.errors import UsageError
+from tests.recordings.conversions import Kills, in_child
 
 
 def convert(source: Any, target: Path, name: str, **options: Any) -> dict[str, Any]:
@@ -114,17 +116,74 @@ def test_an_open_end_with_a_final_observation_stays_open_in_our_format(tmp_path)
     assert [(one.terminated, one.truncated) for one in back] == [(True, False), (False, False)]
 
 
-def test_an_open_end_is_not_added_to_a_folder_that_notes_no_ends(tmp_path):
-    source = record_open_end(tmp_path / "ours")
-    convert(source[:1], tmp_path / "minari", "minari", dataset_id="a/b")
+def ends_before_and_after_growth(folder: Path) -> tuple[Path, Path]:
+    """Convert an episode with an end, then one that was cut off: the copy before, and the grown copy."""
+    source = record_open_end(folder / "ours")
+    convert(source[:1], folder / "minari", "minari", dataset_id="a/b")
+    convert(folder / "minari", folder / "copy", "rollout-data")
+    before = Path(shutil.copytree(folder / "copy", folder / "before"))
+    shutil.rmtree(folder / "minari")
+    convert(source, folder / "minari", "minari", dataset_id="a/b")
+    return before, folder / "copy"
+
+
+def test_an_open_end_is_added_to_a_copy_that_had_none(tmp_path):
+    _, copy = ends_before_and_after_growth(tmp_path)
+    watched = rollout_data.open(copy)
+    assert convert(tmp_path / "minari", copy, "rollout-data") == {}
+    assert watched.table["ends"].tolist() == ["terminated"]
+    watched.refresh()
+    assert watched.table["ends"].tolist() == ["terminated", "open"]
+    assert rollout_data.open(copy).table["ends"].tolist() == ["terminated", "open"]
+    again = rollout_data.convert(tmp_path / "minari", copy, progress=False)
+    assert (again.num_episodes, again.num_present) == (2, 2)
+
+
+def test_an_open_end_is_added_to_a_copy_after_a_kill_around_the_mark(tmp_path):
+    before, copy = ends_before_and_after_growth(tmp_path)
+
+    def grow(kills: Kills) -> None:
+        with kills.watching():
+            convert(tmp_path / "minari", copy, "rollout-data")
+
+    counted = Kills()
+    grow(counted)
+    marked = counted.calls.index("replace metadata.json")
+    for number in (*range(marked - 3, marked + 3), len(counted.calls) * 3 // 4):
+        shutil.rmtree(copy)
+        shutil.copytree(before, copy)
+        assert in_child(partial(grow, Kills(number))) == -signal.SIGKILL
+        convert(tmp_path / "minari", copy, "rollout-data")
+        assert rollout_data.open(copy).table["ends"].tolist() == ["terminated", "open"], counted.calls[number]
+
+
+def test_ends_are_the_same_without_metadata(tmp_path):
+    convert(record_open_end(tmp_path / "ours"), tmp_path / "minari", "minari")
     convert(tmp_path / "minari", tmp_path / "copy", "rollout-data")
-    shutil.rmtree(tmp_path / "minari")
-    convert(source, tmp_path / "minari", "minari", dataset_id="a/b")
-    with pytest.raises(UsageError, match=r"expected episodes whose ends are known.*into a new folder"):
-        convert(tmp_path / "minari", tmp_path / "copy", "rollout-data")
-    assert rollout_data.open(tmp_path / "copy").table["ends"].tolist() == ["terminated"]
-    assert convert(tmp_path / "minari", tmp_path / "new", "rollout-data") == {}
-    assert rollout_data.open(tmp_path / "new").table["ends"].tolist() == ["terminated", "open"]
+    (tmp_path / "copy" / "metadata.json").unlink()
+    rollout_data.merge([tmp_path / "copy"], tmp_path / "merged")
+    for name in ("copy", "merged"):
+        assert rollout_data.open(tmp_path / name).table["ends"].tolist() == ["terminated", "open"]
+
+
+def test_ends_of_a_block_with_a_damaged_note_are_unknown(tmp_path):
+    convert(record_open_end(tmp_path / "ours"), tmp_path / "minari", "minari")
+    convert(tmp_path / "minari", tmp_path / "copy", "rollout-data")
+    (block,) = (tmp_path / "copy").glob("*.h5")
+    data = block.read_bytes()
+    block.write_bytes(data.replace(b'"ends": "open"', b'"ends": "oven"'))
+    copy = rollout_data.open(tmp_path / "copy")
+    assert copy.table["ends"].tolist() == ["terminated", "unknown"]
+    assert any("note" in str(problem) for problem in copy.problems)
+
+
+def test_a_pushed_copy_has_the_ends_of_a_later_copy(tmp_path):
+    _, copy = ends_before_and_after_growth(tmp_path)
+    url = f"memory://later-ends/{tmp_path.name}"
+    rollout_data.push(copy, url)
+    convert(tmp_path / "minari", copy, "rollout-data")
+    rollout_data.push(copy, url)
+    assert rollout_data.open(url).table["ends"].tolist() == ["terminated", "open"]
 
 
 def ends_of(path: Any) -> list[bool]:
