@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from storage.core.durable import MAX_JSON_BYTES, open_regular, read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
@@ -54,13 +54,17 @@ def file_inside(root: Path, name: str) -> Path:
 
 
 class KnownFiles:
-    """The states of files when each was first read; a file that has changed since is refused.
+    """The states of files when each was first seen; a file that has changed since is refused.
 
-    A pickled copy that arrives at another machine notes the states there: copies of files have other inodes and times.
+    Every reader checks a file before each read. A pickled copy that arrives at another machine notes the states there:
+    copies of files have other inodes and times.
+
+    Args:
+        states: Path -> inode, size in bytes, and time of the last change in ns, where they are known.
     """
 
-    def __init__(self) -> None:
-        self._states: dict[Path, tuple[int, ...]] = {}
+    def __init__(self, states: Mapping[Path, tuple[int, int, int]] | None = None) -> None:
+        self._states = {os.fspath(path): state for path, state in (states or {}).items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"states": self._states, "machine": os.uname().nodename}
@@ -71,18 +75,33 @@ class KnownFiles:
     def check(self, path: Path, state: os.stat_result | None = None) -> None:
         """Compare a file, or the `state` of an open one, with the first time, or note it.
 
+        A file that was never there is not noted: opening it raises.
+
         Raises:
             CorruptFileError: It was removed, or is another one.
         """
+        name = os.fspath(path)
         try:
-            about = os.stat(path) if state is None else state
-        except FileNotFoundError:
-            if path not in self._states:
-                raise
+            about = os.stat(name) if state is None else state
+        except (FileNotFoundError, NotADirectoryError):
+            if name not in self._states:
+                return
             raise _changed(path, "none any more") from None
         now = about.st_ino, about.st_size, about.st_mtime_ns
-        if self._states.setdefault(path, now) != now:
+        if self._states.setdefault(name, now) != now:
             raise _changed(path, "another")
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[BinaryIO]:
+        """Open a file for reading.
+
+        Raises:
+            CorruptFileError: It was removed, or is another one.
+        """
+        self.check(path)
+        with open(open_regular(path), "rb") as file:
+            self.check(path, os.fstat(file.fileno()))
+            yield file
 
 
 def _changed(path: Path, got: str) -> CorruptFileError:

@@ -172,7 +172,7 @@ class ParquetFile:
         """
         if (group, leaf) not in self._known_sizes:
             about = self._columns[group][leaf]
-            with self._footer_named(), open(self.path, "rb") as file:
+            with self._footer_named(), self._known.open(self.path) as file:
                 position = min(about[first] for first in _FIRST_PAGES if first in about)
                 end, num_values, num_bytes = position + about[_NUM_STORED_BYTES], 0, 0
                 while position < end:
@@ -192,7 +192,7 @@ class ParquetFile:
 
         Not by Arrow: where it finds sizes, histograms and types that contradict each other, it ends the process.
         """
-        with self._footer_named(), open(self.path, "rb") as file:
+        with self._footer_named(), self._known.open(self.path) as file:
             file.seek(-8, os.SEEK_END)
             size = int.from_bytes(file.read(4), "little")
             file.seek(-8 - size, os.SEEK_END)
@@ -233,6 +233,7 @@ class ParquetFiles(dict[str, ParquetFile]):
     def __missing__(self, name: str) -> ParquetFile:
         if len(self) == _MAX_FOOTERS:
             del self[next(iter(self))]
+        self._known.check(self._root / name)
         self[name] = ParquetFile(file_inside(self._root, name), self._known)
         return self[name]
 

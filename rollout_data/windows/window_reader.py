@@ -231,7 +231,8 @@ def _named_damage(store: FrameStore, column: str, at: tuple[int, int], problem: 
     action = f"read frame {frame} of episode {store.name_of(trajectory)!r}"
     expected, got = (cause.expected, cause.got) if cause.got else ("intact data", str(cause))
     where = f"in {str(store.file_of(column, trajectory, frame))!r}"
-    advice = 'on_error="skip" leaves the windows with this frame out'
+    skips = 'on_error="skip" leaves the windows with this frame out'
+    advice = f"{cause.advice}; {skips}" if cause.advice else skips
     named = CorruptFileError(action, where, expected, got, advice).of(cause.kind, cause.episode)
     named.__cause__ = problem
     return named

@@ -228,6 +228,19 @@ class TestMotion:
         windows = rollout_data.WindowDataset(turned, length=2)
         np.testing.assert_array_equal(windows[1]["observation"]["body_quat_w"].numpy(), expected[1:3])
 
+    def test_clips_of_several_orders_of_quaternions_in_one_folder_are_advice(self, tmp_path: Path) -> None:
+        for order in ("wxyz", "xyzw"):
+            np.savez(tmp_path / f"{order}.npz", **clip_arrays(), quaternion_order=order)
+        mixed = rollout_data.open(tmp_path)
+        assert mixed.metadata["quaternion_order"] == "mixed" and mixed.problems == []
+        remarks = [str(remark) for remark in mixed.advice if "mix the quaternions" in str(remark)]
+        assert len(remarks) == 1 and "got wxyz, xyzw" in remarks[0]
+        wrong = [str(remark) for remark in mixed.advice if "expected quaternions as xyzw" in str(remark)]
+        assert len(wrong) == 1 and "xyzw.npz" in wrong[0] and "The mark in the file is believed" in wrong[0]
+        turned = rollout_data.open(tmp_path, quaternions="wxyz")
+        assert turned.metadata["quaternion_order"] == "wxyz"
+        assert not [remark for remark in turned.advice if "mix the quaternions" in str(remark)]
+
     def test_a_wrong_order_of_quaternions_is_refused(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "a.npz", **clip_arrays(), quaternion_order="zyxw")
         with pytest.raises(CorruptFileError, match="wxyz or xyzw, got 'zyxw'"):

@@ -202,7 +202,7 @@ def test_a_chunk_that_is_gone_or_changed_after_the_scan_is_an_error(folder: Naiv
     scan = scan_of(folder.data_dir)
     for change in ({"actions": np.zeros((3, 9), np.float32)}, {"drop": ("rewards",)}):
         folder.chunk(0, 0, 3, name=path.name, **change)
-        with pytest.raises(CorruptFileError, match="It has changed since the dataset was opened"):
+        with pytest.raises(CorruptFileError, match=r"as it was when it was opened, got another\. Call refresh\(\)"):
             read_chunk_rows(scan, 0)
     path.unlink()
     with pytest.raises(FileNotFoundError):

@@ -18,7 +18,7 @@ import torch
 
 import rollout_data
 from rollout_data import convert, doctor, drop, keep, merge, prune, repair, split, tag, undrop, untag
-from storage.errors import DataFileError, MissingFolderError, RolloutDataError, UsageError
+from storage.errors import DataFileError, MissingFolderError, RolloutDataError, RolloutDataWarning, UsageError
 from tests.editing.folders import content, folder_of
 from tests.files.recorded import record
 
@@ -273,8 +273,7 @@ def test_replaced_or_removed_files_of_other_formats_are_never_read_as_those_that
     for place in range(2):
         check(lambda place=place: recording[place].action)
         check(lambda place=place: pickle.loads(pickled)[place].action)
-    if to != "trajectory-folders":  # a dataset that is open reads the chunks of a folder that may be live
-        check(lambda: windows[0]["action"])
+    check(lambda: windows[0]["action"])
     converted = tmp_path / "converted"
     with suppress(DataFileError):
         merge([recording], tmp_path / "merged")
@@ -283,6 +282,18 @@ def test_replaced_or_removed_files_of_other_formats_are_never_read_as_those_that
         check(lambda: rollout_data.open(converted)[0].action)
     if is_replaced:
         assert (recording.refresh()[0].action == 2).all()
+
+
+def test_a_stream_of_an_open_recording_reads_no_chunk_that_was_replaced_since(tmp_path: Path) -> None:
+    path, other = tmp_path / "data", tmp_path / "other"
+    convert(constant_folder(tmp_path / "one", 1), path, to="trajectory-folders", progress=False)
+    convert(constant_folder(tmp_path / "two", 2), other, to="trajectory-folders", progress=False)
+    dataset = rollout_data.RolloutDataset(rollout_data.open(path), 1, device="cpu", num_transitions_per_env=1)
+    chunk = Path("trajectory_0") / "traj_000000_000004.pickle"
+    (other / chunk).replace(path / chunk)
+    with pytest.warns(RolloutDataWarning, match=r"trajectory_0.*as it was when it was opened"):
+        actions = torch.cat([batch.action[batch.valid.squeeze(-1)] for batch in dataset])
+    assert actions.unique().tolist() == [1.0] and len(actions) == 6
 
 
 def test_editing_refuses_an_open_recording_whose_places_are_others(walk: Path) -> None:

@@ -21,7 +21,7 @@ from storage.errors import CorruptFileError, DataFileError, UsageError
 
 from ...sources.episode_reader import EpisodeInfo, ForeignReader
 from ..format_detection import MOTION_TRACKING, clip_files, clip_layout, is_clip
-from ..input_checks import file_inside
+from ..input_checks import KnownFiles, file_inside
 from .npz_arrays import Array, NpzArray, is_zip, read_npz
 
 #: Axes of the arrays of a layout: frames T, joints J, bodies B; the others are sizes.
@@ -67,9 +67,10 @@ class Reader(ForeignReader):
         if wanted is not None:
             arguments.choice("open", "quaternions", wanted, _QUATERNIONS)
         self._latest: tuple[Path | None, _Json] = (None, ({}, {}))
+        self._known = KnownFiles()
         #: Orders of quaternions of the clips, and (clip, field) of those that are turned when they are read.
         self._orders, self._turned = set[str](), set[tuple[str, str]]()
-        self._advised = set[tuple[str, str]]()
+        self._advised = set[tuple[str, str, bool]]()
         episodes = []
         for path in clip_files(self.path):
             if self.path != path:
@@ -82,6 +83,10 @@ class Reader(ForeignReader):
                 if path == self.path:
                     raise
                 self.problems.append(error.of("", path.stem))
+        if len(self._orders) > 1:
+            advice = 'Open it with quaternions="wxyz" or "xyzw", which turns the clips that are marked otherwise'
+            got = ", ".join(sorted(self._orders))
+            self.advise("mix the quaternions", f"of {str(self.path)!r}", "one order in all clips", got, advice)
         if not episodes:
             raise CorruptFileError("open", repr(str(self.path)), "clips of motion", str(self.problems or "none"))
         return episodes
@@ -100,7 +105,7 @@ class Reader(ForeignReader):
         metadata["quaternion_order"] = self.options["quaternions"] or stored
         if marked not in (None, metadata["quaternion_order"]):
             self._turned.add((path.stem, f"observation/{layout[_ROTATIONS]}"))
-        self._check_order(path, fields.get(f"observation/{layout[_ROTATIONS]}"), stored)
+        self._check_order(path, fields.get(f"observation/{layout[_ROTATIONS]}"), stored, marked is not None)
         self._orders.add(metadata["quaternion_order"])
         self.metadata["quaternion_order"] = self._orders.copy().pop() if len(self._orders) == 1 else "mixed"
         for name, one in arrays.items():
@@ -142,7 +147,7 @@ class Reader(ForeignReader):
             raise CorruptFileError("read", one.where, f"{' or '.join(_QUATERNIONS)}", repr(mark[:40]))
         return mark
 
-    def _check_order(self, path: Path, rotations: NpzArray | None, stored: str) -> None:
+    def _check_order(self, path: Path, rotations: NpzArray | None, stored: str, is_marked: bool) -> None:
         """Advise where the numbers speak for another order than the one that is stored, or that nobody names.
 
         A body that stands or walks turns about the vertical axis by little: the scalar part is large, x and y are
@@ -153,13 +158,15 @@ class Reader(ForeignReader):
         num_rows = max(1, _CHECKED_BYTES // (prod(rotations.shape[1:]) * rotations.dtype.itemsize))
         rows = abs(np.asarray(rotations.read(0, num_rows), np.float64).reshape(-1, 4))
         seen = next((name for name, place in _SCALAR.items() if (rows[:, place] > _LARGE).mean() > _SHARE), None)
-        if seen is None or seen == stored or (seen, stored) in self._advised:
+        if seen is None or seen == stored or (seen, stored, is_marked) in self._advised:
             return
-        self._advised.add((seen, stored))  # once for all clips of a folder
+        self._advised.add((seen, stored, is_marked))  # once for all clips of a folder
         where, share = repr(str(path)), f"scalar parts near 1 where {seen} has them"
         advice = (
             f'Open it with quaternions="{seen}" if the file was written so; Isaac Lab 3 writes xyzw, earlier ones wxyz'
         )
+        if is_marked:
+            advice = "The mark in the file is believed; it may be wrong"
         expected = "a mark of the order of quaternions" if stored == "unknown" else f"quaternions as {stored}"
         self.advise("understand", where, expected, f"none, and {share}" if stored == "unknown" else share, advice)
 
@@ -191,6 +198,7 @@ class Reader(ForeignReader):
         return EpisodeInfo(path.name, len(fields["observation"]), schema, metadata=metadata, source=path)
 
     def _json(self, path: Path) -> _Json:
+        self._known.check(path)
         if self._latest[0] != path:
             self._latest = path, _json_clip(path)
         return self._latest[1]

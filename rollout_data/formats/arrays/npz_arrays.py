@@ -9,7 +9,6 @@ import os
 import zipfile
 import zlib
 from dataclasses import dataclass
-from io import BufferedIOBase
 from math import prod
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -20,7 +19,7 @@ from storage.core.durable import crc32, open_regular
 from storage.core.fields import MAX_DIMENSIONS
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
-from ..input_checks import first_bytes
+from ..input_checks import KnownFiles, first_bytes
 
 Array = np.ndarray[Any, Any]
 _ZIP_MAGIC = b"PK\3\4"
@@ -51,6 +50,7 @@ class Unpacking:
 
     Args:
         path, offset: Where the packed bytes begin.
+        known: The state of the file.
         packed_bytes, num_bytes: Their number, packed and unpacked.
         checksum: CRC-32 of the unpacked ones; compared when the end is reached.
 
@@ -58,8 +58,10 @@ class Unpacking:
         most_bytes: What may be asked for at once: a small file may unpack to more than there is memory.
     """
 
-    def __init__(self, path: Path, offset: int, packed_bytes: int, num_bytes: int, checksum: int) -> None:
-        self._arguments = (path, offset, packed_bytes, num_bytes, checksum)
+    def __init__(
+        self, path: Path, known: KnownFiles, offset: int, packed_bytes: int, num_bytes: int, checksum: int
+    ) -> None:
+        self._arguments = (path, known, offset, packed_bytes, num_bytes, checksum)
         self.most_bytes = max(_FREE_BYTES, packed_bytes * _MAX_READ_EXPANSION)
         self._spacing = max(_MIN_SPACING, -(-num_bytes // _MAX_STATES))
         # Piece -> (state of zlib, packed bytes before it, CRC-32 of what is before it). Set by number, not appended
@@ -88,12 +90,12 @@ class Unpacking:
         return data
 
     def _unpack(self, number: int) -> bytes:
-        path, offset, packed_bytes, num_bytes, checksum = self._arguments
+        path, known_file, offset, packed_bytes, num_bytes, checksum = self._arguments
         known, position, crc = self._states[number]
         state, out = known.copy(), bytearray()
         wanted = min(self._spacing, num_bytes - number * self._spacing)
         try:
-            with open(open_regular(path), "rb") as file:
+            with known_file.open(path) as file:
                 while len(out) < wanted:
                     file.seek(offset + position)
                     data = file.read(min(1 << 16, packed_bytes - position))
@@ -120,6 +122,7 @@ class NpzArray:
         shape: As stored; known to be as large as its bytes.
         is_fortran: Whether columns follow each other in the file, not rows.
         offset: Where its bytes begin, in the file or in `packed`.
+        known: The state of the file, which every read compares.
     """
 
     path: Path
@@ -129,6 +132,7 @@ class NpzArray:
     is_fortran: bool
     offset: int
     packed: Unpacking | None
+    known: KnownFiles
 
     def __len__(self) -> int:
         return self.shape[0] if self.shape else 0
@@ -148,6 +152,7 @@ class NpzArray:
 
     def _stored(self, shape: tuple[int, ...], skipped: int) -> Array:
         num_bytes, begin = prod(shape) * self.dtype.itemsize, self.offset + skipped
+        self.known.check(self.path)
         found: Array
         if not num_bytes:
             found = np.empty(shape, self.dtype)
@@ -158,7 +163,8 @@ class NpzArray:
             found = np.frombuffer(self.packed.read(begin, begin + num_bytes), self.dtype).reshape(shape)
         else:
             try:
-                found = np.memmap(self.path, self.dtype, "r", begin, shape).view(np.ndarray)
+                with self.known.open(self.path) as file:
+                    found = np.memmap(file, self.dtype, "r", begin, shape).view(np.ndarray)
             except ValueError as cause:
                 raise CorruptFileError("read", self.where, f"{num_bytes} bytes at {begin}", "fewer") from cause
         little = self.dtype.newbyteorder("<")
@@ -194,8 +200,9 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
         UnsafeFileError: An array holds pickled objects.
     """
     found: dict[str, NpzArray] = {}
+    known = KnownFiles()
     try:
-        with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
+        with known.open(path) as file, zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             check_count(file, len(members))
             if len(members) > _MAX_MEMBERS:
@@ -205,7 +212,7 @@ def read_npz(path: Path) -> dict[str, NpzArray]:
                 if name in found:
                     raise CorruptFileError("read", repr(str(path)), "each array once", f"{name!r} twice")
                 if member.filename != name:
-                    found[name] = _describe(path, name, file, archive, member)
+                    found[name] = _describe(path, known, name, file, archive, member)
     except _DAMAGE as cause:
         got = f"{type(cause).__name__}: {cause}"[:200]
         raise CorruptFileError("read", repr(str(path)), "an npz file", got) from cause
@@ -226,7 +233,7 @@ def check_count(file: BinaryIO, num_members: int) -> None:
 
 
 def _describe(
-    path: Path, name: str, file: BufferedIOBase, archive: zipfile.ZipFile, member: zipfile.ZipInfo
+    path: Path, known: KnownFiles, name: str, file: BinaryIO, archive: zipfile.ZipFile, member: zipfile.ZipInfo
 ) -> NpzArray:
     where = f"{name!r} of {str(path)!r}"
     is_packed = member.compress_type == zipfile.ZIP_DEFLATED
@@ -242,11 +249,11 @@ def _describe(
     if head_bytes + prod(shape) * dtype.itemsize != member.file_size:
         got = f"{dtype}{list(shape)[:8]} in {member.file_size} bytes"
         raise CorruptFileError("read", where, "an array as large as its bytes", got)
-    packed = Unpacking(path, begin, member.compress_size, member.file_size, member.CRC) if is_packed else None
-    return NpzArray(path, name, dtype, shape, is_fortran, head_bytes + (0 if is_packed else begin), packed)
+    packed = Unpacking(path, known, begin, member.compress_size, member.file_size, member.CRC) if is_packed else None
+    return NpzArray(path, name, dtype, shape, is_fortran, head_bytes + (0 if is_packed else begin), packed, known)
 
 
-def member_begin(file: BufferedIOBase, member: zipfile.ZipInfo) -> int:
+def member_begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
     """Say where the bytes of a member begin: behind its own head, whose length the directory does not tell."""
     file.seek(max(0, member.header_offset))
     head = file.read(30)

@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable import open_regular
 from storage.core.fields import DTYPES, MAX_DIMENSIONS
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
-from ..input_checks import damage_named, file_inside, optional, parse_json
+from ..input_checks import KnownFiles, damage_named, file_inside, optional, parse_json
 from ..records.tfrecord import crc32c
 from .npz_arrays import Array, check_count, member_begin
 
@@ -36,7 +35,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, A
 
 
 class Store:
-    """Named pieces of bytes: the files of a folder, or the members of a zip file.
+    """Named pieces of bytes: the files of a folder, or the members of a zip file, as they were when it was opened.
 
     Attributes:
         names: In no order.
@@ -45,12 +44,15 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path, self._members = path, dict[str, zipfile.ZipInfo]()
         self._listed: list[zipfile.ZipInfo] = []
+        self._known = KnownFiles()
         if path.is_dir():
             found = ((folder, name) for folder, _, names in os.walk(path) for name in names)
             self.names = {os.path.relpath(os.path.join(*one), path) for one in found}
+            for name in self.names:
+                self._known.check(path / name)
         else:
             opening = damage_named("open", repr(str(path)), "a zip file", *_DAMAGE)
-            with opening, open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            with opening, self._known.open(path) as file, zipfile.ZipFile(file) as archive:
                 self._listed = archive.infolist()
                 check_count(file, len(self._listed))
             self._members = {member.filename: member for member in self._listed}
@@ -59,7 +61,9 @@ class Store:
     def get(self, name: str, start: int, num_bytes: int) -> bytes:
         """Read bytes of a piece; fewer at its end. A negative start counts from the end."""
         member = self._members.get(name)
-        with open(open_regular(self._path if member else file_inside(self._path, name)), "rb") as file:
+        path = self._path if member else self._path / name
+        self._known.check(path)
+        with self._known.open(path if member else file_inside(self._path, name)) as file:
             begin, size = (member_begin(file, member), member.compress_size) if member else (0, file.seek(0, 2))
             if member and member.compress_type == zipfile.ZIP_DEFLATED:
                 file.seek(begin)
@@ -98,7 +102,7 @@ class Store:
         ]
         with damage_named("open", repr(str(self._path)), "intact names of its members", *_DAMAGE):
             if others:
-                with open(open_regular(self._path), "rb") as file:
+                with self._known.open(self._path) as file:
                     for member in others:
                         member_begin(file, member)
 

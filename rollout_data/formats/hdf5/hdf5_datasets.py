@@ -75,6 +75,7 @@ class OpenFile:
         self.path, self._file = path, file
         #: How errors name it.
         self.num_bytes, self.where = guarded.num_bytes, repr(str(path))
+        self.descriptor = guarded.fileno()
         self._map = mmap.mmap(guarded.fileno(), 0, access=mmap.ACCESS_READ)
         self._num_shown_bytes = 0
         self._surveys: OrderedDict[str, dict[str, Found]] = OrderedDict()
@@ -367,6 +368,7 @@ class Files:
                 if len(self._open) > _MAX_OPEN_FILES:
                     self._open.popitem(last=False)[1][0].close()
             self._open.move_to_end(path)
+            self._known.check(path, os.fstat(self._open[path][1].descriptor))
             self._open[path][1].allow_links()
             yield self._open[path][1]
 

@@ -263,9 +263,8 @@ class Reader(ForeignReader):
 
     def _video_file(self, file: str) -> Path:
         """Return the path of a video that has not changed since it was first read."""
-        path = file_inside(self.path, file)
-        self._known_videos.check(path)
-        return path
+        self._known_videos.check(self.path / file)
+        return file_inside(self.path, file)
 
     def _episode(self, index: Index, episode: int, missing: Sequence[str]) -> EpisodeInfo:
         runs, entry = index.runs[episode], index.entries.get(episode, Entry((), 0, 0, "", {}))

@@ -15,7 +15,7 @@ from typing import Any
 
 from storage.errors import CorruptFileError
 
-from ..input_checks import damage_named, optional
+from ..input_checks import KnownFiles, damage_named, optional
 
 #: What a batch of rows may unpack to.
 _MAX_BATCH_BYTES = 1 << 28
@@ -27,18 +27,22 @@ _RECORD_BATCH, _EARLY_COMPRESSION = "record batch", b"experimental_compression"
 class ArrowFile:
     """One Arrow file; opened for each read.
 
+    Args:
+        path: The file.
+        known: States of files that were read before; the file must have kept its own.
+
     Attributes:
         path: The file.
         num_rows: Rows in it.
         types: Column -> its arrow type, in order.
 
     Raises:
-        CorruptFileError: It is damaged.
+        CorruptFileError: It is damaged, or has changed.
         UsageError: pyarrow is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, known: KnownFiles) -> None:
+        self.path, self._known = path, known
         with self._opened() as (schema, batches):
             self.types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
             self.num_rows = sum(batch.num_rows for batch in batches)
@@ -75,6 +79,7 @@ class ArrowFile:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
+        self._known.check(self.path)
         pyarrow, ipc = (optional(name, "pyarrow", "formats", "Arrow files") for name in ("pyarrow", "pyarrow.ipc"))
         damage = (
             pyarrow.ArrowException,

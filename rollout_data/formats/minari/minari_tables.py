@@ -22,7 +22,7 @@ from ..encoded_images import decode_picture, picture_shape
 from ..format_detection import MINARI_METADATA, minari_folder
 from ..hdf5.hdf5_datasets import numbered
 from ..hdf5.hdf5_episodes import Told
-from ..input_checks import file_inside, read_object
+from ..input_checks import KnownFiles, file_inside, read_object
 from ..parquet import ParquetFile, as_rows, first_row, shared_texts
 from .arrow_file import ArrowFile
 from .minari_metadata import ENDS, INFOS, STEP_FIELDS, check_totals, describe
@@ -58,6 +58,7 @@ class TableReader(ForeignReader):
         assert folder is not None, "as it was detected"
         self._about = describe(self.path, folder)
         self.metadata = {**self._about.metadata, **self.metadata}
+        self._known = KnownFiles()
         self._leaves: dict[tuple[Any, ...], dict[str, Leaf]] = {}
         episodes: list[EpisodeInfo] = []
         with os.scandir(folder) as listed:
@@ -72,7 +73,8 @@ class TableReader(ForeignReader):
         return check_totals(self, self.checked_some(episodes, "an episode"))
 
     def _describe(self, folder: Path) -> EpisodeInfo:
-        told, files = read_object(file_inside(folder, MINARI_METADATA)), _files(folder)
+        told, parts = read_object(file_inside(folder, MINARI_METADATA)), _parts(folder)
+        files = self._opened(parts)
         rows = sum(file.num_rows for file in files)
         if rows < 2 or told.get("total_steps", rows - 1) != rows - 1:
             expected = f"{told.get('total_steps', 1)} steps, of a row each, and one more"
@@ -90,8 +92,8 @@ class TableReader(ForeignReader):
         }
         spoken = [Field(name, (), "int64", is_text=True) for name in texts if name.partition("/")[0] == "observation"]
         final = Schema([*schema.below("observation").values(), *spoken])
-        about["metadata"] = Told(told, partial(self._last_infos, folder, found, rows))
-        return EpisodeInfo(folder.name, rows - 1, schema, texts, final, source=(folder, found), **about)
+        about["metadata"] = Told(told, partial(self._last_infos, parts, found, rows))
+        return EpisodeInfo(folder.name, rows - 1, schema, texts, final, source=(parts, found), **about)
 
     def _leaves_of(self, file: Any) -> dict[str, Leaf]:
         """Say what the columns hold, once for all files with the same columns."""
@@ -121,15 +123,22 @@ class TableReader(ForeignReader):
         return Leaf(column, parts, self._about.shape_of(name, sizes), dtype)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
-        folder, leaves = self.episodes[number].source
-        return self._rows(_files(folder), leaves[name], name, start, stop)
+        parts, leaves = self.episodes[number].source
+        return self._rows(self._opened(parts), leaves[name], name, start, stop)
 
     def read_final(self, number: int, name: str) -> Any:
         info = self.episodes[number]
-        folder, leaves = info.source
-        files = _files(folder)
+        parts, leaves = info.source
+        files = self._opened(parts)
         value = self._rows(files, leaves[name], name, info.length, info.length + 1)[0]
         return value if leaves[name].dtype == _TEXT else np.asarray(value)
+
+    def _opened(self, parts: Sequence[Path]) -> list[Any]:
+        """Open the parts of an episode's table."""
+        for path in parts:
+            self._known.check(path)
+        files = [file_inside(path.parent, path.name) for path in parts]
+        return [_KINDS[path.suffix](path, self._known) for path in files]
 
     def _rows(self, files: Sequence[Any], leaf: Leaf, name: str, start: int, stop: int) -> Any:
         found: list[Any] = []
@@ -146,9 +155,9 @@ class TableReader(ForeignReader):
         dtype = np.uint8 if leaf.dtype == _PICTURE else leaf.dtype
         return np.concatenate(found) if found else np.empty((0, *leaf.shape), dtype)
 
-    def _last_infos(self, folder: Path, leaves: Mapping[str, Leaf], rows: int) -> dict[str, Any]:
+    def _last_infos(self, parts: Sequence[Path], leaves: Mapping[str, Leaf], rows: int) -> dict[str, Any]:
         """Read the last row of the infos."""
-        files = _files(folder)
+        files = self._opened(parts)
         return {
             f"final/{'/'.join((leaf.column, *leaf.parts))}": self._rows(files, leaf, name, rows - 1, rows)[0]
             for name, leaf in leaves.items()
@@ -156,14 +165,14 @@ class TableReader(ForeignReader):
         }
 
 
-def _files(folder: Path) -> list[Any]:
-    """Open the parts of an episode's table."""
+def _parts(folder: Path) -> list[Path]:
+    """List the parts of an episode's table."""
     names = [name for name in os.listdir(folder) if name[0] != "." and Path(name).suffix in _KINDS]
     suffix = Path(names[0]).suffix if names else ".parquet"
     parts = numbered([name.removesuffix(suffix) for name in names], "part-")
     if not parts or len(parts) != len(names):
         raise CorruptFileError("read", repr(str(folder)), "files part-<n>.arrow or .parquet", f"{sorted(names)}")
-    return [_KINDS[suffix](file_inside(folder, f"{part}{suffix}")) for part in parts]
+    return [folder / f"{part}{suffix}" for part in parts]
 
 
 def _walk(kind: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:

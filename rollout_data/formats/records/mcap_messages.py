@@ -19,7 +19,7 @@ from storage.core.durable import crc32
 from storage.errors import CorruptFileError
 
 from ..format_detection import MCAP_MAGIC
-from ..input_checks import damage_named, optional
+from ..input_checks import KnownFiles, damage_named, optional
 from .tfrecord import open_map
 
 _SCHEMA, _CHANNEL, _MESSAGE, _CHUNK, _METADATA, _DATA_END = 3, 4, 5, 6, 12, 15
@@ -78,10 +78,11 @@ class Log:
         self._chunks: list[Chunk] = []
         self._num_text_bytes_left, self.num_left_out = _MAX_TEXT_BYTES, 0
         self._latest: tuple[int, Any] = (-1, b"")
+        self._known = KnownFiles()
         self._schemas: dict[int, bytes] = {}
         self._channels: dict[int, str] = {}
         found: dict[str, array[int]] = {}
-        data = open_map(path)
+        data = open_map(path, self._known)
         unpacked, self.is_whole = 0, bytes(data[-len(MCAP_MAGIC) :]) == MCAP_MAGIC and len(data) > len(MCAP_MAGIC)
         with damage_named("read", repr(str(path)), "records of MCAP", *_DAMAGE):
             if bytes(data[: len(MCAP_MAGIC)]) != MCAP_MAGIC:
@@ -115,7 +116,7 @@ class Log:
         Raises:
             ValueError: One is too large.
         """
-        data = open_map(self.path)
+        data = open_map(self.path, self._known)
         for number, start, stop in topic.places[rows].tolist():
             if stop - start > _MAX_MESSAGE_BYTES:
                 raise ValueError(f"a message of {stop - start} bytes")

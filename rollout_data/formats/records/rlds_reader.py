@@ -21,7 +21,7 @@ from storage.errors import CorruptFileError, DataFileError, ForeignFileError, Ro
 from ...sources.episode_reader import NO_FIELDS, EpisodeInfo, ForeignReader
 from ..encoded_images import decode_picture, picture_format
 from ..format_detection import RLDS_FEATURES, RLDS_INFO, rlds_folders
-from ..input_checks import file_inside, read_object
+from ..input_checks import KnownFiles, file_inside, read_object
 from .rlds_features import MAX_STEPS, Leaf, declared_leaves, text
 from .tfrecord import BYTES, INTEGERS, Array, Feature, check_record, count, features, items, numbers, open_map
 from .tfrecord import records as read_records
@@ -54,6 +54,7 @@ class Reader(ForeignReader):
         if len(folders) != 1:
             got = ", ".join(folder.name for folder in folders) or "none"
             raise ForeignFileError("open", repr(str(self.path)), "one version", got, "Open the folder of a version")
+        self._known = KnownFiles()
         self._folder, self._checked, self._numbers = folders[0], set[int](), Counter[str]()
         info, tree = (read_object(self._file(name), _MAX_JSON_BYTES) for name in (RLDS_INFO, RLDS_FEATURES))
         try:
@@ -114,7 +115,7 @@ class Reader(ForeignReader):
         names, found = list(self.splits.get(split, ())), 0
         try:
             path = self._file(name)
-            data = open_map(path)
+            data = open_map(path, self._known)
             for start, stop in read_records(data, path):
                 number, found = self._numbers[split], found + 1
                 if len(episodes) + len(self.problems) > _MAX_EPISODES:
@@ -219,7 +220,8 @@ class Reader(ForeignReader):
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         info = self.episodes[number]
         path, first, last = info.source
-        where, data = f"{name!r} of episode {info.name!r} of {str(path)!r}", open_map(path)
+        where = f"{name!r} of episode {info.name!r} of {str(path)!r}"
+        data = open_map(path, self._known)
         if number not in self._checked:
             check_record(data, first, last, path)
             self._checked.add(number)

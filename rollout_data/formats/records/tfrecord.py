@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from storage.core.durable import open_regular
 from storage.errors import CorruptFileError
+
+from ..input_checks import KnownFiles
 
 Array = np.ndarray[Any, Any]
 #: Kinds of values, by their field in the message `Feature`.
@@ -33,9 +34,9 @@ class Feature(NamedTuple):
     stop: int
 
 
-def open_map(path: Path) -> memoryview:
-    """Map a file for reading."""
-    with open(open_regular(path), "rb") as file:
+def open_map(path: Path, known: KnownFiles) -> memoryview:
+    """Map a file for reading; it has the state that is `known`."""
+    with known.open(path) as file:
         size = file.seek(0, 2)
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
 

@@ -27,6 +27,7 @@ from storage.errors import CorruptFileError, DataFileError, ForeignFileError, ne
 
 from ...blocks.block_header import DATA, END_UNKNOWN, FRAGMENT_DTYPE, OPEN, layouts_of
 from ...sources.episode_reader import ABSENT
+from ..input_checks import KnownFiles
 from .pickled_arrays import TruncatedPickleError
 from .trajectory_chunks import (
     ACTIONS,
@@ -89,6 +90,7 @@ class FolderScan:
         problems: All that was repaired, skipped or refused, each naming the file and what was done.
         absent: Folder -> fields and flags that a conversion filled, as its source lacks them; see `ABSENT`.
         known: Every readable chunk by name, size and time, for the next scan.
+        files: The states of these chunks, which every read compares.
         signature: The arrays that the kept chunks have; () as long as there is none.
     """
 
@@ -101,6 +103,7 @@ class FolderScan:
     problems: tuple[DataFileError, ...]
     absent: Mapping[Path, Sequence[str]] = field(default_factory=dict)
     known: Mapping[ChunkFile, Chunk] = field(default_factory=dict, repr=False)
+    files: KnownFiles = field(default_factory=KnownFiles, repr=False)
     signature: Signature = ()
 
 
@@ -158,7 +161,10 @@ def scan_trajectory_folder(
                 fragments["flags"] |= np.where(fragments["flags"] & OPEN, END_UNKNOWN, 0).astype(np.uint32)
             order = kept[-1].file.mtime_ns, folder.number, str(folder.path)
             joined.append((order, kept, fragments, chunk_of))
-    return FolderScan(data_dir, schema, metadata, *_in_order(joined), tuple(problems), absent, readable, signature)
+    files_known = KnownFiles({file.path: file.state for file in readable})
+    return FolderScan(
+        data_dir, schema, metadata, *_in_order(joined), tuple(problems), absent, readable, files_known, signature
+    )
 
 
 def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, list[str]]:
@@ -334,11 +340,13 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
         Column name (`rollout_data.blocks.row_layout`) -> new uint8 `[num_rows, row_bytes]`.
 
     Raises:
-        DataFileError: The chunk has changed since it was scanned.
+        CorruptFileError: The chunk has changed since it was scanned.
         OSError: It cannot be opened any more.
     """
     layout = layouts_of(scan.schema)[DATA]
-    with open_chunk(scan.chunk_paths[chunk]) as opened:
+    path = scan.chunk_paths[chunk]
+    scan.files.check(path, os.stat(path))
+    with open_chunk(path) as opened:
         used = scan.fragments[scan.chunk_of == chunk]
         there = {stored.key: (stored.dtype, prod(stored.shape)) for stored in opened.signature}
         is_same = all(there.get(_key_of(one.name)) == (one.dtype, one.num_elements) for one in layout.stored.values())

@@ -33,13 +33,19 @@ _NUM_READS, _RETRY_S = 4, 0.02
 
 @dataclass(frozen=True, order=True)
 class ChunkFile:
-    """One chunk by its name: frames `start:stop` of its trajectory, so the name says."""
+    """One chunk by its name: frames `start:stop` of its trajectory, so the name says; and the state of its file."""
 
     start: int
     stop: int
     path: Path
     mtime_ns: int
     num_bytes: int
+    inode: int = 0
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """The state of the file, as `KnownFiles` compares it."""
+        return self.inode, self.num_bytes, self.mtime_ns
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,8 @@ def _chunk_files(
                 problems.append(_skipped(entry.path, "a plain file", "something else"))
             else:
                 stat = entry.stat()
-                files.append(ChunkFile(int(match[1]), int(match[2]), Path(entry.path), stat.st_mtime_ns, stat.st_size))
+                frames = int(match[1]), int(match[2])
+                files.append(ChunkFile(*frames, Path(entry.path), stat.st_mtime_ns, stat.st_size, stat.st_ino))
         except OSError:  # removed since it was listed
             continue
     if strangers:
