@@ -156,8 +156,8 @@ class TransitionSampler:
             steps = self._steps if drawn.ended is None else self._steps.minimum(drawn.num_ahead)
             places = ring.place(drawn.lane, drawn.row + steps)
             found = ring.gather(places[0], contiguous)
-            rows = ring.gather(places[-1], contiguous)
-            following = {name: rows[name] for name in self._next_names}
+            cut = ring.cut_of(self._next_names, (), contiguous, nested=False)
+            following = ring.rows(places[-1], cut)
             self._sum_rewards(found, places[:-1], factors)
         if self._has_discount:
             found["discount"] = self._discount(found.__getitem__, factors)
@@ -234,20 +234,26 @@ class TransitionSampler:
 
     def _stack(self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn) -> None:
         """Stack the frames up to the first row, and those up to what follows the last step."""
-        lane, first, num_steps = drawn.lane, drawn.row, self._request.num_steps
-        num_taken = num_steps if drawn.ended is None else (drawn.num_ahead + drawn.ended).unsqueeze(1)
-        start = (first - self._boundaries.age(lane, first)).unsqueeze(1)
+        first = drawn.row.unsqueeze(1)
+        num_taken: Any = self._request.num_steps
+        if drawn.ended is not None:
+            num_taken = (drawn.num_ahead + drawn.ended).unsqueeze(1)
+        start = first - self._boundaries.age(drawn.lane, drawn.row).unsqueeze(1)
         back = torch.arange(self._request.num_frames - 1, -1, -1, device=first.device)
+        lane = drawn.lane.unsqueeze(1)
+        places = self._ring.place(lane, (first - back).maximum(start))
+        next_places = self._ring.place(lane, (first + num_taken - back).maximum(start))
         for name in self._next_names:
-            found[name] = self._frames(name, lane, (first.unsqueeze(1) - back).maximum(start))
-            before = (first.unsqueeze(1) + num_taken - back[:-1]).maximum(start)
-            following[name] = torch.cat([self._frames(name, lane, before), following[name].unsqueeze(1)], 1)
+            found[name] = self._frames(name, places)
+            stack = self._frames(name, next_places)
+            # The row that follows may be a final observation, or not be written yet.
+            stack[:, -1] = following[name]
+            following[name] = stack
 
-    def _frames(self, name: str, lane: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Copy a field of `[n, any]` rows of `[n]` lanes: `[n, any, *event]`."""
-        places = self._ring.place(lane.unsqueeze(1), ids).flatten()
-        rows = self._ring.column(name).index_select(0, places)
-        return rows.view(*ids.shape, *rows.shape[1:])
+    def _frames(self, name: str, places: torch.Tensor) -> torch.Tensor:
+        """Copy a field of rows at `[n, any]` places: `[n, any, *event]`."""
+        rows = self._ring.column(name).index_select(0, places.flatten())
+        return rows.view(*places.shape, *rows.shape[1:])
 
 
 def _rows_of(fields: Mapping[str, torch.Tensor]) -> Callable[[str, torch.Tensor | None], torch.Tensor]:
