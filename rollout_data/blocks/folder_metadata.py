@@ -19,7 +19,7 @@ import numpy as np
 
 from storage.core.durable import read_text, sync_path
 from storage.core.fields import Schema
-from storage.errors import RolloutDataError, SchemaError
+from storage.errors import RolloutDataError, SchemaError, UsageError
 
 from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
 from .write_block import TEMPORARY_PREFIX
@@ -110,6 +110,7 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
 
     Raises:
         SchemaError: The folder holds data of another schema; the text names the difference.
+        UsageError: The metadata are too large.
         OSError: The folder cannot be written.
     """
     path = folder / METADATA_NAME
@@ -150,8 +151,15 @@ def mark_noted_ends(folder: Path) -> None:
 
 
 def _write(path: Path, metadata: Metadata, durable: bool) -> None:
+    num_bytes = 0
     with open(path, "x", encoding="utf-8") as file:
-        json.dump(metadata.to_json(), file, indent=2, default=_plain)
+        for part in json.JSONEncoder(indent=2, default=_plain).iterencode(metadata.to_json()):
+            num_bytes += file.write(part)  # as JSON is ASCII
+            if num_bytes > MAX_METADATA_BYTES:
+                expected = f"metadata of at most {MAX_METADATA_BYTES} bytes as JSON"
+                raise UsageError(
+                    "record", f"into {str(path.parent)!r}", expected, "more", "Keep large values elsewhere"
+                )
         file.flush()
         if durable:
             os.fsync(file.fileno())

@@ -6,7 +6,6 @@ conversion leaves whole episodes, and blocks that are removed when it is resumed
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -143,7 +142,7 @@ class OwnWriter(ForeignWriter):
 
     def _opened(self) -> RolloutWriter:
         if self._writer is None:
-            context = {name: plain(value) for name, value in self.metadata.items()}
+            context = self.fitting_metadata()
             if self._has_noted_ends:
                 context[ENDS] = UNKNOWN
             if "fps" in context:
@@ -257,7 +256,7 @@ class OwnWriter(ForeignWriter):
         """Give what is noted of an episode; what is too large is left out."""
         known: dict[str, Any] = {"task": episode.task or None, "success": episode.success}
         said = {
-            f"recorded_{name}" if known.get(name, value) is not value else name: plain(value)
+            f"recorded_{name}" if name in known and not _are_equal(value, known[name]) else name: plain(value)
             for name, value in episode.metadata.items()
         }
         said |= {name: value for name, value in known.items() if value is not None}
@@ -270,12 +269,7 @@ class OwnWriter(ForeignWriter):
         joined = [name for name in earlier if any(str(one) in schema for one in PurePosixPath(name).parents)]
         if filled or joined:
             said[ABSENT] = [*filled, *joined]
-        for name in sorted(said, key=lambda name: -len(json.dumps(said[name]))):
-            if len(json.dumps(said)) <= MAX_NOTE_BYTES:
-                break
-            self.changed(f"metadata {name!r} is left out: it is too large", episode)
-            del said[name]
-        return said
+        return self.fitting(said, MAX_NOTE_BYTES, episode)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -320,6 +314,10 @@ def _noted_end(episode: EpisodeToWrite) -> str:
     if None in (episode.terminated, episode.truncated) and episode.metadata.get(ENDS) != OPEN_END:
         return UNKNOWN
     return OPEN_END if episode.final and not (episode.terminated or episode.truncated) else ""
+
+
+def _are_equal(value: Any, own: Any) -> bool:
+    return type(plain(value)) is type(own) and bool(plain(value) == own)
 
 
 def _needs_end(episode: EpisodeToWrite, final: Any) -> bool:

@@ -7,6 +7,7 @@ the report, once for each kind of it. A format is one file here and one line in 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import shutil
@@ -38,6 +39,7 @@ from ..writing.conversion_record import (
     placed_line,
     shortened,
 )
+from ..writing.json_values import json_bytes
 from ..writing.json_values import plain as plain
 from ..writing.target_files import changed_file, check_file, file_sum
 from .encoded_images import axes_of
@@ -86,6 +88,8 @@ _OF_ALL = frozenset((
     "total_timesteps", "total_trajectories", "total_videos", "size", "splits", "tasks", "trajectory_counter",
 ))  # fmt: skip
 _MAX_NOTE_BYTES = 1 << 30
+#: Of a metadata.json that is read up to twice of it: fields take the rest.
+_MAX_METADATA_BYTES = 1 << 23
 
 
 class ForeignWriter(ABC):
@@ -374,6 +378,27 @@ class ForeignWriter(ABC):
         """Note in the report, once, that something of an episode was changed or left out, if that holds."""
         if holds and episode.id not in (noted := self._noted.setdefault(what, []))[-1:]:
             noted.append(episode.id)
+
+    def fitting_metadata(self) -> dict[str, Any]:
+        """Return the metadata of the recording for metadata.json; the largest are left out of too many."""
+        found = {name: plain(value) for name, value in self.metadata.items()}
+        sizes = {name: json_bytes({name: value}, _MAX_METADATA_BYTES, indent=2) for name, value in found.items()}
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            if sum(sizes.values()) <= _MAX_METADATA_BYTES:
+                break
+            for episode in self.episodes:
+                self.changed(f"metadata {name!r} of the recording are left out: they are too large", episode)
+            del found[name], sizes[name]
+        return found
+
+    def fitting(self, said: Mapping[str, Any], most_bytes: int, episode: EpisodeToWrite) -> dict[str, Any]:
+        """Return metadata of an episode that take at most so many bytes as JSON; the largest are left out of more."""
+        sizes = {name: json_bytes(value, most_bytes) + len(json.dumps(name)) + 4 for name, value in said.items()}
+        while sum(sizes.values()) > most_bytes:
+            name = max(reversed(sizes), key=sizes.__getitem__)  # of equal ones the first stays
+            self.changed(f"metadata {name!r} is left out: it is too large", episode)
+            del sizes[name]
+        return {name: value for name, value in said.items() if name in sizes}
 
     def reshaped(self, name: str, shape: tuple[int, ...], episode: EpisodeToWrite) -> None:
         """Note in the report if a step of a field is read with another shape: a number as a vector of one, or back."""

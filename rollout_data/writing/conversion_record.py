@@ -29,6 +29,8 @@ NOTE_NAME, NOTE_DATASET = "rollout_conversion.jsonl", "rollout_conversion"
 _KEY = "rollout_conversion"
 #: Values of metadata that are longer as JSON are noted as their checksum.
 _MAX_VALUE_BYTES = 200
+#: Longer tasks are noted as their checksum.
+_MAX_TASK = 1 << 16
 #: Bytes read at a time of a field that the writer of the target did not read itself.
 _PART_BYTES = 8 << 20
 #: Nested lists and objects in the first line. Values are noted up to 200 bytes, so a deeper line is not ours.
@@ -457,7 +459,7 @@ def described(episode: Any) -> dict[str, Any]:
         "terminated": episode.terminated,
         "truncated": episode.truncated,
         "success": episode.success,
-        "task": episode.task,
+        "task": episode.task if len(episode.task) <= _MAX_TASK else _shortened(episode.task),
         "metadata": shortened(episode.metadata),
     }
 
@@ -469,10 +471,15 @@ def _forms(schema: Schema) -> Mapping[str, str]:
 
 def shortened(metadata: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
     """Return metadata as JSON has them; long values as their checksum."""
-    found = {}
-    for name, value in metadata.items():
-        told = plain(value)
-        text = json.dumps(told)
-        if name not in without:
-            found[str(name)] = told if len(text) <= _MAX_VALUE_BYTES else f"crc32 {crc32(text.encode()):08x}"
-    return found
+    return {str(name): _shortened(plain(value)) for name, value in metadata.items() if name not in without}
+
+
+def _shortened(value: Any) -> Any:
+    if not isinstance(value, (dict, list)):
+        text = json.dumps(value)
+        return value if len(text) <= _MAX_VALUE_BYTES else f"crc32 {crc32(text.encode()):08x}"
+    num_bytes = checksum = 0
+    for part in json.JSONEncoder().iterencode(value):  # a text may be in many places of a value that is one in memory
+        num_bytes += len(part)
+        checksum = crc32(part.encode(), checksum)
+    return value if num_bytes <= _MAX_VALUE_BYTES else f"crc32 {checksum:08x}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -22,3 +23,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def json_bytes(value: Any, most: int, indent: int | None = None) -> int:
+    """Return the bytes of a value as JSON; counting ends beyond `most`, and nothing is kept."""
+    if isinstance(value, (str, int, float)):
+        return len(json.dumps(value))
+    num_bytes = 0
+    for part in json.JSONEncoder(indent=indent).iterencode(value):
+        num_bytes += len(part)
+        if num_bytes > most:
+            break
+    return num_bytes

@@ -13,6 +13,7 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter
+from storage.errors import UsageError
 from tests.recordings.conversions import Kills, in_child
 
 
@@ -203,3 +204,52 @@ def test_unknown_and_open_ends_are_the_same_behind_a_network(tmp_path):
         assert rollout_data.open(url).table["ends"].tolist() == ends
         assert rollout_data.open(tmp_path / name).table["ends"].tolist() == ends
         assert ends_of(url) == ends_of(tmp_path / name)
+
+
+def record_with_notes(folder: Path, metadata: dict[str, Any], task: str) -> Path:
+    """Record an episode of three steps."""
+    with RolloutWriter(folder, 1, metadata=metadata, durable=False) as writer:
+        for frame in range(3):
+            row = np.full((1, 2), frame, np.float32)
+            note = {"episode": [{"task": task, "success": True}]} if frame == 2 else {}
+            writer.add(observation=row, action=row, reward=row[:, 0], terminated=[frame == 2], **note)
+    return folder
+
+
+def test_a_task_that_is_noted_twice_is_noted_once_in_the_copy(tmp_path):
+    source = record_with_notes(tmp_path / "ours", {}, "open the door")
+    convert(source, tmp_path / "set.hdf5", "robomimic")
+    convert(tmp_path / "set.hdf5", tmp_path / "copy", "rollout-data")
+    episode = rollout_data.open(tmp_path / "copy")[0]
+    assert (episode.task, episode.success) == ("open the door", True)
+    assert [name for name in episode.metadata if name.startswith("recorded_")] == []
+
+
+def test_a_large_task_leaves_a_robomimic_file_that_opens(tmp_path):
+    source = rollout_data.open(record_with_notes(tmp_path / "ours", {}, "open " * 200_000))
+    changes = convert(source, tmp_path / "set.hdf5", "robomimic")
+    assert [change for change in changes if change.endswith("is left out: it is too large")]
+    copy = rollout_data.open(tmp_path / "set.hdf5")
+    assert (copy.problems, copy[0].length, copy[0].task) == ([], 3, source[0].task)
+
+
+@pytest.mark.parametrize("name", ["rollout-data", "trajectory-folders"])
+def test_metadata_that_no_reader_takes_are_left_out_of_a_copy(tmp_path, name):
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    source = record_with_notes(tmp_path / "ours", {"frame_rate_hz": 20}, "open")
+    convert(source, tmp_path / "set", "lerobot")
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 40, pa.int32()), pa.array(["x" * (1 << 20)]))
+    pq.write_table(pa.table({"task_index": range(40), "task": texts}), tmp_path / "set" / "meta" / "tasks.parquet")
+    assert len(rollout_data.open(tmp_path / "set").metadata["tasks"]) == 40
+    changes = convert(tmp_path / "set", tmp_path / "copy", name)
+    assert changes["metadata 'tasks' of the recording are left out: they are too large"] == ["0"]
+    copy = rollout_data.open(tmp_path / "copy")
+    assert (copy.problems, copy.metadata["fps"]) == ([], 20)
+    assert sum(path.stat().st_size for path in (tmp_path / "copy").iterdir()) < 1 << 20
+
+
+def test_metadata_that_no_reader_takes_are_refused_by_a_writer(tmp_path):
+    with pytest.raises(UsageError, match=r"metadata of at most 16777216 bytes"):
+        record_with_notes(tmp_path / "ours", {"notes": "x" * (17 << 20)}, "open")
+    assert list((tmp_path / "ours").glob("*.h5")) == []

@@ -20,8 +20,8 @@ import numpy as np
 
 from storage.core.durable import sync_path
 from storage.core.fields import Field
-from storage.errors import CorruptFileError
-from storage.saving.hdf5 import SparseFile, begin_file, member, open_hdf5, reserve, write_at
+from storage.errors import CorruptFileError, UsageError
+from storage.saving.hdf5 import MAX_HEAP_BYTES, SparseFile, begin_file, member, open_hdf5, reserve, write_at
 
 from ...writing.conversion_record import NOTE_DATASET, ConversionNote, files_line
 from ...writing.target_files import ALWAYS_READ_BYTES, FileSum, changed_file, check_file, checksum_of, gaps
@@ -103,6 +103,7 @@ class EpisodeFile:
             for name, content in contents.items():
                 file.create_dataset(name, data=content)
             for group, told in attributes.items():
+                _check_attributes(path, told)
                 file.require_group(group).attrs.update(told)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Minari's file has its name before the description of the dataset is there.
@@ -207,6 +208,15 @@ class EpisodeFile:
 
 def _without_rows(note: ConversionNote) -> ConversionNote:
     return replace(note, rows={}, source="")
+
+
+def _check_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
+    """Raise `UsageError` if an attribute is a text that would not be read again."""
+    for name, value in attributes.items():
+        num_bytes = len(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else 0
+        if num_bytes > MAX_HEAP_BYTES:
+            where, expected = f"{name!r} of {str(path)!r}", f"a text of at most {MAX_HEAP_BYTES} bytes"
+            raise UsageError("write", where, expected, f"{num_bytes} bytes", "Remove what is large from it")
 
 
 def _make_group(file: h5py.File, name: str) -> None:

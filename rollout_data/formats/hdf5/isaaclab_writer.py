@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from storage.saving.hdf5 import MAX_HEAP_BYTES
+
 from ...sources.episode_reader import ABSENT
 from ..episode_writer import Array, EpisodeToWrite
 from . import robomimic_writer
@@ -50,7 +52,8 @@ class Writer(robomimic_writer.Writer):
         absent = self._fields.absent(episode)
         told = {"task": episode.task or None, "success": episode.success}
         told[ABSENT] = json.dumps(absent) if absent else None
-        return {**plain, **{name: value for name, value in told.items() if value is not None}}
+        given = {**plain, **{name: value for name, value in told.items() if value is not None}}
+        return self.fitting(given, MAX_HEAP_BYTES, episode)
 
     @property
     def writes_dones(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from storage.core.fields import Field
 from storage.errors import UsageError
+from storage.saving.hdf5 import MAX_HEAP_BYTES
 
 from ...sources.episode_reader import ABSENT
 from ...writing.conversion_record import ConversionNote
@@ -261,7 +262,7 @@ class Writer(Hdf5Writer):
         lacking = [field.name for field in observations if field.name not in episode.final]
         if lacking:
             told[REPEATED] = [self.place(name).removeprefix("obs/") for name in lacking]
-        return {"ep_meta": json.dumps(told)}
+        return {"ep_meta": json.dumps(self.fitting(told, MAX_HEAP_BYTES, episode))}
 
     def _action_parts(self, episode: EpisodeToWrite) -> list[Field]:
         """Return the parts of the action, which are joined as `actions`."""

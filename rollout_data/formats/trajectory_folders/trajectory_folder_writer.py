@@ -28,7 +28,6 @@ from ..episode_writer import (
     ForeignWriter,
     SharedFields,
     has_unknown_end,
-    plain,
     shared_fields,
 )
 from .trajectory_chunks import DONES, TIMEOUTS
@@ -188,9 +187,10 @@ class Writer(ForeignWriter):
             for name, field in first.items()
             if name.startswith("observation/")
         }
+        metadata = self.fitting_metadata()
         about = {
-            **plain({name: value for name, value in self.metadata.items() if name not in DERIVED}),
-            "config": self.metadata.get("config"),
+            **{name: value for name, value in metadata.items() if name not in DERIVED},
+            "config": metadata.get("config"),
             "env": _named("env", self.options, self.metadata),
             "policy": _named("policy", self.options, self.metadata),
             "rollout_storage_length": max((one.length for one in episodes), default=0),
