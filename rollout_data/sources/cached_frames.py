@@ -215,7 +215,10 @@ class FileFrames(FrameStore):
             raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
 
     def _lost(self, block: int, cause: DataFileError) -> LostBlockError:
-        return self.index.lost_block(block, _in_words(cause), is_gone=False)
+        lost = self.index.lost_block(block, _in_words(cause), is_gone=False)
+        if cause.advice:
+            lost.advice = f"{cause.advice}. {lost.advice}"
+        return lost
 
     def _file_of(self, block: Block, place: Place, row: int) -> Path:
         return block.path if self._told_file_of is None else self._told_file_of(block, place, row)
