@@ -92,7 +92,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         if arguments.whole(action, "num_envs", num_envs, 1) != 1:
             raise UsageError(action, "", "n_dim=2 for several environments", f"num_envs={num_envs!r}")
         check_length(seq_length, action)
-        if arguments.is_whole(capacity) and seq_length > capacity:
+        if seq_length > arguments.whole(action, "capacity", capacity, 1):
             raise UsageError(action, "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
         self.n_dim = n_dim
         self._has_lane_axis = n_dim == 2

@@ -334,6 +334,8 @@ def test_a_leaf_without_elements_is_kept(num_envs: int) -> None:
 def test_windows_longer_than_the_ring_and_impossible_orders_are_refused() -> None:
     with pytest.raises(UsageError, match="a seq_length of at most capacity, 5, got 8"):
         TrajectoryDictBufferMultiDim(capacity=5, seq_length=8)
+    with pytest.raises(UsageError, match="create a TrajectoryDictBufferMultiDim: expected capacity >= 1, got 0"):
+        TrajectoryDictBufferMultiDim(0)
     buffer = TrajectoryDictBufferMultiDim(capacity=5, seq_length=2)
     for options in ({"order": "nonsense"}, {"copy": False}):
         with pytest.raises(UsageError, match="order 'ring' or 'time', and copy=True"):
