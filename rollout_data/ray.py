@@ -1,7 +1,7 @@
 """`read_rollouts` and `write_rollouts`: a data folder as a source and a sink of Ray Data, for preprocessing.
 
-One rule: a trajectory is read, and has to be written, as a whole. What is written becomes part of the folder when all
-of it is there, and once, also where tasks fail and run again. To feed a learner use `RolloutDataset`.
+A trajectory is read as a whole, and has to be written as a whole. Written trajectories become part of the folder once
+all of them are complete, also where tasks fail and run again. To feed a learner use `RolloutDataset`.
 """
 
 from __future__ import annotations
@@ -26,56 +26,77 @@ from .remote.locations import DataDirs
 from .windows.window_dataset import WindowDataset
 from .writing.rollout_writer import RolloutWriter
 
-#: Columns besides the recorded fields: which trajectory, which of its frames, how many it has.
-_TRAJECTORY, _FRAME, _LENGTH = _PLACE = ("trajectory", "frame", "length")
-_NEXT, _MASK = "next_", "next_mask"
+# Columns besides the recorded fields.
+_TRAJECTORY = "trajectory"  # number of the trajectory
+_FRAME = "frame"  # number of the frame in its trajectory
+_LENGTH = "length"  # frames of the trajectory
+_ADDED_COLUMNS = (_TRAJECTORY, _FRAME, _LENGTH)
+_NEXT_PREFIX = "next_"
+_NEXT_MASK = "next_mask"
 
 
 def read_rollouts(data_dir: DataDirs, *, rows_per_task: int = 8192, **options: Any) -> Any:
-    """Read recorded trajectories as a `ray.data.Dataset`, a row for each frame.
+    """Read recorded trajectories as a `ray.data.Dataset` with one row per frame.
 
     Args:
         data_dir: A folder or a list of folders, on a file system that all machines see.
-        rows_per_task: Frames that one task reads: whole trajectories, as many as fit, at least one. Ray cuts what is
-            larger than its `target_max_block_size` (128 MiB).
-        options: Of `WindowDataset`: `fields`, `split`, `validation_fraction`, `seed`; `next_observations=False` halves
-            what is read, without true final observations. `on_error="skip"` leaves out whole trajectories, those with
-            damaged frames.
+        rows_per_task: Frames that one task reads: as many whole trajectories as fit, at least one. Ray splits blocks
+            that are larger than its `target_max_block_size` (128 MiB).
+        options: Of `WindowDataset`: `fields`, `split`, `validation_fraction`, `seed`. `next_observations=False` reads
+            half of the bytes, without true final observations. `on_error="skip"` leaves out each trajectory that has
+            a damaged frame.
 
-    Columns are named as fields, levels joined by "/", and have their dtypes (bfloat16 as float32, which is exact). More
-    columns: `done`, `timeout`, `next_mask`; `trajectory`, `frame` and `length`, int64, which `write_rollouts` needs.
+    Returns:
+        Columns with the names of the fields, levels joined by "/", and their dtypes; bfloat16 becomes float32, which is
+        exact. Further columns are `done`, `timeout` and `next_mask`, and `trajectory`, `frame` and `length` (int64),
+        which `write_rollouts` needs.
     """
     import ray.data
 
     rows_per_task = arguments.whole("read rollouts", "rows_per_task", rows_per_task, 1)
     windows = WindowDataset(data_dir, **{"next_observations": True, **options})
-    starts, tasks, first = np.concatenate(([0], np.cumsum(windows.lengths))), [], 0
-    while first < len(windows.lengths):
-        stop = max(first + 1, int(np.searchsorted(starts, starts[first] + rows_per_task, "right")) - 1)
+    starts = np.concatenate(([0], np.cumsum(windows.lengths)))
+    num_trajectories = len(windows.lengths)
+    tasks = []
+    first = 0
+    while first < num_trajectories:
+        num_fitting = int(np.searchsorted(starts, starts[first] + rows_per_task, "right")) - 1
+        stop = max(first + 1, num_fitting)
         tasks.append({_TRAJECTORY: first, _FRAME: starts[first : stop + 1]})
         first = stop
-    asked = ray.data.from_items(tasks, override_num_blocks=max(1, len(tasks)))
-    return asked.map_batches(partial(_read, windows), batch_size=1)
+    dataset = ray.data.from_items(tasks, override_num_blocks=max(1, len(tasks)))
+    return dataset.map_batches(partial(_read_trajectories, windows), batch_size=1)
 
 
-def _read(windows: WindowDataset, asked: dict[str, Any]) -> dict[str, Any]:
-    """Read trajectories from a number on, which begin at these frames, less the last."""
-    (first,), (starts,) = asked[_TRAJECTORY], asked[_FRAME]
-    starts = np.asarray(starts, np.int64)
-    frames, lengths = np.arange(starts[0], starts[-1]), np.diff(starts)
+def _read_trajectories(windows: WindowDataset, task: dict[str, Any]) -> dict[str, Any]:
+    """Read the trajectories of one task.
+
+    Args:
+        windows: The data.
+        task: A batch of one row: number of the first trajectory, and first frame of each one and of the next task.
+    """
+    first = task[_TRAJECTORY][0]
+    bounds = np.asarray(task[_FRAME][0], np.int64)
+    starts = bounds[:-1]
+    lengths = np.diff(bounds)
     numbers = np.arange(first, first + len(lengths))
-    flat = flatten(dict(windows.__getitems__(frames)))
-    if len(flat["mask"]) < len(frames):  # damaged frames were skipped: their trajectories are left out as a whole
+    frames = np.arange(bounds[0], bounds[-1])
+    fields = flatten(dict(windows.__getitems__(frames)))
+    if len(fields["mask"]) < len(frames):
+        # Damaged frames were skipped. Leave their trajectories out as a whole.
         place = np.repeat(np.arange(len(lengths)), lengths)
-        is_whole = np.bincount(place[np.isin(frames, windows.readable(frames))], minlength=len(lengths)) == lengths
-        frames, numbers = frames[is_whole[place]], numbers[is_whole]
-        starts, lengths = starts[:-1][is_whole], lengths[is_whole]
-        flat = flatten(dict(windows.__getitems__(frames)))
-    else:
-        starts = starts[:-1]
-    if clash := [name for name in _PLACE if name in flat]:
-        raise UsageError("read rollouts", f"with the field {clash[0]!r}", "other names than " + ", ".join(_PLACE))
-    columns = {name: on_host(leaf[:, 0]) for name, leaf in flat.items() if name != "mask"}
+        is_readable = np.isin(frames, windows.readable(frames))
+        is_whole = np.bincount(place[is_readable], minlength=len(lengths)) == lengths
+        frames = frames[is_whole[place]]
+        numbers = numbers[is_whole]
+        starts = starts[is_whole]
+        lengths = lengths[is_whole]
+        fields = flatten(dict(windows.__getitems__(frames)))
+    for name in _ADDED_COLUMNS:
+        if name in fields:
+            expected = "other names than " + ", ".join(_ADDED_COLUMNS)
+            raise UsageError("read rollouts", f"with the field {name!r}", expected)
+    columns = {name: on_host(leaf[:, 0]) for name, leaf in fields.items() if name != "mask"}
     columns[_TRAJECTORY] = np.repeat(numbers, lengths)
     columns[_FRAME] = frames - np.repeat(starts, lengths)
     columns[_LENGTH] = np.repeat(lengths, lengths)
@@ -83,15 +104,15 @@ def _read(windows: WindowDataset, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: Any) -> None:
-    """Write rows as `read_rollouts` gives them into a data folder; trajectories get new numbers, in any order.
+    """Write the rows of `read_rollouts` into a data folder; trajectories get new numbers, in any order.
 
     Args:
-        dataset: A `ray.data.Dataset` with `done`, `timeout`, `trajectory`, `frame` and `length` as they were. Whole
-            trajectories may be missing.
+        dataset: A `ray.data.Dataset` with the columns `done`, `timeout`, `trajectory`, `frame` and `length` unchanged.
+            Whole trajectories may be missing.
         data_dir: A folder, new or not, on a file system that all machines see.
         options: Of `RolloutWriter`: `obs_disassemble_mapping`, `metadata`, ...
 
-    Policy versions are not kept, and a trajectory that was cut becomes a truncated one.
+    Policy versions are not kept. A trajectory whose recording was cut becomes a truncated one.
 
     Raises:
         UsageError: Not all frames of a trajectory came to one task; nothing was written.
@@ -104,19 +125,21 @@ def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: An
 
     class RolloutSink(Datasink):
         def write(self, blocks: Iterable[Any], ctx: Any) -> str:
-            full = (block for block in map(BlockAccessor.for_block, blocks) if block.num_rows())
-            parts = [block.to_batch_format("numpy") for block in full]
-            place = staging / secrets.token_hex(8)
+            accessors = [BlockAccessor.for_block(block) for block in blocks]
+            parts = [accessor.to_batch_format("numpy") for accessor in accessors if accessor.num_rows()]
+            task_folder = staging / secrets.token_hex(8)
             if parts:
-                with RolloutWriter(place, 1, **options) as writer:
-                    _write(writer, {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
-            return str(place)
+                columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                with RolloutWriter(task_folder, 1, **options) as writer:
+                    _write_trajectories(writer, columns)
+            return str(task_folder)
 
         def on_write_complete(self, write_result: Any) -> None:
-            for place in map(Path, write_result.write_returns):
-                if (metadata := load_metadata(place)) is not None:
+            for task_folder in map(Path, write_result.write_returns):
+                metadata = load_metadata(task_folder)
+                if metadata is not None:
                     publish_metadata(folder, metadata, staging.name)
-                for path in sorted(place.glob("rollout_*.h5")):
+                for path in sorted(task_folder.glob("rollout_*.h5")):
                     path.rename(folder / path.name)
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -126,19 +149,44 @@ def write_rollouts(dataset: Any, data_dir: str | os.PathLike[str], **options: An
     dataset.write_datasink(RolloutSink())
 
 
-def _write(writer: RolloutWriter, columns: dict[str, np.ndarray]) -> None:
+def _write_trajectories(writer: RolloutWriter, columns: dict[str, np.ndarray]) -> None:
+    """Write the trajectories of one task.
+
+    Raises:
+        UsageError: A trajectory lacks frames.
+    """
     order = np.lexsort((columns[_FRAME], columns[_TRAJECTORY]))
-    for rows in np.split(order, np.flatnonzero(np.diff(columns[_TRAJECTORY][order])) + 1):
-        one = {name: column[rows] for name, column in columns.items()}
-        length = int(one[_LENGTH][0])
-        if not np.array_equal(one[_FRAME], np.arange(length)):
-            where, advice = f"trajectory {one[_TRAJECTORY][0]}", "Call dataset.sort('trajectory') first"
+    cuts = np.flatnonzero(np.diff(columns[_TRAJECTORY][order])) + 1
+    for rows in np.split(order, cuts):
+        trajectory = {name: column[rows] for name, column in columns.items()}
+        length = int(trajectory[_LENGTH][0])
+        if not np.array_equal(trajectory[_FRAME], np.arange(length)):
+            where = f"trajectory {trajectory[_TRAJECTORY][0]}"
+            advice = "Call dataset.sort('trajectory') first"
             raise UsageError("write", where, f"frames 0:{length} in one task", f"{len(rows)} of them", advice)
-        done, timeout = (one.pop(name)[:, None].astype(bool) for name in ("done", "timeout"))
-        given = {name: x[:, None] for name, x in one.items() if name not in _PLACE and not name.startswith(_NEXT)}
-        for part in ("observation", "privileged_observation"):
-            masks = [x[-1] for name, x in one.items() if f"{name}/".startswith(f"{_MASK}/{part}/")]
-            if masks and all(masks):
-                below = {name: x[-1:] for name, x in one.items() if f"{name}/".startswith(f"{_NEXT}{part}/")}
-                given |= {f"final_{name.removeprefix(_NEXT)}": x for name, x in below.items()}
-        writer.add_rollout(unflatten(given), terminated=done & ~timeout, truncated=timeout)
+        done = trajectory.pop("done")[:, None].astype(bool)
+        timeout = trajectory.pop("timeout")[:, None].astype(bool)
+        record = {
+            name: values[:, None]
+            for name, values in trajectory.items()
+            if name not in _ADDED_COLUMNS and not name.startswith(_NEXT_PREFIX)
+        }
+        record |= _final_observations(trajectory)
+        writer.add_rollout(unflatten(record), terminated=done & ~timeout, truncated=timeout)
+
+
+def _final_observations(trajectory: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the observations after the last frame, where all of a kind are known: final name -> `[1, *shape]`."""
+    finals: dict[str, np.ndarray] = {}
+    for kind in ("observation", "privileged_observation"):
+        masks = [values[-1] for name, values in trajectory.items() if _is_below(name, f"{_NEXT_MASK}/{kind}")]
+        if not masks or not all(masks):
+            continue
+        for name, values in trajectory.items():
+            if _is_below(name, f"{_NEXT_PREFIX}{kind}"):
+                finals[f"final_{name.removeprefix(_NEXT_PREFIX)}"] = values[-1:]
+    return finals
+
+
+def _is_below(name: str, parent: str) -> bool:
+    return name == parent or name.startswith(f"{parent}/")
