@@ -215,9 +215,6 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
                 (folder / _DONE_NAME).touch()
         os.utime(folder)
     except OSError as cause:
-        if isinstance(cause, FileNotFoundError) and cause.filename is None:
-            expected, got = "files that stay while they are copied", str(cause)
-            raise DataFileError("open", repr(str(files.path)), expected, got, "Open it again") from cause
         expected, advice = f"room for {total} bytes in {str(cache)!r}", "XDG_CACHE_HOME may name another folder"
         raise DataFileError("copy", repr(str(files.path)), expected, str(cause), advice) from cause
     return folder
@@ -229,8 +226,12 @@ def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None
     changed = [name for name, about in listing.items() if now.get(name) != about]
     if changed:
         shutil.rmtree(folder)
-        expected, got = "files that stay while they are copied", f"another {sorted(changed)[0]!r}"
-        raise DataFileError("open", repr(str(files.path)), expected, got, "Open it again")
+        raise _changed(files, f"another {sorted(changed)[0]!r}")
+
+
+def _changed(files: RemoteFiles, got: str) -> DataFileError:
+    """Build the error for a file that was replaced or removed while it was copied."""
+    return DataFileError("open", repr(str(files.path)), "files that stay while they are copied", got, "Open it again")
 
 
 def _is_hidden(name: str) -> bool:
@@ -287,5 +288,9 @@ def _copy(files: RemoteFiles, name: str, size: int, folder: Path, is_file: bool)
     part = target.with_name(f".{target.name}.part")
     with open(part, "wb") as file:
         for start in range(0, size, step):
-            file.write(files.read(source, start, min(start + step, size)).data)
+            try:
+                data = files.read(source, start, min(start + step, size)).data
+            except OSError as cause:  # of the store, not of the folder of the copy
+                raise _changed(files, str(cause)) from cause
+            file.write(data)
     os.replace(part, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -235,6 +236,22 @@ def test_a_file_that_is_replaced_while_it_is_copied_is_an_error_and_is_copied_wh
         rollout_data.open("stamped://set.hdf5", remote=remote)
     system.fails = staticmethod(lambda *request: None)
     check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5", remote=remote))
+
+
+@pytest.mark.parametrize("names", [(), ("set.hdf5",)])
+def test_a_file_that_is_removed_while_it_is_copied_is_no_error_of_the_folder_of_the_copy(own, tmp_path, names):
+    path, _ = replaced_in_place(own, tmp_path)
+    system = Stamped.started(path.parent)
+
+    def act(name, start, stop):
+        if stop:
+            raise FileNotFoundError(errno.ENOENT, "no such object", *names)
+
+    system.fails = staticmethod(act)
+    with pytest.raises(
+        DataFileError, match=r"cannot open 'stamped://set\.hdf5': expected files that stay.*no such object"
+    ):
+        rollout_data.open("stamped://set.hdf5")
 
 
 @pytest.mark.parametrize("form", ["rollout-data", "lerobot"])
