@@ -241,6 +241,22 @@ def constant_folder(path: Path, action: float) -> Path:
     return path
 
 
+def test_repair_takes_no_part_of_a_block_that_was_written_later(tmp_path: Path) -> None:
+    path = constant_folder(tmp_path / "walk", 1.0)
+    recording = rollout_data.open(path)
+    with rollout_data.RolloutWriter(path, 1, durable=False, writer_name="later") as writer:
+        for step in range(10):
+            row = np.full((1, 2), 2.0 + step, np.float32)
+            writer.add(observation=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 9)]))
+    (block,) = path.glob("rollout_later_*.h5")
+    last = np.full(2, 11.0, np.float32).tobytes()
+    block.write_bytes(block.read_bytes().replace(last, np.full(2, 12.0, np.float32).tobytes()))
+    rollout_data.repair(recording, tmp_path / "kept")
+    assert rollout_data.open(tmp_path / "kept").ids == recording.ids == ["a:0", "a:1"]
+    rollout_data.repair(path, tmp_path / "all")
+    assert rollout_data.open(tmp_path / "all").ids == ["a:0", "a:1", "later:0"]
+
+
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize(
     ("to", "options"),

@@ -269,7 +269,7 @@ def _beside(
     folder.keep_only(plan.recording.blocks)
     assert folder.schema is not None
     metadata = Metadata.of_schema(folder.schema, _context(plan.context))
-    damaged = sorted({*folder.problems} - {METADATA_NAME})
+    damaged = _damaged_in(folder, plan.recording)
     if damaged and pieces and not mends_files:  # what is rewritten would have right checksums
         advice = "Mend FIL and STR, too"
         where = repr(str(folder.data_dir))
@@ -292,6 +292,14 @@ def _beside(
     new, edits = BlockFolder.at(made), read_edits(folder)
     finish(new, metadata, _kept(new.index, plan, edits), edits.said)
     return True
+
+
+def _damaged_in(folder: BlockFolder, recording: Recording) -> list[str]:
+    """Return the damaged files of a folder that were there when a recording of it was opened."""
+    opened = {block.path.name for block in recording.blocks}
+    reported = [str(problem) for problem in recording.problems]
+    found = [name for name in folder.problems if name in opened or any(name in text for text in reported)]
+    return sorted({*found} - {METADATA_NAME})
 
 
 def _fill(folder: BlockFolder, made: Path, damaged: Sequence[str], mends_gaps: bool) -> None:
