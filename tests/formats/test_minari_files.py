@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -302,6 +303,21 @@ def test_compressed_tables_are_read_and_bombs_are_refused(tmp_path: Path, codec:
         recording = rollout_data.open(root)
         assert [one.id for one in recording] == ["2", "10"]
         assert "expected a batch of at most 268435456 bytes" in str(recording.problems[0])
+
+
+def test_a_text_that_a_parquet_table_stores_once_is_in_memory_once(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = in_tables(tmp_path / "x", "parquet") / "data" / "10" / "part-0.parquet"
+    table = parquet.read_table(path)
+    numbers = pyarrow.array([0] * len(table), pyarrow.int32())
+    texts = pyarrow.DictionaryArray.from_arrays(numbers, pyarrow.array(["x" * (80 << 20)]))
+    infos = pyarrow.StructArray.from_arrays([texts], ["text"])
+    parquet.write_table(table.set_column(table.column_names.index("infos"), "infos", infos), path)
+    episode = rollout_data.open(tmp_path / "x")[2]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = episode.read("infos/text")
+    assert (len(found), len(found[0])) == (LENGTHS[10], 80 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10, "KiB"
 
 
 def test_real_datasets_of_both_kinds_agree() -> None:
