@@ -40,7 +40,7 @@ import torch
 from rollout_data import RolloutDataset, RolloutWriter
 from storage import AdvancedReplayBuffer, DictBuffer, RolloutStorage
 from storage.core.fields import Field, Schema
-from storage.core.rows import lay_out
+from storage.core.packed_rows import lay_out
 
 from . import peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender

@@ -4,17 +4,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .checkpoints.files import load_checkpoint as load_checkpoint
-    from .checkpoints.files import load_checkpoint_meta as load_checkpoint_meta
-    from .checkpoints.files import load_checkpoint_parallel as load_checkpoint_parallel
-    from .checkpoints.saver import AsyncCheckpointSaver as AsyncCheckpointSaver
-    from .codecs.compressed import CompressedDataCollector as CompressedDataCollector
-    from .codecs.compressed import CompressedTensorDict as CompressedTensorDict
-    from .codecs.images import compress_image as compress_image
-    from .codecs.images import compress_image_seq as compress_image_seq
-    from .codecs.images import decompress_image as decompress_image
-    from .codecs.images import decompress_image_seq as decompress_image_seq
-    from .codecs.images import decompress_many as decompress_many
+    from .checkpoints.checkpoint_files import load_checkpoint as load_checkpoint
+    from .checkpoints.checkpoint_files import load_checkpoint_meta as load_checkpoint_meta
+    from .checkpoints.checkpoint_files import load_checkpoint_parallel as load_checkpoint_parallel
+    from .checkpoints.checkpoint_saver import AsyncCheckpointSaver as AsyncCheckpointSaver
+    from .codecs.compressed_tensor_dict import CompressedDataCollector as CompressedDataCollector
+    from .codecs.compressed_tensor_dict import CompressedTensorDict as CompressedTensorDict
+    from .codecs.image_sequences import compress_image as compress_image
+    from .codecs.image_sequences import compress_image_seq as compress_image_seq
+    from .codecs.image_sequences import decompress_image as decompress_image
+    from .codecs.image_sequences import decompress_image_seq as decompress_image_seq
+    from .codecs.image_sequences import decompress_many as decompress_many
     from .core.fields import Field as Field
     from .core.fields import Schema as Schema
     from .core.memory import BufferPool as BufferPool
@@ -33,16 +33,12 @@ if TYPE_CHECKING:
     from .live.monitors import PerformanceMonitor as PerformanceMonitor
     from .live.monitors import plot_snapshots as plot_snapshots
     from .live.prefetch import PipelinedDataCollector as PipelinedDataCollector
-    from .live.rates import RateLimitedError as RateLimitedError
-    from .live.rates import RateLimiter as RateLimiter
-    from .managed.advanced import AdvancedReplayBuffer as AdvancedReplayBuffer
-    from .managed.buffer import NaiveReplayBuffer as NaiveReplayBuffer
-    from .managed.episodes import EpisodeReplayBuffer as EpisodeReplayBuffer
-    from .managed.manager import BufferManager as BufferManager
-    from .onpolicy.columns import Column as Column
-    from .onpolicy.columns import HiddenStates as HiddenStates
-    from .onpolicy.columns import MiniBatch as MiniBatch
-    from .onpolicy.columns import Transition as Transition
+    from .live.rate_limiter import RateLimitedError as RateLimitedError
+    from .live.rate_limiter import RateLimiter as RateLimiter
+    from .managed.advanced_buffer import AdvancedReplayBuffer as AdvancedReplayBuffer
+    from .managed.buffer_manager import BufferManager as BufferManager
+    from .managed.episode_replay_buffer import EpisodeReplayBuffer as EpisodeReplayBuffer
+    from .managed.managed_buffer import NaiveReplayBuffer as NaiveReplayBuffer
     from .onpolicy.mini_batches import split_and_pad_trajectories as split_and_pad_trajectories
     from .onpolicy.mini_batches import unpad_trajectories as unpad_trajectories
     from .onpolicy.queue_rollout_storage import ActionLabelMiniBatch as ActionLabelMiniBatch
@@ -55,6 +51,12 @@ if TYPE_CHECKING:
     from .onpolicy.rollout_storage import RolloutStorage as RolloutStorage
     from .onpolicy.sarsa_rollout_storage import SarsaMiniBatch as SarsaMiniBatch
     from .onpolicy.sarsa_rollout_storage import SarsaRolloutStorage as SarsaRolloutStorage
+    from .onpolicy.transition_columns import Column as Column
+    from .onpolicy.transition_columns import HiddenStates as HiddenStates
+    from .onpolicy.transition_columns import MiniBatch as MiniBatch
+    from .onpolicy.transition_columns import Transition as Transition
+    from .prioritized.prioritized_windows import PrioritizedWindows as PrioritizedWindows
+    from .prioritized.prioritized_windows import sequence_priorities as sequence_priorities
     from .prioritized.segment_tree import MaxSegmentTree as MaxSegmentTree
     from .prioritized.segment_tree import MinSegmentTree as MinSegmentTree
     from .prioritized.segment_tree import SegmentTree as SegmentTree
@@ -62,59 +64,57 @@ if TYPE_CHECKING:
     from .prioritized.sum_tree import MaxTree as MaxTree
     from .prioritized.sum_tree import MinTree as MinTree
     from .prioritized.sum_tree import SumTree as SumTree
-    from .prioritized.windows import PrioritizedWindows as PrioritizedWindows
-    from .prioritized.windows import sequence_priorities as sequence_priorities
     from .replay.dict_buffer import DictBuffer as DictBuffer
     from .replay.dict_buffer import ZBuffer as ZBuffer
-    from .replay.episode_buffer import PrefixSum as PrefixSum
-    from .replay.episode_buffer import TrajectoryDictBuffer as TrajectoryDictBuffer
     from .replay.replay_buffer import ReplayBuffer as ReplayBuffer
-    from .replay.trajectory_buffer import TrajectoryDictBufferMultiDim as TrajectoryDictBufferMultiDim
-    from .replay.trajectory_buffer import motion_priorities as motion_priorities
-    from .ring.ring import RingStore as RingStore
-    from .ring.transitions import TransitionRequest as TransitionRequest
-    from .saving.store import UnknownBufferError as UnknownBufferError
-    from .saving.store import load_buffer as load_buffer
-    from .saving.store import load_store as load_store
+    from .replay.trajectory_dict_buffer import PrefixSum as PrefixSum
+    from .replay.trajectory_dict_buffer import TrajectoryDictBuffer as TrajectoryDictBuffer
+    from .replay.trajectory_window_buffer import TrajectoryDictBufferMultiDim as TrajectoryDictBufferMultiDim
+    from .replay.trajectory_window_buffer import motion_priorities as motion_priorities
+    from .ring.ring_store import RingStore as RingStore
+    from .ring.transition_sampler import TransitionRequest as TransitionRequest
+    from .saving.saved_store import UnknownBufferError as UnknownBufferError
+    from .saving.saved_store import load_buffer as load_buffer
+    from .saving.saved_store import load_store as load_store
 
 #: Public name -> its module, which is imported when the name is first used.
 _HOMES = {
     "ActionLabelMiniBatch": ".onpolicy.queue_rollout_storage",
     "ActionLabelRollout": ".onpolicy.queue_rollout_storage",
-    "AdvancedReplayBuffer": ".managed.advanced",
-    "AsyncCheckpointSaver": ".checkpoints.saver",
+    "AdvancedReplayBuffer": ".managed.advanced_buffer",
+    "AsyncCheckpointSaver": ".checkpoints.checkpoint_saver",
     "BufferEmptyError": ".errors",
-    "BufferManager": ".managed.manager",
+    "BufferManager": ".managed.buffer_manager",
     "BufferMonitor": ".live.monitors",
     "BufferPool": ".core.memory",
-    "Column": ".onpolicy.columns",
-    "CompressedDataCollector": ".codecs.compressed",
-    "CompressedTensorDict": ".codecs.compressed",
+    "Column": ".onpolicy.transition_columns",
+    "CompressedDataCollector": ".codecs.compressed_tensor_dict",
+    "CompressedTensorDict": ".codecs.compressed_tensor_dict",
     "DataFileError": ".errors",
     "DictBuffer": ".replay.dict_buffer",
-    "EpisodeReplayBuffer": ".managed.episodes",
+    "EpisodeReplayBuffer": ".managed.episode_replay_buffer",
     "Field": ".core.fields",
     "FieldTypeError": ".errors",
-    "HiddenStates": ".onpolicy.columns",
+    "HiddenStates": ".onpolicy.transition_columns",
     "InTickMonitor": ".live.monitors",
     "MaxSegmentTree": ".prioritized.segment_tree",
     "MaxTree": ".prioritized.sum_tree",
     "MinSegmentTree": ".prioritized.segment_tree",
     "MinTree": ".prioritized.sum_tree",
-    "MiniBatch": ".onpolicy.columns",
+    "MiniBatch": ".onpolicy.transition_columns",
     "MissingFieldError": ".errors",
-    "NaiveReplayBuffer": ".managed.buffer",
+    "NaiveReplayBuffer": ".managed.managed_buffer",
     "NaturalMonitor": ".live.monitors",
     "OutTickMonitor": ".live.monitors",
     "PerformanceMonitor": ".live.monitors",
     "PipelinedDataCollector": ".live.prefetch",
-    "PrefixSum": ".replay.episode_buffer",
-    "PrioritizedWindows": ".prioritized.windows",
+    "PrefixSum": ".replay.trajectory_dict_buffer",
+    "PrioritizedWindows": ".prioritized.prioritized_windows",
     "QueueRolloutStorage": ".onpolicy.queue_rollout_storage",
-    "RateLimitedError": ".live.rates",
-    "RateLimiter": ".live.rates",
+    "RateLimitedError": ".live.rate_limiter",
+    "RateLimiter": ".live.rate_limiter",
     "ReplayBuffer": ".replay.replay_buffer",
-    "RingStore": ".ring.ring",
+    "RingStore": ".ring.ring_store",
     "RolloutDataError": ".errors",
     "RolloutOverflowError": ".errors",
     "RolloutStorage": ".onpolicy.rollout_storage",
@@ -125,30 +125,30 @@ _HOMES = {
     "SegmentTree": ".prioritized.segment_tree",
     "SumSegmentTree": ".prioritized.segment_tree",
     "SumTree": ".prioritized.sum_tree",
-    "TrajectoryDictBuffer": ".replay.episode_buffer",
-    "TrajectoryDictBufferMultiDim": ".replay.trajectory_buffer",
-    "Transition": ".onpolicy.columns",
-    "TransitionRequest": ".ring.transitions",
-    "UnknownBufferError": ".saving.store",
+    "TrajectoryDictBuffer": ".replay.trajectory_dict_buffer",
+    "TrajectoryDictBufferMultiDim": ".replay.trajectory_window_buffer",
+    "Transition": ".onpolicy.transition_columns",
+    "TransitionRequest": ".ring.transition_sampler",
+    "UnknownBufferError": ".saving.saved_store",
     "UsageError": ".errors",
     "ZBuffer": ".replay.dict_buffer",
-    "compress_image": ".codecs.images",
-    "compress_image_seq": ".codecs.images",
-    "decompress_image": ".codecs.images",
-    "decompress_image_seq": ".codecs.images",
-    "decompress_many": ".codecs.images",
+    "compress_image": ".codecs.image_sequences",
+    "compress_image_seq": ".codecs.image_sequences",
+    "decompress_image": ".codecs.image_sequences",
+    "decompress_image_seq": ".codecs.image_sequences",
+    "decompress_many": ".codecs.image_sequences",
     "discounted_sums": ".onpolicy.returns",
     "generalized_advantage": ".onpolicy.returns",
-    "load_buffer": ".saving.store",
-    "load_checkpoint": ".checkpoints.files",
-    "load_checkpoint_meta": ".checkpoints.files",
-    "load_checkpoint_parallel": ".checkpoints.files",
-    "load_store": ".saving.store",
-    "motion_priorities": ".replay.trajectory_buffer",
+    "load_buffer": ".saving.saved_store",
+    "load_checkpoint": ".checkpoints.checkpoint_files",
+    "load_checkpoint_meta": ".checkpoints.checkpoint_files",
+    "load_checkpoint_parallel": ".checkpoints.checkpoint_files",
+    "load_store": ".saving.saved_store",
+    "motion_priorities": ".replay.trajectory_window_buffer",
     "n_step_returns": ".onpolicy.returns",
     "plot_snapshots": ".live.monitors",
     "rollout_advantage": ".onpolicy.returns",
-    "sequence_priorities": ".prioritized.windows",
+    "sequence_priorities": ".prioritized.prioritized_windows",
     "split_and_pad_trajectories": ".onpolicy.mini_batches",
     "unpad_trajectories": ".onpolicy.mini_batches",
 }

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from .core.arguments import path, whole
-from .core.samplers import generator_on, uniform
+from .core.random_indices import generator_on, uniform
 from .errors import BufferEmptyError, ClosedError, UsageError
-from .ray_actors.link import Link, LostActorError
-from .ray_actors.packed import join, unpack
-from .ray_actors.shard import GROUPS, UPDATES, Ack, RemoteOptions, Shard, Traits, unit_of
+from .ray_actors.buffer_shard import GROUPS, UPDATES, Ack, RemoteOptions, Shard, Traits, unit_of
+from .ray_actors.packed_results import join, unpack
+from .ray_actors.shard_link import Link, LostActorError
 
 #: Method of a buffer -> what a client does instead.
 _ACTS = {

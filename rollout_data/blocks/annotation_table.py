@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from storage.errors import CorruptFileError
 
 #: The two kinds: JSON objects by number of the trajectory; texts by their `text_id`.

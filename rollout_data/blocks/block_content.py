@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from storage.codecs.codecs import AUTO, choose_codec, chunk_frames, codec_of, most_chunk_frames
-from storage.core.durable import crc32
+from storage.codecs.codec_chains import AUTO, choose_codec, chunk_frames, codec_of, most_chunk_frames
+from storage.core.durable_files import crc32
 from storage.core.fields import Schema
 from storage.core.threads import each_part
 

@@ -18,10 +18,10 @@ import h5py
 import numpy as np
 
 from storage.core.arguments import is_url
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, UnsafeFileError
-from storage.saving.hdf5 import Guarded, attribute, member, open_hdf5
+from storage.saving.hdf5_files import Guarded, attribute, member, open_hdf5
 
 from .annotation_table import BYTES, EPISODES, NOTE_DTYPE, NOTES_CRC, TABLE, TEXTS, NoteTable, tables_crc
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, ChunkTable, Coding, check_parts, read_codings

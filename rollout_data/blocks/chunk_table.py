@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from storage.codecs.codecs import AUTO, ChunkCodec, chunk_codec, codec_of, find_codec, most_chunk_frames
-from storage.core.durable import crc32
+from storage.codecs.codec_chains import AUTO, ChunkCodec, chunk_codec, codec_of, find_codec, most_chunk_frames
+from storage.core.durable_files import crc32
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError
 

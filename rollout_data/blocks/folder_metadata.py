@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable import read_text, sync_path
+from storage.core.durable_files import read_text, sync_path
 from storage.core.fields import Schema
 from storage.errors import RolloutDataError, SchemaError, UsageError
 

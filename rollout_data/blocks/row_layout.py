@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from storage.codecs.codecs import check_codec, codec_of, stored_field
+from storage.codecs.codec_chains import check_codec, codec_of, stored_field
 from storage.core.fields import Field, Schema
 from storage.errors import SchemaError
 

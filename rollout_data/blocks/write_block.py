@@ -22,10 +22,10 @@ import h5py
 import numpy as np
 import torch
 
-from storage.core.durable import crc32, sync_path
+from storage.core.durable_files import crc32, sync_path
 from storage.core.threads import each
 from storage.errors import UsageError
-from storage.saving.hdf5 import SparseFile, begin_file, kind_of, reserve, write_at
+from storage.saving.hdf5_files import SparseFile, begin_file, kind_of, reserve, write_at
 
 from .annotation_table import NOTES_CRC, note_tables, tables_crc
 from .block_content import BlockContent, CodedRows, RowSource, code_tables

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from storage.core.durable import read_text, sync_path
+from storage.core.durable_files import read_text, sync_path
 from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 

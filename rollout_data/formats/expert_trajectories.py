@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from storage.core import arguments
-from storage.core.durable import read_text
+from storage.core.durable_files import read_text
 from storage.core.fields import dtype_name, unflatten
 from storage.core.memory import viewable
 from storage.errors import (
@@ -28,8 +28,8 @@ from storage.errors import (
     UnsafeFileError,
     UsageError,
 )
-from storage.replay.episode_buffer import TrajectoryDictBuffer
-from storage.saving.hdf5 import Allowance, attribute, member, open_hdf5
+from storage.replay.trajectory_dict_buffer import TrajectoryDictBuffer
+from storage.saving.hdf5_files import Allowance, attribute, member, open_hdf5
 
 #: Turns what is under `observation`, an array or nested ones, into nested observations.
 ObsMapper = Callable[[Any], Mapping[str, Any]]

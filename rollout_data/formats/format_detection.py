@@ -14,7 +14,7 @@ from pathlib import Path
 
 from h5py import h5d
 
-from storage.core.durable import read_text
+from storage.core.durable_files import read_text
 
 from ..sources.natural_order import natural
 from .arrays.npz_arrays import array_names, is_zip, member_names

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from storage.core.durable import MAX_JSON_BYTES, open_regular, read_text
+from storage.core.durable_files import MAX_JSON_BYTES, open_regular, read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
 
 from ..sources.natural_order import natural

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable import sync_path
+from storage.core.durable_files import sync_path
 from storage.core.fields import Field
 
 from ..writing.conversion_record import ConversionNote, files_line

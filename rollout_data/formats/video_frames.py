@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable import open_regular
+from storage.core.durable_files import open_regular
 from storage.errors import CorruptFileError
 
 from ..sources.video_range import VideoRange

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from storage.core.arguments import whole
-from storage.core.samplers import generator_on
-from storage.core.shown import Shown
+from storage.core.object_summary import Shown
+from storage.core.random_indices import generator_on
 from storage.core.threads import Owner, Unique
 from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from storage.codecs.codecs import codec_of
+from storage.codecs.codec_chains import codec_of
 from storage.core.fields import Field
 from storage.core.records import as_tensor
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from storage.core.samplers import RANDOM_BITS, scaled
+from storage.core.random_indices import RANDOM_BITS, scaled
 from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
 from ..blocks.missing_trajectories import Lengths, lacking

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from storage.core import arguments
 from storage.core.arguments import whole
-from storage.core.shown import Shown
+from storage.core.object_summary import Shown
 from storage.errors import UsageError
 
 from ..remote.locations import DataDirs

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from storage.core.shown import described
+from storage.core.object_summary import described
 
 #: A tensor, or a (nested) dict of tensors by component.
 Observation = torch.Tensor | dict[str, Any]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError
 

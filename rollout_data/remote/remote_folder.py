@@ -17,7 +17,7 @@ from typing import Any
 
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, UnansweredError, UsageError
-from storage.saving.hdf5 import Guarded
+from storage.saving.hdf5_files import Guarded
 
 from ..blocks.block import Block, FragmentSums
 from ..blocks.block_folder import BlockFolder, FileStamp, counted_metadata

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from storage.core.memory import BufferPool, sent
 from storage.errors import DataFileError, UnansweredError, UsageError
 

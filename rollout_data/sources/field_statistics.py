@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from storage.core.arguments import flag
-from storage.core.durable import crc32, replace_file
+from storage.core.durable_files import crc32, replace_file
 from storage.core.fields import DTYPES, Field
 from storage.core.memory import on_host
 from storage.errors import RolloutDataError, UsageError

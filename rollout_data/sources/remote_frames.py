@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from storage.core.memory import BufferPool
 from storage.errors import CorruptFileError
 

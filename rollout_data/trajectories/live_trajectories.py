@@ -18,9 +18,9 @@ import torch
 
 from storage.core.fields import Field, signed, unflatten
 from storage.core.memory import MIN_POOLED_BYTES, BufferPool, take_rows
+from storage.core.packed_rows import Cut, Group, Part, Target
+from storage.core.random_indices import uniform
 from storage.core.records import Key, flat_name
-from storage.core.rows import Cut, Group, Part, Target
-from storage.core.samplers import uniform
 from storage.errors import BufferEmptyError, MissingFieldError, SchemaError, UsageError, nearest
 
 from ..blocks.block_header import DATA

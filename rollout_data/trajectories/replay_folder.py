@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from storage.core.durable import CHECKSUM, existing_folder, json_checksum, read_json, replace_file, replace_folder
+from storage.core.durable_files import CHECKSUM, existing_folder, json_checksum, read_json, replace_file, replace_folder
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 
 from .trajectory_files import FORMATS, Entry, find_block, find_files, read_whole

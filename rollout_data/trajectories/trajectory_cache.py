@@ -15,7 +15,7 @@ import torch
 from storage.core.arguments import is_whole, whole
 from storage.core.fields import flatten, unflatten
 from storage.core.memory import BufferPool, as_given, lasting
-from storage.core.shown import Shown
+from storage.core.object_summary import Shown
 from storage.errors import MissingFieldError, UsageError
 
 from ..blocks.row_layout import RowLayout

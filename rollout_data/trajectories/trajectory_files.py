@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.checkpoints.files import load_checkpoint, save_to
-from storage.core.durable import replace_file
+from storage.checkpoints.checkpoint_files import load_checkpoint, save_to
+from storage.core.durable_files import replace_file
 from storage.core.fields import unflatten
 from storage.core.memory import BufferPool
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError

@@ -16,8 +16,8 @@ import torch
 
 from storage.core import arguments
 from storage.core.fields import unflatten
+from storage.core.object_summary import Shown
 from storage.core.records import Key
-from storage.core.shown import Shown
 from storage.core.threads import OwnCondition, Owned, Owner
 from storage.errors import ClosedError, MissingFieldError, UsageError
 from storage.live.monitors import PerformanceMonitor

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from storage.core.durable import sync_path
+from storage.core.durable_files import sync_path
 from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning
 

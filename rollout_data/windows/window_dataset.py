@@ -16,7 +16,7 @@ import torch
 
 from storage.core import arguments
 from storage.core.arguments import choice, flag, whole
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UnansweredError, UsageError
 
 from ..blocks.annotation_table import TASK

@@ -20,8 +20,8 @@ from torch.utils.data import Sampler
 from storage.core import arguments
 from storage.core.arguments import choice, whole
 from storage.core.fields import flatten, unflatten
-from storage.core.samplers import RANDOM_BITS, scaled, whole_weights
-from storage.core.shown import Shown
+from storage.core.object_summary import Shown
+from storage.core.random_indices import RANDOM_BITS, scaled, whole_weights
 from storage.errors import DataFileError, RolloutDataWarning, UsageError
 from storage.live.prefetch import PipelinedDataCollector
 

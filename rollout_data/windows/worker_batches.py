@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from storage.core.arguments import is_whole
 from storage.core.fields import flatten, map_leaves, unflatten
 from storage.core.memory import BufferPool
-from storage.core.shown import Shown, described
+from storage.core.object_summary import Shown, described
 from storage.errors import DataFileError, MissingFieldError, OutOfRangeError, UnansweredError, UsageError
 
 from ..blocks.row_layout import Allocate

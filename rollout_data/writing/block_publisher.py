@@ -16,7 +16,7 @@ from typing import Any
 
 import h5py
 
-from storage.core.durable import sync_path
+from storage.core.durable_files import sync_path
 from storage.core.fields import Schema
 from storage.core.threads import Worker
 from storage.errors import BackgroundError, RolloutDataError, RolloutDataWarning, SchemaError, UsageError

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from storage.codecs.codecs import check_writable
+from storage.codecs.codec_chains import check_writable
 from storage.core.arguments import is_whole
 from storage.core.fields import check_same_names
 from storage.errors import SchemaError, UsageError, nearest

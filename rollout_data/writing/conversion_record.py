@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from storage.core.fields import Schema
 from storage.errors import DataFileError, RolloutDataError, UnansweredError
 

@@ -18,7 +18,7 @@ from storage.core import arguments
 from storage.core.fields import map_leaves
 from storage.core.memory import as_given
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
-from storage.onpolicy.columns import rollout_columns
+from storage.onpolicy.transition_columns import rollout_columns
 
 from ..playback.transition import Transition
 from .step_infos import are_infos

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.codecs.codecs import check_codec, codec_of
-from storage.codecs.stages import image_error
+from storage.codecs.codec_chains import check_codec, codec_of
+from storage.codecs.codec_stages import image_error
 from storage.core.fields import Field, Schema, check_same_names, dtype_name, flatten
 from storage.core.memory import as_given, on_host
 from storage.core.records import dense

@@ -24,7 +24,7 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.core.late_copies import LateCopies, has_device_tensors
 from storage.core.memory import BufferPool
-from storage.core.shown import Shown
+from storage.core.object_summary import Shown
 from storage.core.threads import Owned
 from storage.errors import ClosedError, DataFileError, RolloutDataWarning, UsageError
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from storage.core.durable import crc32, open_regular
+from storage.core.durable_files import crc32, open_regular
 from storage.errors import UsageError
 
 #: Files up to this size are always read; larger ones only if their modification time is not as noted.

@@ -21,10 +21,10 @@ from ..core import arguments
 from ..core.fields import DTYPES, Field, dtype_name, unflatten
 from ..core.memory import sent
 from ..errors import UsageError
-from ..onpolicy.columns import Column, Transition, brought, declare_fields
 from ..onpolicy.mini_batches import GENERATE
 from ..onpolicy.rollout_storage import RolloutStorage
-from ..saving.store import State
+from ..onpolicy.transition_columns import Column, Transition, brought, declare_fields
+from ..saving.saved_store import State
 
 _BOTH = {"observations", "actions", "rewards", "dones", "saved_hidden_states"}
 #: Training type -> the columns of `RolloutStorage` that it uses; what else it needs is added below.

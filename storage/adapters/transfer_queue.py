@@ -15,7 +15,7 @@ import torch
 from ..core import arguments
 from ..core.fields import flatten, unflatten
 from ..core.memory import as_given
-from ..core.samplers import generator_on, uniform
+from ..core.random_indices import generator_on, uniform
 from ..errors import BufferEmptyError
 
 

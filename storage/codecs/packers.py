@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptFileError, UsageError
-from . import lz4
+from . import lz4_frames as lz4
 
 Bytes = npt.NDArray[np.uint8]
 #: The next level of zstd that gains more than 2 % is 19, and takes 15 times as long.

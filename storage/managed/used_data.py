@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from .items import plain_number
+from .item_store import plain_number
 
 
 class UsedQueue(queue.Queue[Any]):

@@ -22,8 +22,8 @@ from ..core.fields import REAL_DTYPES, Field, Schema, check_same_names, flatten,
 from ..core.memory import PackedCopy, filled, lasting
 from ..core.records import Cast, always_fit, as_tensor, fit
 from ..errors import FieldTypeError, MissingFieldError, SchemaError, nearest
-from ..saving.store import checked_tensor
-from .columns import Column, HiddenStates
+from ..saving.saved_store import checked_tensor
+from .transition_columns import Column, HiddenStates
 
 _ACTION = "add a transition"
 _LOAD = "load a state"

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core import arguments
-from ..core.shown import described
+from ..core.object_summary import described
 from ..errors import SchemaError
-from ..saving.store import State
-from .columns import Column, MiniBatch, ShapeLike, Transition, batch_type, brought, replaced
+from ..saving.saved_store import State
 from .rollout_storage import RolloutStorage
+from .transition_columns import Column, MiniBatch, ShapeLike, Transition, batch_type, brought, replaced
 
 
 class QueueRolloutStorage(RolloutStorage):

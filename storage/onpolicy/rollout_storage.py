@@ -16,11 +16,13 @@ import torch
 from ..core import arguments
 from ..core.deferred import DeferredErrors
 from ..core.memory import StreamOrder, lasting, sent
-from ..core.samplers import generator_on
+from ..core.random_indices import generator_on
 from ..errors import BufferEmptyError, RolloutOverflowError, UsageError
-from ..saving.store import State, Store, checked_count
+from ..saving.saved_store import State, Store, checked_count
 from .column_table import ColumnTable, SavedStates
-from .columns import (
+from .mini_batches import GENERATE, Delivery, RowGather, batch_bounds, env_groups
+from .returns import CheckedFactors, Scalar, Signals, check_rules, checked_last_values, write_returns
+from .transition_columns import (
     Column,
     MiniBatch,
     ShapeLike,
@@ -38,8 +40,6 @@ from .columns import (
     with_dtypes,
     without_dtypes,
 )
-from .mini_batches import GENERATE, Delivery, RowGather, batch_bounds, env_groups
-from .returns import CheckedFactors, Scalar, Signals, check_rules, checked_last_values, write_returns
 
 # Inside the class these names are the established class attributes.
 _Transition = Transition

@@ -17,12 +17,12 @@ import torch
 from ..core import arguments
 from ..core.deferred import HostCopy
 from ..core.fields import Field, check_same_names, signed
-from ..core.shown import described
+from ..core.object_summary import described
 from ..errors import MissingFieldError, SchemaError, UsageError
-from ..saving.store import State, checked_tensor
-from .columns import Column, MiniBatch, ShapeLike, Transition, batch_type, replaced, rollout_columns
+from ..saving.saved_store import State, checked_tensor
 from .mini_batches import GENERATE, true_places
 from .rollout_storage import RolloutStorage
+from .transition_columns import Column, MiniBatch, ShapeLike, Transition, batch_type, replaced, rollout_columns
 
 #: Column -> field of the mini-batch that carries it one step later.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}

@@ -13,11 +13,11 @@ import torch
 
 from ..core import arguments
 from ..core.fields import DTYPES, Field, Schema, dtype_name, unflatten
+from ..core.random_indices import uniform
 from ..core.records import Key, as_tensor, normal
-from ..core.samplers import uniform
 from ..errors import SchemaError, UsageError
-from ..ring.transitions import TransitionRequest, TransitionSampler
-from ..saving.columns import Table
+from ..ring.transition_sampler import TransitionRequest, TransitionSampler
+from ..saving.hdf5_columns import Table
 from .ring_buffer import RingBuffer, on_device
 
 _PLAIN = TransitionRequest()

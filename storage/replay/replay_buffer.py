@@ -15,11 +15,11 @@ import torch
 from ..core import arguments
 from ..core.fields import Field, Schema
 from ..core.memory import StreamOrder, sent
+from ..core.random_indices import generator_on, uniform
 from ..core.records import fit
-from ..core.samplers import generator_on, uniform
 from ..errors import BufferEmptyError, SchemaError
-from ..ring.ring import RingStore
-from ..saving.store import State, Store, checked_count, checked_tensor
+from ..ring.ring_store import RingStore
+from ..saving.saved_store import State, Store, checked_count, checked_tensor
 
 _NAMES = ("states", "next_states")
 

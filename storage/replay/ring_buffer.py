@@ -1,7 +1,7 @@
 """`RingBuffer`: what every buffer on a ring shares: checked writes, ends, final rows, saved state.
 
 One rule: this file only says in which order things happen. What fits is decided in `core/records.py`,
-where rows lie in `ring/ring.py`, where trajectories end in `ring/windows.py`, how the state is kept in
+where rows lie in `ring/ring_store.py`, where trajectories end in `ring/window_bounds.py`, how the state is kept in
 `saving/buffer_store.py`. Every public method takes the one lock, checks everything, then acts.
 """
 
@@ -16,16 +16,16 @@ import torch
 from ..core import arguments
 from ..core.fields import Schema, flatten, map_leaves
 from ..core.memory import StreamOrder, sent_together, writes_in_order
+from ..core.random_indices import generator_on
 from ..core.records import RecordReader, Rows
-from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..ring.ends import Places, end_places, find_ends
-from ..ring.ring import RingStore
-from ..ring.windows import Boundaries
+from ..ring.ring_store import RingStore
+from ..ring.trajectory_ends import Places, end_places, find_ends
+from ..ring.window_bounds import Boundaries
 from ..saving.buffer_store import ROW_KEY, BufferStore, rows_written
-from ..saving.columns import Table
-from ..saving.folder import FINALS, ROWS
-from ..saving.store import State
+from ..saving.hdf5_columns import Table
+from ..saving.saved_folder import FINALS, ROWS
+from ..saving.saved_store import State
 
 
 class RingBuffer(BufferStore):

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..core.durable import existing_folder
+from ..core.durable_files import existing_folder
 from ..errors import RolloutDataWarning, SchemaError
-from .columns import SAVE_ID, Table, open_columns
-from .folder import FINALS, ROWS, check_version, device_for, write_folder
-from .store import Store, random_state_for
+from .hdf5_columns import SAVE_ID, Table, open_columns
+from .saved_folder import FINALS, ROWS, check_version, device_for, write_folder
+from .saved_store import Store, random_state_for
 
 FORMAT, VERSION = "rollout-data buffer", 1
 #: The column of the table of final observations that says to which rows they belong; its name has no levels.

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from storage import DictBuffer, TrajectoryDictBuffer, TrajectoryDictBufferMultiDim
 from storage.core.fields import Schema
+from storage.core.packed_rows import Cut, Target
 from storage.core.records import make_field
-from storage.core.rows import Cut, Target
 from storage.errors import SchemaError, UsageError
-from storage.ring.ends import find_ends
-from storage.ring.ring import RingStore
-from storage.ring.windows import Boundaries
+from storage.ring.ring_store import RingStore
+from storage.ring.trajectory_ends import find_ends
+from storage.ring.window_bounds import Boundaries
 
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int64", "uint8", "uint16", "bool", "complex64"]
 SHAPES = [(1,), (3,), (2, 2), (0,), (1, 0, 2), (1100,)]

@@ -26,7 +26,7 @@ from storage import (
     motion_priorities,
 )
 from storage.core.memory import as_given
-from storage.core.samplers import Weighted, uniform
+from storage.core.random_indices import Weighted, uniform
 from storage.errors import FieldTypeError, UsageError
 from tests.storage.rollouts import make_storage, make_transition
 

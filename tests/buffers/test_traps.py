@@ -203,7 +203,7 @@ def test_b16_classes_are_told_apart_by_their_whole_name(tmp_path: Path) -> None:
     config = tmp_path / "t" / "config.json"
     text = json.dumps(config_of(config))
     for target in ("a.b.MyDictBuffer", "DictBuffer.", ""):
-        config.write_text(text.replace("storage.replay.episode_buffer.TrajectoryDictBuffer", target))
+        config.write_text(text.replace("storage.replay.trajectory_dict_buffer.TrajectoryDictBuffer", target))
         with pytest.raises(ValueError, match="'DictBuffer'"):
             load_buffer(tmp_path / "t")
     config.write_text(text.replace("__target__", "target"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import Field, RingStore, Schema, TrajectoryDictBufferMultiDim, UsageError
-from storage.ring.windows import Boundaries, Extent
+from storage.ring.window_bounds import Boundaries, Extent
 
 from .streams import Naive, chi_square, chi_square_bound, drawn_windows, rows
 

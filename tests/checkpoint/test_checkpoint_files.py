@@ -17,14 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.checkpoints.files import (
+from storage.checkpoints.checkpoint_files import (
     MissingCheckpointError,
     load_checkpoint,
     load_checkpoint_meta,
     load_checkpoint_parallel,
 )
-from storage.checkpoints.saver import AsyncCheckpointSaver
-from storage.codecs.lz4 import BLOCK_BYTES, Lz4Writer, decode, scan_frames, skippable_frame
+from storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver
+from storage.codecs.lz4_frames import BLOCK_BYTES, Lz4Writer, decode, scan_frames, skippable_frame
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
 
 LOADERS = [load_checkpoint, load_checkpoint_parallel]

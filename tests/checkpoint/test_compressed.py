@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.codecs.compressed import CompressedTensorDict
+from storage.codecs.compressed_tensor_dict import CompressedTensorDict
 from storage.errors import CorruptFileError, MissingFieldError, UsageError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8, torch.complex64]

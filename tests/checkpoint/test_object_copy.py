@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoints.saver import copy_object
+from storage.checkpoints.checkpoint_saver import copy_object
 from storage.core.memory import BufferPool
 
 Pair = namedtuple("Pair", "first second")

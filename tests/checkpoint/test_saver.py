@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from storage.checkpoints.files import load_checkpoint
-from storage.checkpoints.saver import AsyncCheckpointSaver, CheckpointError, QueueFullError
+from storage.checkpoints.checkpoint_files import load_checkpoint
+from storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver, CheckpointError, QueueFullError
 from storage.errors import BackgroundError, ClosedError, UsageError, WaitTimeoutError
 from storage.live.monitors import PerformanceMonitor
 from tests.watch import await_wait_in
@@ -126,7 +126,7 @@ def test_shutdown_writes_everything_accepted_and_is_idempotent(tmp_path: Path, g
 def test_a_program_that_just_ends_has_its_checkpoints(tmp_path: Path, compress: bool) -> None:
     """Traps N2 and N3: no daemon thread dies in the middle of a file."""
     script = (
-        "import torch\nfrom storage.checkpoints.saver import AsyncCheckpointSaver\n"
+        "import torch\nfrom storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver\n"
         "saver = AsyncCheckpointSaver(max_queue_size=5)\n"
         "for i in range(5):\n"
         "    state = {'w': torch.full((3_000_000,), float(i))}\n"

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from storage import AsyncCheckpointSaver, load_checkpoint, load_checkpoint_parallel
-from storage.checkpoints.files import load_checkpoint as load
+from storage.checkpoints.checkpoint_files import load_checkpoint as load
 from storage.errors import UnsafeFileError, UsageError
 
 ROOT = Path(__file__).parents[2]

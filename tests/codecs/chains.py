@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from storage.codecs import packers
-from storage.codecs.codecs import STAGES
+from storage.codecs.codec_chains import STAGES
 
 HAS_BLOSC2 = importlib.util.find_spec("blosc2") is not None
 DELTAS, SHUFFLES = ("", *STAGES["delta"]), ("", *STAGES["shuffle"])

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.codecs import lz4
-from storage.codecs.codecs import (
+from storage.codecs import lz4_frames as lz4
+from storage.codecs.codec_chains import (
     AUTO,
     STAGES,
     check_codec,
@@ -21,8 +21,7 @@ from storage.codecs.codecs import (
     find_codec,
     stored_field,
 )
-from storage.codecs.packers import PACKERS
-from storage.codecs.stages import (
+from storage.codecs.codec_stages import (
     IMAGE_MAX_ERROR,
     decode_image,
     encode_image,
@@ -32,6 +31,7 @@ from storage.codecs.stages import (
     shuffled_bytes,
     unshuffle,
 )
+from storage.codecs.packers import PACKERS
 from storage.core.fields import Field
 from storage.errors import CorruptFileError, FieldTypeError, UsageError
 from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import compress_image_seq, decompress_image_seq, decompress_many
-from storage.codecs import codecs
+from storage.codecs import codec_chains as codecs
 from storage.core.fields import DTYPES
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
 from tests.codecs.chains import LOSSLESS, frames, same_bits, smooth

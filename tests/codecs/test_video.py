@@ -9,8 +9,8 @@ import torch
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
 from rollout_data.tools.cli.command_line import main
 from storage import compress_image_seq, decompress_image_seq
-from storage.codecs.codecs import check_codec, chunk_codec, find_codec
-from storage.codecs.video import CODERS
+from storage.codecs.codec_chains import check_codec, chunk_codec, find_codec
+from storage.codecs.video_codec import CODERS
 from storage.core.fields import Field
 from storage.errors import CorruptFileError, FieldTypeError, UsageError
 

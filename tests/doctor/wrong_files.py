@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from rollout_data.blocks.block_header import ABOUT, CODECS, DATA, header_crc
 from rollout_data.blocks.chunk_table import OFFSETS
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from tests.doctor.folders import Block, write, write_own
 from tests.doctor.worlds import Rng, World, arm, walker
 from tests.doctor.wrong_values import Named

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rollout_data.blocks.block_header import OPEN, TERMINATED, TRUNCATED
 from rollout_data.formats.trajectory_folders.trajectory_folder import scan_trajectory_folder
 from rollout_data.formats.trajectory_folders.trajectory_listing import is_trajectory_folder
-from storage.codecs.codecs import stored_field
+from storage.codecs.codec_chains import stored_field
 from storage.errors import UsageError
 from tests.formats.folders import NaiveFolder, frames_of, one_problem, read, scan_of
 from tests.watch import opened

@@ -45,7 +45,7 @@ from storage import (
     motion_priorities,
     sequence_priorities,
 )
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from tests.files.recorded import drain, frames_of, record
 from tests.storage.rollouts import make_storage, make_transition
 from tests.trajectory_replay.recorded import trajectory

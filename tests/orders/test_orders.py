@@ -21,8 +21,8 @@ from numpy._core._multiarray_umath import __cpu_dispatch__ as numpy_features
 
 from rollout_data import WindowDataset, WindowLoader, WindowMixture
 from storage import AdvancedReplayBuffer, SumTree
-from storage.core.samplers import Weighted, scaled, whole_weights
-from storage.prioritized.power import rounded_power
+from storage.core.random_indices import Weighted, scaled, whole_weights
+from storage.prioritized.rounded_power import rounded_power
 from tests.files.recorded import record
 from tests.orders import everything
 from tests.orders.everything import global_states

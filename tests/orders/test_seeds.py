@@ -34,7 +34,7 @@ from storage import (
     load_store,
 )
 from storage.adapters.rsl_rl import RslRlStorage
-from storage.core.samplers import generator_on, seeds_from
+from storage.core.random_indices import generator_on, seeds_from
 from tests.files.recorded import record
 from tests.orders.everything import global_states
 from tests.storage.rollouts import make_storage

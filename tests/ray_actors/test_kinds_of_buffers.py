@@ -22,7 +22,7 @@ from storage import (
     ZBuffer,
 )
 from storage.errors import UsageError
-from storage.managed.items import UnknownNameError
+from storage.managed.item_store import UnknownNameError
 from storage.remote import RemoteBuffer
 from tests.ray_actors.actors import NO_CPUS, rows
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from storage import DictBuffer
-from storage.ray_actors.packed import join, pack, unpack
+from storage.ray_actors.packed_results import join, pack, unpack
 
 
 def sent(tree: Any) -> Any:

@@ -25,7 +25,7 @@ from storage.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from storage.live.rates import RateLimitedError
+from storage.live.rate_limiter import RateLimitedError
 from storage.remote import RemoteBuffer
 from tests.ray_actors.actors import MAKE, NO_CPUS, check_rows, collect, held, kill, process_of, rows
 

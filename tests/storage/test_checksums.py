@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.core import durable
+from storage.core import durable_files as durable
 
 
 @given(st.binary(max_size=5000), st.integers(0, 5000))

@@ -22,7 +22,7 @@ from storage import (
     decompress_image_seq,
     load_checkpoint,
 )
-from storage.checkpoints.saver import AsyncCheckpointSaver
+from storage.checkpoints.checkpoint_saver import AsyncCheckpointSaver
 from storage.errors import CorruptFileError, FieldTypeError, MissingFieldError, SchemaError, UsageError
 
 # Collectors

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from storage.core.durable import existing_folder, replace_file, replace_folder
+from storage.core.durable_files import existing_folder, replace_file, replace_folder
 from storage.errors import DataFileError
 from tests.faults import instead_of, killed_at
 

@@ -24,7 +24,7 @@ from storage import (
     load_store,
 )
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataWarning
-from storage.saving.store import STORES, State, Store
+from storage.saving.saved_store import STORES, State, Store
 from tests.saved import config_of
 from tests.storage.rollouts import ACTIONS, assert_same, broken, everything, make_storage, make_transition
 

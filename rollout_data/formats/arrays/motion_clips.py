@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from storage.core import arguments
-from storage.core.durable import read_text
+from storage.core.durable_files import read_text
 from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UsageError
 

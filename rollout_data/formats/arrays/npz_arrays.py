@@ -15,7 +15,7 @@ from typing import IO, Any, BinaryIO
 
 import numpy as np
 
-from storage.core.durable import crc32, open_regular
+from storage.core.durable_files import crc32, open_regular
 from storage.core.fields import MAX_DIMENSIONS
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 

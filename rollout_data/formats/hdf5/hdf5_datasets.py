@@ -25,7 +25,7 @@ from h5py import h5a, h5d, h5f, h5g, h5i, h5l, h5o, h5s, h5t, h5z
 
 from storage.core.fields import DTYPES, MAX_DIMENSIONS, MAX_FIELDS, dtype_name
 from storage.errors import CorruptFileError, FieldTypeError, RolloutDataError, UnsafeFileError
-from storage.saving.hdf5 import MAX_HEAP_BYTES, GuardedFile, check_text, open_hdf5, reported
+from storage.saving.hdf5_files import MAX_HEAP_BYTES, GuardedFile, check_text, open_hdf5, reported
 
 from ..input_checks import KnownFiles
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from storage.core.fields import DTYPES, MAX_FIELDS, Field, Schema
 from storage.errors import CorruptFileError, DataFileError
-from storage.saving.hdf5 import reported
+from storage.saving.hdf5_files import reported
 
 from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
 from ..encoded_images import decode_picture, picture_shape

@@ -18,10 +18,10 @@ from typing import Any, ClassVar, NamedTuple
 import h5py
 import numpy as np
 
-from storage.core.durable import sync_path
+from storage.core.durable_files import sync_path
 from storage.core.fields import Field
 from storage.errors import CorruptFileError, UsageError
-from storage.saving.hdf5 import MAX_HEAP_BYTES, SparseFile, begin_file, member, open_hdf5, reserve, write_at
+from storage.saving.hdf5_files import MAX_HEAP_BYTES, SparseFile, begin_file, member, open_hdf5, reserve, write_at
 
 from ...writing.conversion_record import NOTE_DATASET, ConversionNote, files_line
 from ...writing.target_files import ALWAYS_READ_BYTES, FileSum, changed_file, check_file, checksum_of, gaps

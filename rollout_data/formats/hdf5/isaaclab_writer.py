@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from storage.saving.hdf5 import MAX_HEAP_BYTES
+from storage.saving.hdf5_files import MAX_HEAP_BYTES
 
 from ...sources.episode_reader import ABSENT
 from ..episode_writer import Array, EpisodeToWrite

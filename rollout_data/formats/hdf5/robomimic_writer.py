@@ -16,7 +16,7 @@ import numpy as np
 
 from storage.core.fields import Field
 from storage.errors import UsageError
-from storage.saving.hdf5 import MAX_HEAP_BYTES
+from storage.saving.hdf5_files import MAX_HEAP_BYTES
 
 from ...sources.episode_reader import ABSENT
 from ...writing.conversion_record import ConversionNote

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from storage.core.arguments import is_real, is_whole
-from storage.core.durable import read_text
+from storage.core.durable_files import read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
 from ...sources.natural_order import natural

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from storage.core import arguments
-from storage.core.durable import replace_file, sync_path
+from storage.core.durable_files import replace_file, sync_path
 from storage.core.fields import Field
 from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, UsageError

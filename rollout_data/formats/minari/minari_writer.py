@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from storage.core.durable import sync_path
+from storage.core.durable_files import sync_path
 from storage.core.fields import Field, Schema, unflatten
 from storage.errors import UsageError
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from storage.core.durable import crc32
+from storage.core.durable_files import crc32
 from storage.errors import CorruptFileError
 
 from ..format_detection import MCAP_MAGIC

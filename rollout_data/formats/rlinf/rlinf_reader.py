@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from storage.core import arguments
-from storage.core.durable import open_regular
+from storage.core.durable_files import open_regular
 from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from storage.core.durable import replace_file
+from storage.core.durable_files import replace_file
 
 from ...sources.episode_reader import ABSENT
 from ..episode_writer import EpisodeToWrite, ForeignWriter, finals_of, shared_fields

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.codecs.codecs import VALUE_CODECS
+from storage.codecs.codec_chains import VALUE_CODECS
 from storage.core.fields import Field, Schema
 from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, nearest

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from storage.core.durable import replace_file
+from storage.core.durable_files import replace_file
 from storage.core.fields import Schema
 from storage.errors import UsageError
 

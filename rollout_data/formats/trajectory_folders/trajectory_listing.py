@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.core.durable import read_json
+from storage.core.durable_files import read_json
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError
 
 from ...blocks.block_folder import entries_of

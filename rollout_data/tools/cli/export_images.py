@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from storage.core.durable import replace_file
+from storage.core.durable_files import replace_file
 from storage.errors import UsageError, nearest
 
 from ...formats.encoded_images import axes_of

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable import open_regular
+from storage.core.durable_files import open_regular
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError
-from storage.saving.hdf5 import open_hdf5
+from storage.saving.hdf5_files import open_hdf5
 
 from ...blocks.block import FIRST_EDIT
 from ...blocks.block_folder import BAD_CACHE, INDEX_CACHE_NAME, block_entries, stamp_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable import read_text
+from storage.core.durable_files import read_text
 from storage.errors import RolloutDataError
 
 from ...formats.input_checks import file_inside, read_object

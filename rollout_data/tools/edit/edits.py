@@ -19,7 +19,7 @@ import numpy as np
 
 from storage.core import arguments
 from storage.core.arguments import is_whole
-from storage.core.durable import sync_path
+from storage.core.durable_files import sync_path
 from storage.core.fields import Schema
 from storage.errors import DataFileError, UsageError, nearest
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from storage.core import arguments
 from storage.core.arguments import is_real
-from storage.core.durable import replace_folder
+from storage.core.durable_files import replace_folder
 from storage.core.locks import only_writer_of
 from storage.errors import DataFileError, RolloutDataError, SchemaError, TargetError, UsageError
 

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from storage.core import arguments
-from storage.core.durable import replace_file
+from storage.core.durable_files import replace_file
 from storage.errors import DataFileError, UsageError
 
 from ...formats.input_checks import optional

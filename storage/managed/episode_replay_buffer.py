@@ -16,11 +16,11 @@ import torch
 
 from ..core import arguments
 from ..core.fields import unflatten
-from ..core.samplers import uniform
+from ..core.random_indices import uniform
 from ..errors import SchemaError, UsageError
-from ..saving.store import State
-from .buffer import Act, ManagedBuffer, Request
-from .items import GIVEN, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
+from ..saving.saved_store import State
+from .item_store import GIVEN, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
+from .managed_buffer import Act, ManagedBuffer, Request
 
 _FIRST_STEPS = 256
 

@@ -1,6 +1,6 @@
 """Buffers that give windows of trajectories: `TrajectoryDictBufferMultiDim` and `TrajectoryDictBuffer`.
 
-One rule: a window never leaves its trajectory. In the ring that is decided by ages (`ring/windows.py`);
+One rule: a window never leaves its trajectory. In the ring that is decided by ages (`ring/window_bounds.py`);
 in the read-only buffer by the lengths of the episodes it was made from. How often an episode should be drawn is a pure
 function of its scores, `motion_priorities`.
 """
@@ -18,9 +18,9 @@ from ..core.fields import Schema, unflatten
 from ..core.memory import tensor_of
 from ..core.records import Key, flat_name, names_below, numbers
 from ..errors import SchemaError, UsageError
-from ..ring.ends import Places
-from ..ring.ring import RingStore
-from ..ring.windows import Boundaries, Extent
+from ..ring.ring_store import RingStore
+from ..ring.trajectory_ends import Places
+from ..ring.window_bounds import Boundaries, Extent
 from .dict_buffer import DictBuffer
 from .ring_buffer import on_device
 

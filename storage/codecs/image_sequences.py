@@ -22,13 +22,13 @@ import numpy.typing as npt
 import torch
 
 from ..core.arguments import env_ids, instance, whole
-from ..core.durable import crc32
+from ..core.durable_files import crc32
 from ..core.fields import DTYPES, dtype_name
 from ..core.threads import each_part
 from ..errors import CorruptFileError, FieldTypeError, RolloutDataError, SchemaError, UsageError
-from .codecs import ChunkCodec, chunk_codec, chunk_frames, most_chunk_frames
-from .lz4 import MAGIC as LZ4_MAGIC
-from .lz4 import check_level, decode_exactly
+from .codec_chains import ChunkCodec, chunk_codec, chunk_frames, most_chunk_frames
+from .lz4_frames import MAGIC as LZ4_MAGIC
+from .lz4_frames import check_level, decode_exactly
 from .packers import check_installed
 
 Array = npt.NDArray[Any]
@@ -47,7 +47,7 @@ def compress_image_seq(
     Args:
         images: `[num_frames, *image_shape]` tensor (any device) or array of a dtype of `storage.core.fields.DTYPES`.
         level: 0 is fast; 1 to 12 compress better and slower, and decode as fast; 13 to 16 are like 12.
-        codec: A chain of `storage/codecs/codecs.py` instead of the usual one (`lz4`, or `split+lz4` for wider
+        codec: A chain of `storage/codecs/codec_chains.py` instead of the usual one (`lz4`, or `split+lz4` for wider
             numbers); `uint16` chains lose, everything else does not.
         frames_per_chunk: Frames that are decoded together; by default at most 8, and never more than are 64 MiB.
 

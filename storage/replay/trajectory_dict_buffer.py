@@ -22,16 +22,16 @@ from ..core import arguments
 from ..core.arguments import is_whole, whole
 from ..core.fields import Schema, flatten, unflatten
 from ..core.memory import LateNumber, StreamOrder, last_copies, lasting, sent
+from ..core.random_indices import Weighted, below, generator_on
 from ..core.records import Key, RecordReader, flat_name, numbers
-from ..core.samplers import Weighted, below, generator_on
 from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
-from ..ring.ring import RingStore
+from ..ring.ring_store import RingStore
 from ..saving.buffer_store import BufferStore
-from ..saving.columns import Table
-from ..saving.folder import ROWS
-from ..saving.store import State
+from ..saving.hdf5_columns import Table
+from ..saving.saved_folder import ROWS
+from ..saving.saved_store import State
 from .ring_buffer import on_device
-from .trajectory_buffer import as_list, check_length, count_windows
+from .trajectory_window_buffer import as_list, check_length, count_windows
 
 _ACTION, _MAKE = "sample windows", "make a trajectory buffer"
 _OPTIONS = (

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from ..core import arguments
-from ..core.samplers import RANDOM_BITS, random_bits, scaled, whole_weights
+from ..core.random_indices import RANDOM_BITS, random_bits, scaled, whole_weights
 from ..errors import UsageError
-from .items import UNIQUE_ID, listed, raise_unknown, split_unique_id
+from .item_store import UNIQUE_ID, listed, raise_unknown, split_unique_id
 
 #: How far the sum of shares may be off.
 _SLACK = 1e-6

@@ -18,8 +18,8 @@ from ..core.fields import signed, unflatten
 from ..core.memory import LateNumber, lasting, sent
 from ..core.records import Key, names_below
 from ..errors import FieldTypeError, SchemaError, UsageError, nearest
-from .ends import EndKinds
-from .windows import Boundaries, Drawn, Extent
+from .trajectory_ends import EndKinds
+from .window_bounds import Boundaries, Drawn, Extent
 
 _ACTION = "sample transitions"
 _GAMMA = 0.99

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core import arguments
-from .power import rounded_power
+from .rounded_power import rounded_power
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ import torch
 
 from ..core.fields import Field
 from ..errors import CorruptFileError, FieldTypeError, UsageError, nearest
-from . import lz4, video
-from .packers import PACKERS, check_installed
-from .stages import (
+from . import lz4_frames as lz4
+from . import video_codec as video
+from .codec_stages import (
     IMAGE_MAX_ERROR,
     RANGE_BYTES,
     SHUFFLES,
@@ -48,6 +48,7 @@ from .stages import (
     shuffled_bytes,
     unshuffle,
 )
+from .packers import PACKERS, check_installed
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -31,9 +31,9 @@ from ..core.memory import (
 )
 from ..core.records import numbers
 from ..errors import SchemaError, UsageError
-from ..ring.ring import cells, keys_in
-from ..saving.store import checked_count, checked_tensor
-from .rules import Limits, PriorityRule
+from ..ring.ring_store import cells, keys_in
+from ..saving.saved_store import checked_count, checked_tensor
+from .priority_rules import Limits, PriorityRule
 from .sum_tree import LeastWeight, MinTree, SumTree, least_positive
 
 #: Sums of all weights stay below this, far from the largest float64.

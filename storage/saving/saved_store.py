@@ -20,9 +20,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from ..core.arguments import is_whole
-from ..core.durable import existing_folder
+from ..core.durable_files import existing_folder
 from ..core.memory import StreamOrder, lasting
-from ..core.shown import Shown
+from ..core.object_summary import Shown
 from ..errors import (
     CorruptFileError,
     ForeignFileError,
@@ -32,8 +32,17 @@ from ..errors import (
     SchemaError,
     nearest,
 )
-from .columns import SAVE_ID, name_of, open_columns
-from .folder import COLUMNS, CONFIG_NAME, NONSENSE, check_version, device_for, load_one_save, read_config, write_folder
+from .hdf5_columns import SAVE_ID, name_of, open_columns
+from .saved_folder import (
+    COLUMNS,
+    CONFIG_NAME,
+    NONSENSE,
+    check_version,
+    device_for,
+    load_one_save,
+    read_config,
+    write_folder,
+)
 
 FORMAT, VERSION = "rollout-data snapshot", 1
 _LOAD = "load a state"

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.arguments import is_whole, real, whole
-from ..core.durable import read_json, replace_file, write_json
+from ..core.durable_files import read_json, replace_file, write_json
 from ..core.fields import flatten
 from ..core.memory import BufferPool
-from ..core.samplers import seeds_from
+from ..core.random_indices import seeds_from
 from ..errors import BufferEmptyError, UsageError
-from ..live.rates import RateLimitedError, RateLimiter
-from .packed import Packed, is_numbers, join, map_tree, pack, unpack
+from ..live.rate_limiter import RateLimitedError, RateLimiter
+from .packed_results import Packed, is_numbers, join, map_tree, pack, unpack
 
 #: Method -> thread of the actor that runs it; others run in its main thread.
 GROUPS = {"draw": "drawing", "tell": "drawing", "push": "pushing"}

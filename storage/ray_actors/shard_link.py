@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import BackgroundError, WaitTimeoutError
-from ..live.rates import RateLimitedError
-from .packed import pack
-from .shard import UPDATES, Ack, RemoteOptions
+from ..live.rate_limiter import RateLimitedError
+from .buffer_shard import UPDATES, Ack, RemoteOptions
+from .packed_results import pack
 
 _PAUSE_S = 0.05
 

@@ -20,11 +20,11 @@ from ..core.fields import flatten
 from ..core.memory import float32_of, own, sent
 from ..core.records import numbers
 from ..errors import BufferEmptyError, SchemaError, UsageError
-from ..prioritized.ring import UNKNOWN, Draw, PrioritizedRing
-from ..prioritized.rules import Limits, PriorityRule
-from ..saving.store import State
-from .buffer import Act, ManagedBuffer, Request
-from .items import UNIQUE_ID, Items, from_json, listed, plain_number, put_leaf, read_batch, read_items, to_json
+from ..prioritized.prioritized_ring import UNKNOWN, Draw, PrioritizedRing
+from ..prioritized.priority_rules import Limits, PriorityRule
+from ..saving.saved_store import State
+from .item_store import UNIQUE_ID, Items, from_json, listed, plain_number, put_leaf, read_batch, read_items, to_json
+from .managed_buffer import Act, ManagedBuffer, Request
 from .used_data import UsedData, UsedQueue, checked_data_id
 
 _Batch = tuple[dict[str, Any], torch.Tensor, torch.Tensor]

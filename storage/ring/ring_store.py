@@ -21,8 +21,8 @@ import torch
 from ..core import arguments
 from ..core.fields import Schema
 from ..core.memory import BufferPool, add_multiple, filled, lasting, sent_together, tensor_of
+from ..core.packed_rows import Cut, Group, Target, lay_out
 from ..core.records import names_below
-from ..core.rows import Cut, Group, Target, lay_out
 from ..errors import UsageError
 
 #: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.

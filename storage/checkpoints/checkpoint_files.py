@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..codecs.lz4 import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
+from ..codecs.lz4_frames import MAGIC, Lz4Writer, decode, scan_frames, skippable_frame
 from ..core import arguments
 from ..core.arguments import whole
-from ..core.durable import crc32, replace_file
+from ..core.durable_files import crc32, replace_file
 from ..core.threads import num_processors
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
-from .allowed import NotLoadedError, allowed_globals, check_values, reason
+from .allowed_types import NotLoadedError, allowed_globals, check_values, reason
 
 #: Added to the path of a compressed checkpoint.
 SUFFIX = ".lz4"

@@ -1,7 +1,7 @@
 """`PrioritizedWindows`: sequence replay, windows of consecutive steps drawn by priority.
 
 One rule: a window is named by its last row. That row has a weight while the window lies inside one
-trajectory and all of its rows are live, which `ring/windows.py` decides; otherwise its weight is 0.
+trajectory and all of its rows are live, which `ring/window_bounds.py` decides; otherwise its weight is 0.
 (Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning".)
 """
 
@@ -16,15 +16,15 @@ import torch
 from ..core import arguments
 from ..core.fields import Schema, map_leaves
 from ..core.memory import StreamOrder, float32_of, sent_together
+from ..core.random_indices import generator_on
 from ..core.records import Key, RecordReader, normal
-from ..core.samplers import generator_on
 from ..errors import BufferEmptyError, UsageError
-from ..ring.ends import end_places, find_ends
-from ..ring.ring import RingStore
-from ..ring.windows import Boundaries
-from ..saving.store import State, Store, checked_tensor
-from .ring import PrioritizedRing
-from .rules import PriorityRule
+from ..ring.ring_store import RingStore
+from ..ring.trajectory_ends import end_places, find_ends
+from ..ring.window_bounds import Boundaries
+from ..saving.saved_store import State, Store, checked_tensor
+from .prioritized_ring import PrioritizedRing
+from .priority_rules import PriorityRule
 
 
 class PrioritizedWindows(Store):

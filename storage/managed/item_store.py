@@ -20,8 +20,8 @@ from ..core.fields import Schema, check_same_names, flatten, map_leaves, unflatt
 from ..core.memory import StreamOrder, as_given
 from ..core.records import dense, fit, make_field
 from ..errors import CorruptFileError, FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
-from ..ring.ring import RingStore
-from ..saving.store import checked_count, checked_tensor
+from ..ring.ring_store import RingStore
+from ..saving.saved_store import checked_count, checked_tensor
 
 UNIQUE_ID, SLOT = "replay_unique_id", "replay_buffer_idx"
 #: Leaves that a sample adds to an item; they are not stored when the item is pushed back.

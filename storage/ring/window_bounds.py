@@ -27,11 +27,11 @@ import torch
 
 from ..core.fields import Field, Schema, signed
 from ..core.memory import LateNumber, add_multiple, filled, lasting, library, own, tensor_of
+from ..core.random_indices import below, fill_uniform, random_bits, uniform
 from ..core.records import Rows
-from ..core.samplers import below, fill_uniform, random_bits, uniform
 from ..errors import UsageError
-from .ends import EndedRows
-from .ring import RingStore, spans
+from .ring_store import RingStore, spans
+from .trajectory_ends import EndedRows
 
 #: Candidates, as `own` gives them -> whether each is accepted, and a code of each or None.
 _Judge = Callable[[Any], tuple[Any, Any]]

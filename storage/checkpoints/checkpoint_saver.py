@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codecs.lz4 import check_level
+from ..codecs.lz4_frames import check_level
 from ..core import arguments
 from ..core.memory import BufferPool
 from ..core.threads import Owned, Worker
 from ..errors import BackgroundError, ClosedError, RolloutDataError, UsageError
 from ..live.monitors import PerformanceMonitor
-from .allowed import refused_part
-from .files import SUFFIX, write_checkpoint
+from .allowed_types import refused_part
+from .checkpoint_files import SUFFIX, write_checkpoint
 
 ON_FULL = ("block", "drop_oldest", "raise")
 #: Every tensor starts at a multiple of this in the buffer; no dtype needs more.

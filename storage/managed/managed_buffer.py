@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..core import arguments
-from ..core.samplers import distinct, generator_on, uniform
+from ..core.random_indices import distinct, generator_on, uniform
 from ..errors import ClosedError, UsageError
 from ..live.monitors import BufferMonitor
-from ..live.rates import RateLimitedError, RateLimiter
-from ..saving.store import State, Store
-from .items import SLOT, UNIQUE_ID, ItemStore, UnknownNameError, as_items, read_items, several, split_unique_id
+from ..live.rate_limiter import RateLimitedError, RateLimiter
+from ..saving.saved_store import State, Store
+from .item_store import SLOT, UNIQUE_ID, ItemStore, UnknownNameError, as_items, read_items, several, split_unique_id
 
 _Self = TypeVar("_Self", bound="ManagedBuffer")
 #: Does what was checked, and cannot fail.

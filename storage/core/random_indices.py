@@ -1,7 +1,7 @@
 """Index producers: who is drawn, as tensors of indices. Nothing here moves a row.
 
 One rule: a producer is a pure function of its arguments and a generator that is handed in, by
-integer arithmetic, so that every processor draws the same. Windows are drawn in `ring/windows.py`,
+integer arithmetic, so that every processor draws the same. Windows are drawn in `ring/window_bounds.py`,
 which alone knows their bounds.
 """
 

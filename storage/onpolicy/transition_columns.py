@@ -17,8 +17,8 @@ import torch
 
 from ..core.arguments import is_whole
 from ..core.fields import DTYPES, Field, dtype_name, flatten, unflatten
+from ..core.object_summary import described
 from ..core.records import as_tensor
-from ..core.shown import described
 from ..errors import SchemaError
 
 #: `(48,)`, 48, or a nested dict whose leaves are shapes or pairs of shape and dtype.

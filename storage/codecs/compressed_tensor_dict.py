@@ -26,7 +26,7 @@ from ..core.arguments import flag, whole
 from ..core.fields import flatten, unflatten
 from ..core.records import flat_name
 from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
-from .lz4 import check_level, compress, decompress
+from .lz4_frames import check_level, compress, decompress
 
 #: LZ4 blocks end here; what is larger is cut into parts.
 _PART_BYTES = 64 << 20

@@ -17,7 +17,7 @@ from ..core.fields import Schema, signed
 from ..core.memory import LateNumber, lasting
 from ..core.records import listed, names_below
 from ..errors import SchemaError
-from .ring import RingStore
+from .ring_store import RingStore
 
 #: Of each field that ends trajectories: its place among the fields, and how many values it has.
 Places = list[tuple[int, int]]

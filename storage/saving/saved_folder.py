@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 from ..core import arguments
-from ..core.durable import existing_folder, read_json, replace_folder, write_json
+from ..core.durable_files import existing_folder, read_json, replace_folder, write_json
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError, RolloutDataWarning
-from .columns import SAVE_ID, write_columns
+from .hdf5_columns import SAVE_ID, write_columns
 
 CONFIG_NAME = "config.json"
 #: Tables of stores in general; of rows, and of final observations.

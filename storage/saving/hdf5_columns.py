@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..core.durable import crc32
+from ..core.durable_files import crc32
 from ..core.fields import DTYPES, Schema, dtype_name
 from ..core.records import COMPLEX_DTYPES, make_field
 from ..core.threads import Worker
 from ..errors import CorruptFileError, SchemaError
-from .hdf5 import Allowance, SparseFile, attribute, begin_file, member, open_hdf5, reserve, write_at
+from .hdf5_files import Allowance, SparseFile, attribute, begin_file, member, open_hdf5, reserve, write_at
 
 #: Rows pass through memory of this size, twice: one chunk is filled while the other is written or used.
 CHUNK_BYTES = 8 << 20

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import h5py
 import numpy as np
 
-from ..core.durable import open_regular
+from ..core.durable_files import open_regular
 from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
 
 _MAGIC = b"GCOL"

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import torch
 
 from ..core import arguments
-from ..core.samplers import generator_on
+from ..core.random_indices import generator_on
 from ..errors import ClosedError, SchemaError, UsageError, nearest
-from ..saving.store import State, Store
-from .advanced import AdvancedReplayBuffer
-from .buffer import Act, ManagedBuffer, NaiveReplayBuffer, Request, attempt, locked, together
-from .episodes import EpisodeReplayBuffer
-from .items import as_items, raise_unknown
-from .shares import checked_ratio, share_out_sample, share_out_update
+from ..saving.saved_store import State, Store
+from .advanced_buffer import AdvancedReplayBuffer
+from .episode_replay_buffer import EpisodeReplayBuffer
+from .item_store import as_items, raise_unknown
+from .managed_buffer import Act, ManagedBuffer, NaiveReplayBuffer, Request, attempt, locked, together
+from .sample_shares import checked_ratio, share_out_sample, share_out_update
 from .used_data import UsedQueue
 
 _Self = TypeVar("_Self", bound="BufferManager")
