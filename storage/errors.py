@@ -56,7 +56,7 @@ class RolloutDataError(Exception):
         super().__init__(action, where, expected, got, advice, *([message] if message else []))
 
     def of(self: _Self, kind: str, episode: str = "") -> _Self:
-        """Say what `kind` of defect it is, and in which `episode`, unless that was said before; gives itself."""
+        """Note the `kind` of a defect and its `episode`, unless they are known; return itself."""
         self.kind, self.episode = self.kind or kind, self.episode or episode
         return self
 

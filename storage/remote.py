@@ -116,7 +116,7 @@ class RemoteBuffer:
         return [link.actor for link in self._links]
 
     def set_version(self, version: int) -> None:
-        """Say at which policy version the learner is; batches that are under way are dropped."""
+        """Set the policy version of the learner; batches that are under way are dropped."""
         self._version = whole("set the version", "version", version, 0)
         self._ahead.clear()
 

@@ -31,13 +31,13 @@ Notes = Mapping[str, Sequence[tuple[int, bytes]]]
 
 
 def text_id(text: str) -> int:
-    """Give the number that stands for a text in every file: 8 bytes of BLAKE2b of its UTF-8, as int64; 0 for ""."""
+    """Return the number that stands for a text in every file: 8 bytes of BLAKE2b of its UTF-8, as int64; 0 for ""."""
     digest = blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) if text else 0
 
 
 def note_tables(notes: Notes) -> dict[str, np.ndarray]:
-    """Give the datasets of both kinds by name; nothing where there is no note."""
+    """Return the datasets of both kinds by name; nothing where there is no note."""
     found: dict[str, np.ndarray] = {}
     for kind in (EPISODES, TEXTS) if any(notes.values()) else ():
         listed = sorted(notes.get(kind, ()), key=lambda note: note[0])  # of one episode in their order
@@ -81,7 +81,7 @@ class NoteTable:
         return cls(table["key"].copy(), offset + np.append(0, np.cumsum(sizes)), table["checksum"].copy())
 
     def of(self, key: int) -> range:
-        """Give the places of the notes of one key."""
+        """Return the places of the notes of one key."""
         return range(int(self.keys.searchsorted(key, "left")), int(self.keys.searchsorted(key, "right")))
 
     def read(

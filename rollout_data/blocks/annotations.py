@@ -69,7 +69,7 @@ class Notes:
         return Notes, ()
 
     def of(self, noted: Noted, trajectory: int) -> dict[str, Any]:
-        """Give what was said of an episode, the later over the earlier: a new dict.
+        """Return what was said of an episode, the later over the earlier: a new dict.
 
         Raises:
             LostBlockError: One of its blocks is gone.
@@ -98,11 +98,11 @@ class Notes:
         return () if header is None else header.read_notes(EPISODES, key)
 
     def column(self, noted: Noted, name: str) -> list[Any]:
-        """Give what was said under a name, for each trajectory; None where nothing was, or the block is gone."""
+        """Return what was said under a name, for each trajectory; None where nothing was, or the block is gone."""
         return self.columns(noted, {name}).get(name) or [None] * len(noted.index)
 
     def columns(self, noted: Noted, names: Set[str]) -> dict[str, list[Any]]:
-        """Give such a column for each of some names under which something was said."""
+        """Return such a column for each of some names under which something was said."""
         index, found = noted.index, dict[str, list[Any]]()
         order = np.lexsort((index.number, index.writer))
         bounds = np.searchsorted(index.writer[order], np.arange(len(index.writers) + 1))
@@ -127,13 +127,13 @@ class Notes:
         return found
 
     def tasks(self, noted: Noted) -> Int64s:
-        """Give the `text_id` of the task of each trajectory, int64 `[M]`; 0 where none is known."""
+        """Return the `text_id` of the task of each trajectory, int64 `[M]`; 0 where none is known."""
         if self._tasks[0] is not noted.index:
             self._tasks = noted.index, np.array([*map(text_id, self._told(noted))], np.int64)
         return self._tasks[1]
 
     def texts(self, noted: Noted) -> dict[int, str]:
-        """Give all texts of frames and the tasks of all episodes, by their `text_id`; 0 is ""."""
+        """Return all texts of frames and the tasks of all episodes, by their `text_id`; 0 is ""."""
         found = {0: ""}
         for _, header in self._noted(noted, TEXTS):
             with suppress(FileNotFoundError):  # removed since its header was read
@@ -142,7 +142,7 @@ class Notes:
         return found | {text_id(text): text for text in told}
 
     def _told(self, noted: Noted) -> Sequence[str]:
-        """Give the task of each trajectory; "" where none is known."""
+        """Return the task of each trajectory; "" where none is known."""
         if noted.told_tasks is not None:
             return noted.told_tasks
         return [task if isinstance(task, str) else "" for task in self.column(noted, TASK)]
@@ -158,7 +158,7 @@ class Notes:
                 yield block, header
 
     def _header(self, noted: Noted, block: Block) -> BlockHeader | None:
-        """Give the header of a block; None if it has no notes."""
+        """Return the header of a block; None if it has no notes."""
         if block.identity not in self._headers:
             if is_stand_in(block):
                 raise FileNotFoundError(str(block.path))

@@ -39,7 +39,7 @@ class RowSource(Protocol):
     row_bytes: int
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
-        """Give the rows `start:stop` as C-contiguous uint8 `[stop - start, row_bytes]`: in `out`, or a view."""
+        """Return the rows `start:stop` as C-contiguous uint8 `[stop - start, row_bytes]`: in `out`, or a view."""
         ...
 
 
@@ -72,7 +72,7 @@ class CodedRows:
 
 
 def _decoded(source: RowSource) -> RowSource:
-    """Give rows as they are before coding."""
+    """Return rows as they are before coding."""
     if not isinstance(source, CodedRows):
         return source
     table, data = source.table, source.data

@@ -61,7 +61,7 @@ FileStamp = tuple[int, int]
 
 
 def stamp_of(path: Path) -> FileStamp | None:
-    """Give the stamp of a regular file; None for folders, pipes and devices."""
+    """Return the stamp of a regular file; None for folders, pipes and devices."""
     found = os.stat(path)
     return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
 
@@ -253,7 +253,7 @@ class BlockFolder:
                 self.blocks[name] = held[block.writer, block.sequence] = block
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        """Give the files that may be blocks; the same object, for one system call, where none came or went.
+        """Return the files that may be blocks; the same object, for one system call, where none came or went.
 
         A file that was overwritten in its place may be noticed later: after a second, or 200 times what a look takes.
         """
@@ -445,7 +445,7 @@ def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
-    """Give metadata of a folder with the totals that are counted in its blocks, as of the last look."""
+    """Return metadata of a folder with the totals that are counted in its blocks, as of the last look."""
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
         metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
     index = folder.index

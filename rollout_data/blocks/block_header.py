@@ -83,7 +83,7 @@ def corrupt(path: Path, expected: str, got: str) -> CorruptFileError:
 
 @lru_cache(maxsize=64)
 def layouts_of(schema: Schema) -> dict[str, RowLayout]:
-    """Give the row layout of each table of a block: all fields, and those of a true final observation."""
+    """Return the row layout of each table of a block: all fields, and those of a true final observation."""
     final = [*schema.below("observation").values(), *schema.below("privileged_observation").values()]
     return {DATA: RowLayout(schema), FINAL: RowLayout(Schema(final))}
 
@@ -150,7 +150,7 @@ class BlockHeader:
             raise corrupt(self.path, f"{cause.expected} in {table}/{column}", cause.got) from cause
 
     def stored_at(self, table: str, column: str, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Say where rows `start:stop`, of a fragment, are in the file: bounds of chunks, and their checksums."""
+        """Return where rows `start:stop`, of a fragment, are in the file: bounds of chunks, and their checksums."""
         if (chunks := self.chunks[table].get(column)) is not None:
             return chunks.chunks_of(start, stop)
         offset, row_bytes = self.locations[table][column][0], self.layouts[table].columns[column].row_bytes

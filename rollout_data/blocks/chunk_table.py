@@ -94,7 +94,7 @@ class ChunkTable:
         return np.stack([self.rows, self.places - self.places[0]], axis=1).astype("<i8")
 
     def check(self, first: np.ndarray, stop: np.ndarray, frames_per_chunk: int, place: int, num_bytes: int) -> str:
-        """Say what is wrong with the table; "" if nothing is.
+        """Return what is wrong with the table; "" if nothing is.
 
         Args:
             first, stop: int64 `[F]`, rows of the fragments.
@@ -130,7 +130,7 @@ class ChunkTable:
         return self.places[np.searchsorted(self.rows, first)], self.places[np.searchsorted(self.rows, stop)]
 
     def chunks_of(self, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Give where the chunks of rows `start:stop`, of whole fragments, begin and end, and their checksums."""
+        """Return where the chunks of rows `start:stop`, of whole fragments, begin and end, and their checksums."""
         first, last = np.searchsorted(self.rows, [start, stop]).tolist()
         return self.places[first : last + 1].tolist(), self.sums[first:last].tolist()
 

@@ -32,7 +32,7 @@ class DamagedRowsError(CorruptFileError):
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
-    """Give the table of CRC-32, the entry of each leading byte, and what single bytes leave."""
+    """Return the table of CRC-32, the entry of each leading byte, and what single bytes leave."""
     table = []
     for value in range(256):
         for _ in range(8):
@@ -58,7 +58,7 @@ def damaged_byte(difference: int, num_bytes: int) -> int | None:
 
 
 def located(column: StoredColumn, difference: int, start: int, stop: int) -> tuple[tuple[str, ...], int, int]:
-    """Say which fields and rows of `start:stop` are damaged: (fields, first row, stop)."""
+    """Return which fields and rows of `start:stop` are damaged: (fields, first row, stop)."""
     place = damaged_byte(difference, (stop - start) * column.row_bytes) if difference else None
     if place is None:
         return tuple(column.offsets), start, stop

@@ -18,17 +18,17 @@ _NAME = re.compile(r"rollout_([A-Za-z0-9-]{1,100})_(\d{16,18})\.h5")
 
 
 def edit_sequence(generation: int, num_parts: int) -> int:
-    """Give the sequence number of the parts of an edit."""
+    """Return the sequence number of the parts of an edit."""
     return FIRST_EDIT + generation * MAX_PARTS + num_parts
 
 
 def generation_of(sequence: int) -> int:
-    """Give the generation of an edit, counted from 1."""
+    """Return the generation of an edit, counted from 1."""
     return (sequence - FIRST_EDIT) // MAX_PARTS
 
 
 def named_edit(name: str) -> tuple[str, int] | None:
-    """Give writer and sequence number of an edit by the name of its file; None if it is named as something else."""
+    """Return writer and sequence number of an edit by the name of its file; None if it is named as something else."""
     found = _NAME.fullmatch(name)
     return (found[1], int(found[2])) if found and int(found[2]) >= FIRST_EDIT else None
 

@@ -166,7 +166,7 @@ def _write(path: Path, metadata: Metadata, durable: bool) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give `source` a second name if that is free, in one step."""
+    """Link `source` to a second name if that is free, in one step."""
     try:
         os.link(source, target)
     except FileExistsError:

@@ -117,7 +117,7 @@ class RowLayout:
         return typed.view(*rows.shape[:-1], *shape) if len(shape) != 1 else typed
 
     def decoded(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Give one field in `rows` as users see it: a view for raw fields, a new tensor for coded ones."""
+        """Return one field in `rows` as users see it: a view for raw fields, a new tensor for coded ones."""
         return self._codecs[name].decode(self.stored_view(name, rows), self.schema[name].torch_dtype)
 
     def span_of(self, names: Sequence[str]) -> tuple[int, int, torch.dtype] | None:
@@ -216,7 +216,7 @@ class FrameCut:
         self._strides = torch.empty(self._shape, device="meta").stride()
 
     def __call__(self, rows: FrameRows, grid: Grid, allocate: Allocate | None = None) -> torch.Tensor:
-        """Give the leaf as `[*grid.sizes, *shape]`; what has to be joined in memory that `allocate` gives."""
+        """Return the leaf as `[*grid.sizes, *shape]`; what has to be joined in memory that `allocate` gives."""
         if self.parts:
             return joined([part(rows, grid) for part in self.parts], len(grid.sizes), allocate)
         typed, width = rows.as_type(self.column, self._dtype), self._width
@@ -227,7 +227,7 @@ class FrameCut:
 
 
 def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, FrameCut]:
-    """Give all fields of a layout by their names in a batch; with `is_joined` each of `groups` is one leaf."""
+    """Return all fields of a layout by their names in a batch; with `is_joined` each of `groups` is one leaf."""
     leaves: dict[str, list[str]] = {}
     for name in layout.schema:
         group = name.partition("/")[0]

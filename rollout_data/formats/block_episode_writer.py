@@ -239,7 +239,7 @@ class OwnWriter(ForeignWriter):
         return given
 
     def _final(self, episode: EpisodeToWrite) -> Any:
-        """Give the observation after the last step as `[1, ...]`; None if a part of it is missing."""
+        """Return the observation after the last step as `[1, ...]`; None if a part of it is missing."""
         found = episode.final_observation
         if found is None:
             return None
@@ -253,7 +253,7 @@ class OwnWriter(ForeignWriter):
         return rows[""] if "" in rows else unflatten({**rows, **{name: [found[name]] for name in texts}})
 
     def _said(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        """Give what is noted of an episode; what is too large is left out."""
+        """Return what is noted of an episode; what is too large is left out."""
         known: dict[str, Any] = {"task": episode.task or None, "success": episode.success}
         said = {
             f"recorded_{name}" if name in known and not _are_equal(value, known[name]) else name: plain(value)
@@ -325,7 +325,7 @@ def _needs_end(episode: EpisodeToWrite, final: Any) -> bool:
 
 
 def _free_name(name: str) -> str:
-    """Give the name that a field has in a record, where others than its own mean something else."""
+    """Return the name that a field has in a record, where others than its own mean something else."""
     group, slash, rest = name.partition("/")
     is_used = group not in _GROUPS and (is_taken(group) or group in RESERVED)
     return f"recorded_{group}{slash}{rest}" if is_used else name

@@ -237,7 +237,7 @@ def _reason(error: Exception) -> BaseException | None:
 
 
 def _damaged(recording: Recording) -> dict[str, DataFileError]:
-    """Give the episodes of block files on this machine whose rows their checksums contradict: id -> error."""
+    """Return the episodes of block files on this machine whose rows their checksums contradict: id -> error."""
     found: dict[str, DataFileError] = {}
     if recording.format == OWN and not isinstance(recording.path, RemotePath):
         for block in BlockFolder.at(recording.path).blocks.values():

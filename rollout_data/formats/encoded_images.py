@@ -40,7 +40,7 @@ def axes_of(shape: Sequence[int]) -> str:
 
 
 def picture_format(data: bytes | memoryview) -> str:
-    """Tell "PNG", "JPEG" or "TIFF" by the first bytes; "" if it is none of them."""
+    """Return "PNG", "JPEG" or "TIFF" by the first bytes; "" for others."""
     head = bytes(data[:8])
     if head == b"\x89PNG\r\n\x1a\n":
         return "PNG"
@@ -85,7 +85,7 @@ def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] 
 
 @of_kind("undecodable")
 def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
-    """Give the shape that `decode_picture` gives, from the header alone; deep pictures are refused.
+    """Return the shape that `decode_picture` gives, from the header alone; deep pictures are refused.
 
     Raises:
         CorruptFileError: It is damaged, or no picture of 8 bits.
@@ -99,7 +99,7 @@ def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
 
 @contextmanager
 def _opened(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None) -> Iterator[Any]:
-    """Give pillow's picture, of which only the header was read and checked; errors of reading it are named."""
+    """Return pillow's picture, of which only the header was read and checked; errors of reading it are named."""
     image_module = optional("PIL.Image", "pillow", "formats", "pictures")
     if not picture_format(data):
         raise _bad(where, "PNG, JPEG or TIFF", f"bytes {bytes(data[:8])!r}")

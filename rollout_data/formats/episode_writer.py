@@ -370,7 +370,7 @@ class ForeignWriter(ABC):
 
     @property
     def is_complete(self) -> bool:
-        """True if all episodes are there that can be read."""
+        """Return whether all episodes are there that can be read."""
         done = self.written if self.is_laid_out_first else self.written | self.left_out
         return len(done) == len(self.episodes)
 
@@ -649,7 +649,7 @@ def has_open_end(episode: EpisodeToWrite) -> bool:
 
 
 def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
-    """Give the observation after the last step by our names: `[*shape]` each; {} if there is none."""
+    """Return the observation after the last step by our names: `[*shape]` each; {} if there is none."""
     final = episode.final_observation
     named = final if isinstance(final, dict) else {} if final is None else {"": final}
     found = {f"observation/{name}".rstrip("/"): np.asarray(value) for name, value in named.items()}

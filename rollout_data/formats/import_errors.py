@@ -20,7 +20,7 @@ _NUM_STEPS, _NUM_ENDS, _MAX_BYTES = 256, 8, 1 << 12
 
 
 def copied_actions(schema: Schema, length: int, read: Callable[[str, int], Any]) -> Iterator[tuple[str, str]]:
-    """Tell of actions that are the observations of their steps or the next ones, or always the same.
+    """Report actions that are the observations of their steps or the next ones, or always the same.
 
     They were copied, as when an arm is led by hand, or command nothing.
 

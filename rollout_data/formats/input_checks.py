@@ -33,7 +33,7 @@ def optional(module: str, package: str, extra: str, what: str) -> Any:
 
 
 def file_inside(root: Path, name: str) -> Path:
-    """Give the path of a regular file `name` below `root`, links followed.
+    """Return the path of a regular file `name` below `root`, links followed.
 
     A folder of the Hugging Face cache, `snapshots/<revision>`, may link to `blobs` beside `snapshots`.
 
@@ -159,7 +159,7 @@ def first_bytes(path: Path, num_bytes: int) -> bytes:
 
 @contextmanager
 def of_kind(kind: str) -> Iterator[None]:
-    """Say what kind of defect it is that is found within; also a decorator."""
+    """Note the kind of defects that are found within; also a decorator."""
     try:
         yield
     except DataFileError as problem:

@@ -134,7 +134,7 @@ class ParquetFile:
         }
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """Give the least and the largest number of a column of integers, as the footer says; None if it does not."""
+        """Return the least and the largest number of a column of integers, as the footer says; None if it does not."""
         kind = str(self.types.get(name, "none"))
         if self._footer.num_row_groups != 1 or kind not in ("int32", "int64"):
             return None
@@ -145,7 +145,7 @@ class ParquetFile:
         return int.from_bytes(least, "little", signed=True), int.from_bytes(largest, "little", signed=True)
 
     def _batch_rows(self, name: str, width: int | None, groups: range) -> int:
-        """Say how many rows of a column to decode at a time, after comparing what it declares."""
+        """Return how many rows of a column to decode at a time, after comparing what it declares."""
         if name not in self.types:
             raise self._damaged(f"the column {name!r}", "none of that name")
         largest = 1
@@ -166,7 +166,7 @@ class ParquetFile:
         return max(1, _BATCH_BYTES // largest)
 
     def _sizes(self, group: int, leaf: int) -> tuple[int, int, int]:
-        """Give the kind of a column of a row group, and how many values and unpacked bytes it has.
+        """Return the kind of a column of a row group, and how many values and unpacked bytes it has.
 
         Its pages are asked as well as the footer: Arrow takes the memory that they declare.
         """
@@ -328,12 +328,12 @@ def _num_leaves(kind: Any) -> int:
 
 
 def is_list(array: Any) -> bool:
-    """Tell whether the values of an arrow array are lists, of fixed size or not."""
+    """Return whether the values of an arrow array are lists, of fixed size or not."""
     return "list" in str(array.type).partition("<")[0]
 
 
 def first_row(array: Any) -> tuple[tuple[int, ...], str]:
-    """Give the sizes of the nested lists in the first row of an arrow array, and what they hold.
+    """Return the sizes of the nested lists in the first row of an arrow array, and what they hold.
 
     Returns:
         Sizes, and a key of `DTYPES`, "text", "binary" or arrow's own name.

@@ -186,7 +186,7 @@ def _note_in(path: Path) -> str | None:
 
 
 def _changes(field: Field) -> Iterator[str]:
-    """Say what a recording of Rerun does not hold of a field."""
+    """Yield what a recording of Rerun does not hold of a field."""
     is_picture = bool(axes_of(field.shape))
     if not is_picture and len(field.shape) > 1:
         yield "is flattened: scalars of a step are a list"

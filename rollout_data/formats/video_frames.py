@@ -66,7 +66,7 @@ class DepthCoding:
         return all(np.isfinite(numbers)) and self.minimum < self.maximum and is_log
 
     def depths(self) -> Array:
-        """Give the depth of each code: `[4096]`."""
+        """Return the depth of each code: `[4096]`."""
         share = np.arange(_MAX_CODE + 1) / _MAX_CODE
         metres = self.minimum + share * (self.maximum - self.minimum)
         if self.use_log:
@@ -169,14 +169,14 @@ def _read_from(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...
 
 @of_kind("undecodable")
 def end_time(path: Path) -> float:
-    """Give when the video ends, in seconds; 0 if it has no frame."""
+    """Return when the video ends, in seconds; 0 if it has no frame."""
     with _opened(path) as (_, stream):
         start, duration = stream.start_time or 0, stream.duration or 0
         return float((start + duration) * stream.time_base) if stream.frames else 0.0
 
 
 def _frames_at(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...]) -> Iterator[Any]:
-    """Give the frame nearest to each time; decodes from the last key frame before `start_s` on."""
+    """Yield the frame nearest to each time; decodes from the last key frame before `start_s` on."""
     with _opened(path, shape) as (container, stream):
         container.seek(int(start_s / stream.time_base), stream=stream, backward=True)
         frames = (frame for frame in container.decode(stream) if frame.time is not None and not frame.is_corrupt)

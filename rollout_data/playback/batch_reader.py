@@ -157,7 +157,7 @@ class BatchReader:
         return self._pool.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
     def _owned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give contiguous memory that nothing else is in."""
+        """Return contiguous memory that nothing else is in."""
         is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if is_own else self._copied(tensor)
 

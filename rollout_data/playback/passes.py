@@ -70,7 +70,7 @@ class PassOptions:
         return bool(self.keep_latest_n_trajs) or self.refresh_s is not None
 
     def has_pass(self, number: int) -> bool:
-        """True if there is a pass of this number."""
+        """Return whether there is a pass of this number."""
         return self.is_endless or number < self.dataset_loops
 
 
@@ -136,7 +136,7 @@ def _was_complete(index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[st
 
 
 def sections_at(deal: Deal, position: int) -> tuple[Section, Section | None]:
-    """Give the sections of a deal of which `position` trajectories were dealt: the rest, and the newest look's."""
+    """Return the sections of a deal of which `position` trajectories were dealt: the rest, and the newest look's."""
     rest, fresh = deal.sections
     num_new = min(position, deal.num_fresh)
     if fresh is not None and num_new:
@@ -258,11 +258,11 @@ class Dealer:
     _num_batches: int = 1
 
     def first(self) -> Deal:
-        """Give the first pass."""
+        """Return the first pass."""
         return self._begin(0, None, np.zeros(0, np.int64))[0]
 
     def following(self, deal: Deal, in_use: Int64s) -> tuple[Deal, Int64s] | None:
-        """Give the pass after `deal` and the numbers of the trajectories `in_use` in it; None if there is none.
+        """Return the pass after `deal` and the numbers of the trajectories `in_use` in it; None if there is none.
 
         Raises:
             UsageError: No trajectory is left.
@@ -283,7 +283,7 @@ class Dealer:
         return pass_number + self.epoch * _PASSES_AN_EPOCH
 
     def resumed(self, turn: int, upto: Mapping[str, int], played: Lengths) -> FrameStore:
-        """Give what a pass that was begun elsewhere may use, as far as it is still there, and all that is `played`."""
+        """Return what a pass begun elsewhere may use, as far as it still exists, and all that is `played`."""
         self._agreed(turn, 0, tuple)
         store = self.source.snapshot(upto)
         gone = lacking(store.index, played)
@@ -321,7 +321,7 @@ class Dealer:
         return np.union1d(played[played >= 0], rest)
 
     def is_due(self, position: Position, is_alone: bool) -> bool:
-        """True if it is time to look within a pass; what came at the last look was dealt."""
+        """Return whether it is time to look within a pass; what came at the last look was dealt."""
         wait_s = self.options.refresh_s
         if wait_s is None or position.state.position < position.deal.num_fresh:
             return False

@@ -85,7 +85,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
 
     @abstractmethod
     def refresh_handlers(self, env_ids: torch.Tensor) -> None:
-        """Give each of `env_ids` (int64, unique, in range) the next trajectory; the others are not disturbed."""
+        """Move each of `env_ids` (int64, unique, in range) to the next trajectory; the others do not change."""
 
     @abstractmethod
     def get_buffer(self, num_transitions_per_env: int | None = None) -> Batch:
@@ -116,7 +116,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
             self.refresh_handlers(ids)
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Batch:
-        """Give the next batch, `[T, num_envs, ...]`, or `[num_envs, ...]` without T; resets lazily.
+        """Return the next batch, `[T, num_envs, ...]`, or `[num_envs, ...]` without T; resets lazily.
 
         Raises:
             DatasetExhausted: Every pass was delivered; also a `StopIteration`.
@@ -207,7 +207,7 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         raise UsageError("look frames up by time", where, "a reader that can", "one that cannot")
 
     def read_frames_at(self, env_ids: torch.Tensor, position: torch.Tensor) -> Any:
-        """Give a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
+        """Return a batch `[len(env_ids), ...]` of the frames at `position` (float64, counted in frames)."""
         return self.reference_num_frames(env_ids)  # raises
 
     def _ensure_started(self) -> None:

@@ -247,7 +247,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         return plan, Position(state, deal, max(0, num_left - 1))
 
     def _is_over(self, state: StreamState) -> bool:
-        """True if this rank has nothing more to deliver in this epoch."""
+        """Return whether this rank has nothing more to deliver in this epoch."""
         if self.even == "pad" or self._shard.total == 1:
             return bool(state.is_exhausted.all())
         ranks = [self._shard.number] if self.even == "none" else range(self._shard.total)
@@ -255,7 +255,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         return any(bool(state.is_exhausted[share].all()) for share in shares)
 
     def get_batch(self, num_transitions_per_env: int | None = None) -> Transition:
-        """Give the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
+        """Return the next batch: a `Transition` of `[T, num_envs, ...]`, or `[num_envs, ...]` without T.
 
         It lies in memory time first, so that `flatten(0, 1)` is a view. With `as_dict`, a dict of its tensors.
 
@@ -286,7 +286,7 @@ class RolloutStream(RolloutFileBase[Transition]):
                 return batch
 
     def release(self, position: Position) -> None:
-        """Give up files that are gone and not needed at a position."""
+        """Close files that are gone and not needed at a position."""
         index = position.deal.source.index
         self.source.release(lambda: index.blocks_of(self._dealer.needed(position)))
 
@@ -303,7 +303,7 @@ class RolloutStream(RolloutFileBase[Transition]):
             return None
 
     def __next__(self) -> Transition:
-        """Give the next batch; in a DataLoader worker the next one that is its turn."""
+        """Return the next batch; in a DataLoader worker the next one that is its turn."""
         self._is_continued = False  # torchdata may load a state behind `iter`
         worker = current_worker()
         if worker.total > 1:
@@ -401,7 +401,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         super()._ensure_started()
 
     def is_over(self) -> bool:
-        """True if the epoch has no further batch."""
+        """Return whether the epoch has no further batch."""
         return self.next_position() is None
 
     def _noted(self) -> Any:

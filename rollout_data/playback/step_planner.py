@@ -136,7 +136,7 @@ NextPass = Callable[[Deal, Int64s], "tuple[Deal, Int64s] | None"]
 
 
 def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass) -> tuple[StreamState, Deal]:
-    """Give each of `envs` (ascending) the next unused trajectory, dropping what they were at."""
+    """Move `envs` (ascending) to the next unused trajectories, and drop those they were at."""
     walk = _Walk(state, deal, next_pass, 0, share=slice(0))
     walk.refill(envs, 0)
     return walk.state_after(), walk.deal
@@ -154,7 +154,7 @@ def go_on_with(state: StreamState, before: Deal, deal: Deal, numbers: Int64s, ne
 
 
 def share_of(plan: Plan, envs: Int64s) -> Plan:
-    """Give the part of a plan that concerns some envs (ascending), which it counts from 0."""
+    """Return the part of a plan that concerns some envs (ascending), which it counts from 0."""
     place = np.full(len(plan.num_valid), -1)
     place[envs] = np.arange(len(envs))
 
@@ -290,7 +290,7 @@ class _Walk:
             ends.sort(kind="stable")
 
     def _deal(self, envs: Int64s, times: Int64s, is_last: Any = ALL) -> None:
-        """Give `envs` the next trajectories of the pass, from `times` on; of each env one `is_last`."""
+        """Move `envs` to the next trajectories of the pass, from `times` on; of each env one `is_last`."""
         chosen = slice(self.position, self.position + len(envs))
         trajectory, frame = self.deal.order[chosen], self.deal.starts[chosen]
         self.position += len(envs)

@@ -115,7 +115,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
 
 
 def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
-    """Give the lengths of the trajectories that the envs were at."""
+    """Return the lengths of the trajectories that the envs were at."""
     lengths, is_exhausted = map(operator.index, saved["length"]), saved["is_exhausted"]
     played = {key: length for key, length, ended in zip(keys, lengths, is_exhausted, strict=True) if not ended}
     if not all(0 < length <= _MOST_FRAMES for length in played.values()):

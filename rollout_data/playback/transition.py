@@ -66,7 +66,7 @@ class Transition(NamedTuple):
     end_unknown: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, Any]:
-        """Give a plain dict of what was recorded and of the flags: no None, extras beside the other fields."""
+        """Return a plain dict of what was recorded and of the flags: no None, extras beside the other fields."""
         named = {name: value for name, value in self._asdict().items() if value is not None}
         del named["stream_id"]
         return {**named.pop("extras", {}), **named}

@@ -136,7 +136,7 @@ class RemotePath(PosixPath):
 
 
 def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str = "data_dir") -> list[Origin]:
-    """Give what a `data_dir` argument names, so that it stays the same when the process goes elsewhere.
+    """Return what a `data_dir` argument names, so that it stays the same when the process goes elsewhere.
 
     Errors name the `action`, and the argument by its `name`.
     """
@@ -165,7 +165,7 @@ def present_origins_of(data_dir: DataDirs, action: str, name: str) -> list[Origi
 
 
 def is_one(data_dir: Any) -> bool:
-    """Tell a place of data from a list of some; a recording is one although it is a sequence."""
+    """Return whether this is one place of data, not a list; a recording is one although it is a sequence."""
     return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
 
 
@@ -180,7 +180,7 @@ def _absolute(path: str, action: str, name: str) -> Path:
 
 
 def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -> RemotePath:
-    """Give a URL as a path.
+    """Return a URL as a path.
 
     Raises:
         UsageError: fsspec is not installed, or does not know the kind of URL.
@@ -302,7 +302,7 @@ class RemoteFiles:
         return np.frombuffer(b"".join(map(self.fetcher.wait, parts)), np.uint8)
 
     def listed(self) -> dict[str, tuple[int, int]]:
-        """Give the name, size and stamp of each file right below the URL, asked anew.
+        """Return the name, size and stamp of each file right below the URL, asked anew.
 
         Raises:
             UsageError: There is nothing.

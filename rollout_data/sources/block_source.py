@@ -232,7 +232,7 @@ class Blocks(Kind):
     def _index(
         self, blocks: list[Block], pinned: list[Block], built: Mapping[str, np.ndarray] | None = None
     ) -> TrajectoryIndex:
-        """Give the index of some blocks: the one that is shared, if it is of these."""
+        """Return the index of some blocks: the one that is shared, if it is of these."""
         shared, wanted = self._shared[0], (*blocks, *pinned)
         if shared is not None and (shared.blocks, shared.num_present) == (wanted, len(blocks)):
             return shared

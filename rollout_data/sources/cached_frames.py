@@ -102,7 +102,7 @@ class CachedFrames(FrameStore):
 
     @classmethod
     def mapped(cls, source: FrameStore, told: ToldFrames | None) -> CachedFrames | None:
-        """Give what another process has cached of the same index; None where that is not to be had."""
+        """Return what another process has cached of the same index; None where that is not to be had."""
         if told is None or told.content != _content(source.index):
             return None
         try:
@@ -113,7 +113,7 @@ class CachedFrames(FrameStore):
         return cls(source, told.trajectories, torch.device("cpu"), memory=memory)
 
     def told(self) -> ToldFrames | None:
-        """Say where other processes find all this, moved to shared memory; None if it cannot be shared."""
+        """Return where other processes find all this, moved to shared memory; None if it cannot be shared."""
         if self._memory is None:
             self._memory = self._shared([rows.shape for rows in self._rows.values()])
             for place, rows in self._rows.items() if self._memory is not None else ():
@@ -133,7 +133,7 @@ class CachedFrames(FrameStore):
         return BufferPool(1).empty(shape, torch.int32)
 
     def holds(self, trajectories: Int64s) -> bool:
-        """True if all these trajectories are here that can be read."""
+        """Return whether all these trajectories are here that can be read."""
         return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:

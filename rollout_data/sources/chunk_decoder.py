@@ -94,7 +94,7 @@ class ChunkFiles:
         return start
 
     def unmap(self, first: int, num_rows: int) -> None:
-        """Give up the block whose first row has this number; its rows must not be asked for any more."""
+        """Unmap the block whose first row has this number; its rows must not be read any more."""
         if not num_rows:
             return
         del self._files[int(self._spots[0, np.searchsorted(self._rows, first)])]

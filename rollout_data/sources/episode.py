@@ -39,7 +39,7 @@ class Fields(dict[str, Any]):
         return super().__contains__(name) or (isinstance(name, str) and self.get(name) is not None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Give what `fields[name]` does, or `default`."""
+        """Return what `fields[name]` does, or `default`."""
         try:
             return self[name]
         except KeyError:
@@ -158,7 +158,7 @@ class Episode:
         return joined(OBSERVATION, found)
 
     def __getitem__(self, name: str) -> Any:
-        """Give any field, or the `Fields` below a name, as in `episode["observation"]`.
+        """Return any field, or the `Fields` below a name, as in `episode["observation"]`.
 
         Raises:
             UsageError: There is none of this name.
@@ -184,7 +184,7 @@ class Episode:
 
 
 def joined(name: str, found: dict[str, Any]) -> Any:
-    """Give a field by itself, fields below a name as `Fields` without it, or None."""
+    """Return a field by itself, fields below a name as `Fields` without it, or None."""
     if name in found or not found:
         return found.get(name)
     return Fields({one[len(name) + 1 :]: value for one, value in found.items()})

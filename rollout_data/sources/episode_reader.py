@@ -158,7 +158,7 @@ class ForeignReader(ABC):
         return {}
 
     def checked_some(self, episodes: list[EpisodeInfo], what: str) -> list[EpisodeInfo]:
-        """Give the episodes.
+        """Return the episodes.
 
         Raises:
             DataFileError: There is none; the first problem, if there is one.

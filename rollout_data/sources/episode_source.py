@@ -103,7 +103,7 @@ class Readers(Kind):
         return sight is not None
 
     def _chosen(self) -> list[_Found]:
-        """Give the episodes that are read."""
+        """Return the episodes that are read."""
         found: list[_Found] = []
         for number, (origin, reader) in enumerate(zip(self._source.origins, self._readers, strict=True)):
             names = [info.name for info in reader.episodes]
@@ -237,7 +237,7 @@ def _opened(origin: Origin) -> ForeignReader:
 
 
 def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path) -> list[int]:
-    """Give the numbers of episodes by their names, in this order; None is all.
+    """Return the numbers of episodes by their names, in this order; None is all.
 
     Raises:
         UsageError: There is none of a name.
@@ -321,7 +321,7 @@ def _can_lack(field: Field) -> bool:
 
 
 def _difference(fields: Mapping[str, Field], mine: Mapping[str, Field]) -> str:
-    """Say why fields do not go with those that were found before; "" if they do."""
+    """Return why fields do not go with those that were found before; "" if they do."""
     for name, field in fields.items():
         if name in mine and (field.dtype, field.shape) != (mine[name].dtype, mine[name].shape):
             other = mine[name]

@@ -38,7 +38,7 @@ def column_of(infos: Sequence[EpisodeInfo], name: str) -> np.ndarray[Any, Any]:
 
 
 def _typed(name: str, values: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Give a column its dtype; a time of 0 is unknown."""
+    """Convert a column to its dtype; a time of 0 is unknown."""
     dtype = _DTYPES.get(name)
     if name == "time":
         return np.array([np.datetime64(one or "NaT", "ns") for one in values], "datetime64[ns]")

@@ -82,7 +82,7 @@ def compute_statistics(
     use_cache: bool = True,
     progress: bool = True,
 ) -> dict[str, FieldStatistics]:
-    """Give the statistics of fields over all frames of some parts that have them; see `WindowDataset.statistics`.
+    """Return the statistics of fields over all frames of some parts that have them; see `WindowDataset.statistics`.
 
     Fields of texts have none. The cache lies in `folder`, the data folder; None keeps it in the user's cache folder.
 

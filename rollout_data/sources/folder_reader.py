@@ -206,7 +206,7 @@ class FolderReader(ForeignReader):
         return np.where(values == 0, np.datetime64("NaT"), values.astype("datetime64[ns]"))
 
     def _column(self, name: str) -> list[Any]:
-        """Give what was noted under a name, for each episode; None where nothing was."""
+        """Return what was noted under a name, for each episode; None where nothing was."""
         return (self._noted or {}).get(name) or [None] * len(self.store.index)
 
     @cached_property
@@ -284,7 +284,7 @@ class _Infos(Sequence[EpisodeInfo]):
         )
 
     def _said(self, number: int) -> dict[str, Any]:
-        """Give the notes of a trajectory; damaged ones count as none, and are a problem."""
+        """Return the notes of a trajectory; damaged ones count as none, and are a problem."""
         try:
             return self._notes.of(self._store, number)
         except CorruptFileError as problem:

@@ -186,7 +186,7 @@ class FrameStore:
             self.rows(column, one, np.zeros_like(one), np.ones_like(one))
 
     def array(self, place: Place, rows: torch.Tensor) -> np.ndarray:
-        """Give a field, (table, name), of rows of its column as numpy has it: bfloat16 as float32."""
+        """Return a field, (table, name), of rows of its column as numpy has it: bfloat16 as float32."""
         values = self.layouts[place[0]].decoded(place[1], rows)
         found: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         return found
@@ -239,14 +239,14 @@ class FileMap:
         self.num_unmapped = 0
 
     def unmap(self, identities: Iterable[Identity]) -> None:
-        """Give up mapped blocks: stores that know them raise a `LostBlockError` instead of reading them."""
+        """Unmap blocks: stores that know them raise a `LostBlockError` instead of reading them."""
         for block, rows in map(self.mapped.pop, identities):
             for place, first in zip(self.places, rows, strict=True):
                 (self.chunks.get(place) or self.arenas[place]).unmap(first, self._at(block, place)[1])
             self.num_unmapped += 1
 
     def has_room(self, blocks: Sequence[Block]) -> bool:
-        """True if those of the blocks that are not mapped yet fit."""
+        """Return whether those of the blocks that are not mapped yet fit."""
         new = [block for block in blocks if block.identity not in self.mapped]
         return all(mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items())
 
@@ -281,7 +281,7 @@ class FileMap:
 
 
 def can_map(blocks: Iterable[Block]) -> bool:
-    """True if all these blocks can be mapped at once on this machine."""
+    """Return whether all these blocks can be mapped at once on this machine."""
     return mapped_files.is_supported and sum(len(block.places) for block in blocks) <= _MAX_MAPPINGS
 
 
@@ -327,7 +327,7 @@ class MappedFrames(FrameStore):
                 mapped.let_go()
 
     def is_resident(self, runs: Runs) -> bool:
-        """True if the first rows of runs are in memory, those that are stored as they are."""
+        """Return whether the first rows of runs are in memory, those that are stored as they are."""
         arenas = [(place, mapped) for place, mapped in self.files.arenas.items() if place[0] == DATA]
         return all(mapped.is_resident(row) for place, mapped in arenas for row in self._first(place, runs).tolist())
 

@@ -40,7 +40,7 @@ class Sights:
         return told
 
     def whole(self, told: Any) -> Any:
-        """Give the sight that was told, by this process or another one; None: no change."""
+        """Return the sight that was told, by this process or another one; None: no change."""
         if told is None:
             return None
         if told is self._told[0]:

@@ -130,7 +130,7 @@ class Arena:
         return first
 
     def unmap(self, first_row: int, num_rows: int) -> None:
-        """Give rows that `map_file` mapped back, so that a removed file frees its room; they read as zeros then."""
+        """Unmap rows that `map_file` mapped, so that a removed file frees its room; they read as zeros then."""
         if num_rows:
             _map(*self._pages(first_row, num_rows), _MAP_NOTHING | _MAP_FIXED)
 
@@ -144,7 +144,7 @@ class Arena:
         _libc.madvise(self._base, self._end - self._base, _MADV_DONTNEED)
 
     def is_resident(self, row: int) -> bool:
-        """True if the page where a row begins is in memory, or the kernel does not tell."""
+        """Return whether the page where a row begins is in memory, or the kernel does not tell."""
         page, state = self._pages(row, 0)[0], ctypes.c_ubyte()
         return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
 

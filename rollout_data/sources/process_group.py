@@ -49,7 +49,7 @@ class Shard(NamedTuple):
     total: int
 
     def part_of(self, size: int) -> slice:
-        """Give the share of `size` things in a row: all shares together are all of them, each once."""
+        """Return the share of `size` things in a row: all shares together are all of them, each once."""
         return slice(self.number * size // self.total, (self.number + 1) * size // self.total)
 
 
@@ -75,7 +75,7 @@ def checked_share(value: Any, action: str, expected: str) -> Shard:
 
 
 def current_shard(chosen: Shard | None = None) -> Shard:
-    """Give the share that was `chosen`, or else that of this rank (torch.distributed, if initialized)."""
+    """Return the share that was `chosen`, or else that of this rank (torch.distributed, if initialized)."""
     if chosen is not None:
         return chosen
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -84,7 +84,7 @@ def current_shard(chosen: Shard | None = None) -> Shard:
 
 
 def current_worker() -> Shard:
-    """Give the number of this DataLoader worker among those of its loader; 0 of 1 outside of workers."""
+    """Return the number of this DataLoader worker among those of its loader; 0 of 1 outside of workers."""
     worker = get_worker_info()
     return ALONE if worker is None else Shard(worker.id, worker.num_workers)
 
@@ -180,7 +180,7 @@ class Board:
             self._stop = first + name_bytes + num_bytes
 
     def read(self, name: str) -> Any:
-        """Give a note, None if there is none."""
+        """Return a note, None if there is none."""
         with self._locked(_NOTES):
             self._catch_up()
             start, num_bytes = self._places.get(name, (0, 0))

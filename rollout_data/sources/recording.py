@@ -147,7 +147,7 @@ class Recording(Sequence[Episode]):
         return found
 
     def _column(self, name: str) -> np.ndarray[Any, Any]:
-        """Give a column of all episodes of the file."""
+        """Return a column of all episodes of the file."""
         reader = self._reader
         return reader.column(name) if isinstance(reader, FolderReader) else column_of(reader.episodes, name)
 
@@ -176,7 +176,7 @@ class Recording(Sequence[Episode]):
         )
 
     def info(self, place: int) -> EpisodeInfo:
-        """Give what is known of an episode without reading a row."""
+        """Return what is known of an episode without reading a row."""
         if not is_whole(place) or not -len(self) <= place < len(self):
             kind = OutOfRangeError if is_whole(place) else UsageError
             raise kind("call Recording.info", "", f"place in {-len(self)}:{len(self)}", repr(place))
@@ -245,12 +245,12 @@ class Recording(Sequence[Episode]):
         return self._reader.blocks if isinstance(self._reader, FolderReader) else []
 
     def _of(self, places: Any) -> Recording:
-        """Give the episodes at some places: numbers, a slice or a mask."""
+        """Return the episodes at some places: numbers, a slice or a mask."""
         ids = tuple(self.column("id")[places].tolist())
         return Recording(replace(self._origin, ids=ids), self._reader, self._numbers[places])
 
     def select(self, ids: Iterable[str | int]) -> Recording:
-        """Give the episodes of these names, in the order of the file.
+        """Return the episodes of these names, in the order of the file.
 
         Raises:
             UsageError: There is none of a name.
@@ -263,7 +263,7 @@ class Recording(Sequence[Episode]):
         return self._of(np.array([one in wanted for one in there], bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
-        """Give the episodes that a function keeps and whose columns of `table` match.
+        """Return the episodes that a function keeps and whose columns of `table` match.
 
         Args:
             keeps: Called with each episode.
@@ -281,7 +281,7 @@ class Recording(Sequence[Episode]):
         return self._of(kept)
 
     def split(self, parts: Mapping[str, float] | None = None, seed: int = 0) -> dict[str, Recording]:
-        """Give parts by their names.
+        """Return parts by their names.
 
         Args:
             parts: Name -> share of the episodes; the shares add up to 1. The parts are disjoint and complete, and which

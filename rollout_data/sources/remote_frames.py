@@ -168,7 +168,7 @@ class RemoteFrames(FrameStore):
             self._keep(Stock(self, (DATA, name), runs))
 
     def is_resident(self, runs: Runs) -> bool:
-        """Tell that rows have to be asked for before they are needed."""
+        """Return whether rows have to be requested before they are needed."""
         return False
 
     def stretch_bytes(self, num_envs: int) -> int:

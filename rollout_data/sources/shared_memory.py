@@ -44,7 +44,7 @@ class SharedMemory:
         self._bytes, self._used = mmap.mmap(self._file, 0), _ALIGNMENT
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """Give the next part, uint8; all processes see what one writes."""
+        """Return the next part, uint8; all processes see what one writes."""
         first = self._used
         self._used = first + num_bytes - (first + num_bytes) % -_ALIGNMENT
         return np.frombuffer(self._bytes, np.uint8, num_bytes, first)
@@ -72,7 +72,7 @@ def share(value: Any) -> SharedMemory | None:
 
 
 def shared_at(spot: Spot | None) -> tuple[Any, SharedMemory | None]:
-    """Give what a process has shared, its arrays read-only views, and the memory; (None, None) if it is gone."""
+    """Return what a process has shared, its arrays read-only views, and the memory; (None, None) if it is gone."""
     try:
         memory = SharedMemory(spot=spot) if spot is not None else None
     except OSError:  # that process has gone on, or away, or is one of another machine

@@ -114,17 +114,17 @@ class Source(Origins):
             self._kind.release(in_use)
 
     def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
-        """Give what is there now; with `upto` only blocks up to this number of each writer, and what is `gone`."""
+        """Return what is there now; with `upto` only blocks up to this number of each writer, and what is `gone`."""
         if self._kind is None:
             return FrameStore(TrajectoryIndex([]), layouts_of(Schema([])))
         return self._kind.snapshot(upto, gone)
 
     def sight(self) -> Any:
-        """Say what `refresh` has found, so that `adopt` gives another process the same; the same object if it is."""
+        """Return what `refresh` has found, for `adopt` in another process; the same object if nothing changed."""
         return None if self._kind is None else self._kind.sight()
 
     def shared(self, store: FrameStore) -> Spot | None:
-        """Say where other processes of this machine find the index of a snapshot; None: nowhere."""
+        """Return where other processes of this machine find the index of a snapshot; None: nowhere."""
         return None if self._kind is None else self._kind.shared(store)
 
     def adopt(self, sight: Any, spot: Spot | None = None) -> bool:
@@ -201,7 +201,7 @@ class Source(Origins):
 
 
 def _damage(store: FrameStore, trajectory: int) -> DataFileError | None:
-    """Say why a trajectory cannot be read; None if it can, or is known to be lost."""
+    """Return why a trajectory cannot be read; None if it can, or is known to be lost."""
     if not store.is_lost[trajectory]:
         try:
             CachedFrames(store, np.array([trajectory]), store.device)
@@ -213,7 +213,7 @@ def _damage(store: FrameStore, trajectory: int) -> DataFileError | None:
 
 
 def _kind_of_all(origins: Sequence[Origin]) -> type[Kind] | None:
-    """Tell how data are read, None as long as all folders are empty."""
+    """Return how data are read, None as long as all folders are empty."""
     is_remote = [arguments.is_url(origin.path) for origin in origins]
     if any(is_remote) and not all(is_remote):
         raise UsageError("open the folders together", "", "folders of one kind", "some of this machine and some URLs")
@@ -228,7 +228,7 @@ def _kind_of_all(origins: Sequence[Origin]) -> type[Kind] | None:
 
 
 def kind_of(origin: Origin) -> type[Kind] | None:
-    """Tell how a path is read: by its format, or by its content; None if it is not there yet, or holds nothing."""
+    """Return how a path is read: by its format, or by its content; None if it is not there yet, or holds nothing."""
     if origin.opened is not None:
         return origin.opened.kind or Readers
     if arguments.is_url(origin.path):

@@ -117,7 +117,7 @@ class Origins:
 
 
 def control_modes(found: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Give what the actions control, by metadata of recordings or of episodes; those that do not tell are left out."""
+    """Return what the actions control, by metadata of recordings or episodes; unknown ones are left out."""
     return {str(metadata.get("control_mode", "unknown")) for metadata in found} - {"unknown"}
 
 
@@ -160,22 +160,22 @@ class Kind(ABC):
 
     @abstractmethod
     def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
-        """Give what is there now; see `Source`."""
+        """Return what is there now; see `Source`."""
 
     @abstractmethod
     def sight(self) -> Any:
-        """Say what `refresh` has found: a tuple of the kind and what it needs; the same object if it is the same."""
+        """Return what `refresh` has found: a tuple of the kind and what it needs; the same object if it is the same."""
 
     @abstractmethod
     def adopt(self, sight: Any, spot: Spot | None) -> bool:
         """Take what another process has seen for what is there; see `Source`."""
 
     def shared(self, store: FrameStore) -> Spot | None:
-        """Say where other processes of this machine find the index of a snapshot; None: nowhere."""
+        """Return where other processes of this machine find the index of a snapshot; None: nowhere."""
         return None
 
     def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (most keep no file open)
-        """Give up files that are gone and not `in_use`, where files are kept open."""
+        """Close files that are gone and not `in_use`, where files are kept open."""
 
     def leave_out(self, key: Key) -> None:  # noqa: B027 (most never list it again)
         """Read a block no more until it has changed, where what has gone is listed again."""

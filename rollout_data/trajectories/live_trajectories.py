@@ -177,14 +177,14 @@ class LiveTrajectories:
             self.note_moved(cached)
 
     def rows_of(self, entry: Entry) -> Rows:
-        """Give all rows of an entry, wherever they are; not to be changed."""
+        """Return all rows of an entry, wherever they are; not to be changed."""
         if self.cache is not None and entry.trajectory_id in self.cache:
             [(block, first)] = self.cache.find(entry.trajectory_id)
             return block.rows(first)
         return entry.read_rows(self._trusted, self.pool)
 
     def window(self, min_weights_version: int | None = None) -> Window:
-        """Give what is drawn from.
+        """Return what is drawn from.
 
         Raises:
             BufferEmptyError: Nothing.

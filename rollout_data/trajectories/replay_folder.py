@@ -120,7 +120,7 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 
 
 def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
-    """Give a contiguous share of what `read_folder` gave, oldest first.
+    """Return a contiguous share of what `read_folder` gave, oldest first.
 
     Ranks count ids up side by side, so that ids tell the order of what several ranks have saved; not where ranks
     gave the same ids, for which there are new ones here. One folder lists its entries in order.

@@ -59,7 +59,7 @@ class RowBlock:
         return {name: words[first : self._pieces[first]].clone() for name, words in self.words.items()}
 
     def free(self, first: int) -> None:
-        """Give the rows of a piece back."""
+        """Release the rows of a piece."""
         del self._pieces[first]
 
     @property
@@ -191,7 +191,7 @@ class TrajectoryCache(Shown):
         return unflatten(flat)
 
     def find(self, trajectory_id: int) -> list[Cached]:
-        """Say where a trajectory stands; valid while the lock is held."""
+        """Return where a trajectory stands; valid while the lock is held."""
         entry = self._entries.get(trajectory_id) if is_whole(trajectory_id) else None
         if entry is None:
             kept = f"one of {len(self._entries)} cached ids"

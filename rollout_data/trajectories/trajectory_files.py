@@ -103,7 +103,7 @@ class Entry:
         return int(match[1])
 
     def is_recent(self, min_weights_version: int | None) -> bool:
-        """Tell whether the policy that acted is this version or a later one; False if it is not known."""
+        """Return whether the policy that acted is this version or a later one; False if it is not known."""
         if min_weights_version is None:
             return True
         return self.weights_version is not None and self.weights_version >= min_weights_version
@@ -114,7 +114,7 @@ class Entry:
         return f"trajectory_{self.trajectory_id}_{weights}.{file_format}"
 
     def read_rows(self, trusted: bool, pool: BufferPool) -> Rows:
-        """Give its rows, of memory or of its file; not to be changed."""
+        """Return its rows, of memory or of its file; not to be changed."""
         if self.rows is not None:
             return self.rows
         assert self.path is not None

@@ -251,13 +251,13 @@ class TrajectoryReplayBuffer(Shown, Owned):
             return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
-        """Give a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
+        """Return a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
         with self._lock:
             entry = self._find("get", trajectory_id)
             return unflatten({**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)})
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
-        """Give what the index says of a live trajectory: shape, uuid, weights version, ..."""
+        """Return what the index says of a live trajectory: shape, uuid, weights version, ..."""
         with self._lock:
             return self._find("about", trajectory_id).to_json()
 
@@ -270,7 +270,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._live.clear_cache()
 
     def clear(self) -> None:
-        """Give up every trajectory; auto-saved files stay, ids go on counting."""
+        """Forget every trajectory; auto-saved files stay, and ids continue."""
         with self._lock:
             self._live = self._empty_state()
             if self._saver is not None:

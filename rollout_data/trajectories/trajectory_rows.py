@@ -29,14 +29,14 @@ Rows = dict[str, torch.Tensor]
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
-    """Give the layout of `[T, B, *shape]` tensors."""
+    """Return the layout of `[T, B, *shape]` tensors."""
     return layout_for(
         Field(name, tuple(x.shape[2:]), dtype_name(x.dtype, f"of {name!r} {where}")) for name, x in tensors.items()
     )
 
 
 def layout_for(fields: Iterable[Field]) -> RowLayout:
-    """Give the layout of some fields; equal fields in any order have the same one, which may be a key of a dict."""
+    """Return the layout of some fields; equal fields in any order have the same one, which may be a key of a dict."""
     return _layout_for(tuple(sorted(fields, key=lambda field: (-field.numpy_dtype.itemsize, field.name))))
 
 
@@ -131,7 +131,7 @@ def _as_mapping(tree: Any) -> Any:
 
 
 def _shape_of(tensors: Mapping[str, torch.Tensor], longer: Collection[str], where: str) -> tuple[int, int]:
-    """Say how many steps and envs there are, by the first leaf that tells."""
+    """Return how many steps and envs there are, by the first leaf that tells."""
     if not tensors:
         raise SchemaError("store the leaves", where, "at least one tensor", "none")
     for name, tensor in tensors.items():

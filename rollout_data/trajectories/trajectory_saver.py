@@ -101,7 +101,7 @@ class TrajectorySaver:
         self._superfluous -= {one.path for one in self._named.values() if one.path is not None}
 
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
-        """Give what was loaded from elsewhere a file here too, so that the index can name it; under the lock.
+        """Write trajectories that were loaded from elsewhere, so that the index can name it; under the lock.
 
         A hard link, or a copy where the file system has none; entries are read from here then. After an error
         nothing has changed.
@@ -171,7 +171,7 @@ class TrajectorySaver:
         return entry.path is not None and entry.path.parent == self.folder
 
     def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, Block | None] | None:
-        """Give the file here of a loaded entry, made if need be; None if its id is that of another."""
+        """Return the file here of a loaded entry, made if need be; None if its id is that of another."""
         number, source = entry.trajectory_id, entry.path
         assert source is not None
         path = there[0] if there else self.folder / entry.file_name(source.suffix[1:])

@@ -65,14 +65,14 @@ class ChunkedOrder:
         self.bounds: Int64s = np.append(0, np.cumsum(self._high - self._low))[self._parts]
 
     def windows(self) -> Int64s:
-        """Give all windows in order, int64."""
+        """Return all windows in order, int64."""
         numbers = counted_from(self._first_window + self._low, self._high - self._low)
         for group, (start, stop) in enumerate(zip(self.bounds[:-1].tolist(), self.bounds[1:].tolist(), strict=True), 1):
             numbers[start:stop] = numbers[start:stop][self._shuffled(stop - start, group)]
         return numbers
 
     def ranges(self, group: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Give the windows of a group: place of the trajectory, first of its windows and end, int64 `[P]` each."""
+        """Return the windows of a group: place of the trajectory, first of its windows and end, int64 `[P]` each."""
         part = slice(int(self._parts[group]), int(self._parts[group + 1]))
         return self._place[part], self._low[part], self._high[part]
 
@@ -98,7 +98,7 @@ class Route:
         self._stocks: dict[int, list[Stock]] = {}
 
     def advance(self, start: int, stop: int) -> None:
-        """Say that the windows at positions `start:stop` of the epoch are read next, and none before them."""
+        """Announce that the windows at positions `start:stop` of the epoch are read next, and none before."""
         bounds = self._order.bounds
         stop = min(stop, int(bounds[-1]))
         low, high = (bounds.searchsorted([start, max(start, stop - 1)], side="right") - 1).tolist()

@@ -155,7 +155,7 @@ class Normalizer(torch.nn.Module):
         return out
 
     def _numbers(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Give offset and scale of a field, of components that were joined, or of the field that it is the next of."""
+        """Return offset and scale of a field, of joined components, or of the field before a next field."""
         names = self.fields
         for own in (name, name.removeprefix(_NEXT)):
             parts = [own] if own in names else [one for one in names if one.startswith(f"{own}/")]

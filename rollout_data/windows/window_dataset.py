@@ -208,7 +208,7 @@ class WindowDataset(WindowBatches):
         return f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowDataset:
-        """Give the dataset as it was `opened_as` this.
+        """Return the dataset as it was `opened_as` this.
 
         Raises:
             DataFileError: Trajectories of then are gone, unless it `may_lack` them; folders of the older layout do not
@@ -293,14 +293,14 @@ class WindowDataset(WindowBatches):
         return tuple(words)
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
-        """Tell where windows are: (writer, number of the trajectory) of each, and its anchor, int64 `[B]`."""
+        """Return where windows are: (writer, number of the trajectory) of each, and its anchor, int64 `[B]`."""
         place, anchor = self._windows.find(checked_windows("call WindowDataset.locate", windows, len(self)))
         return self._store.index.keys(self.trajectories[place]), anchor
 
     # Windows
 
     def shuffled(self, seed: Sequence[int], until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
-        """Give all windows in an order that is a function of `seed` and their names, and the keys that it goes by.
+        """Return all windows in an order that is a function of `seed` and their names, and the keys that it goes by.
 
         Behind a network it is the order of a `ChunkedOrder`.
         """

@@ -48,7 +48,7 @@ class SplitOptions:
 def choose_trajectories(
     index: TrajectoryIndex, options: SplitOptions, first_of_training: list[Any] | None = None
 ) -> tuple[Int64s, list[Any]]:
-    """Give the trajectories of a split, int64, ascending, and which is the first for training.
+    """Return the trajectories of a split, int64, ascending, and which is the first for training.
 
     Each trajectory has a number that is a function of (seed, writer, number within the writer), in whichever
     folder it lies; those with the smallest ones are for validation. So the two splits share nothing and leave
@@ -99,7 +99,7 @@ class WindowIndex:
         return int(self.first_window[-1])
 
     def find(self, windows: Int64s) -> tuple[Int64s, Int64s]:
-        """Give the place in `trajectories` and the anchor of each window, int64 `[B]` both."""
+        """Return the place in `trajectories` and the anchor of each window, int64 `[B]` both."""
         place = self.first_window.searchsorted(windows, side="right") - 1
         return place, self.first_anchor + (windows - self.first_window[place]) * self.stride
 
@@ -246,7 +246,7 @@ class WindowShape:
         return cls(wanted, wanted[starts], count, starts.astype(np.int64), int(np.gcd.reduce(count)))
 
     def pieces(self, trajectory: Int64s, anchor: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-        """Say what windows read, given the trajectory and anchor of each, int64 `[B]`.
+        """Return what windows read, given the trajectory and anchor of each, int64 `[B]`.
 
         Returns:
             Runs of consecutive frames: trajectory, first frame, frames and first row, int64 `[P]` each, by ascending

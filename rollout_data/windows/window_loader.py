@@ -175,7 +175,7 @@ class WindowMixture(WindowBatches):
         return next((one for one in found if one is not problem), problem)
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowMixture:
-        """Give the mixture of its members as they were opened; see `WindowDataset`."""
+        """Return the mixture of its members as they were opened; see `WindowDataset`."""
         if self.opened_as == opened_as:
             return self
         members = [each.at(one, may_lack) for each, one in zip(self.datasets, opened_as, strict=True)]
@@ -222,7 +222,7 @@ class WindowMixture(WindowBatches):
         return num_there + int(self._first[member])
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
-        """Tell the member of each window, and its number there: int64 `[B]` both."""
+        """Return the member of each window, and its number there: int64 `[B]` both."""
         return self._located("call WindowMixture.locate", windows)
 
     def _located(self, action: str, windows: Sequence[int] | np.ndarray) -> tuple[Int64s, Int64s]:
@@ -241,7 +241,7 @@ class WindowMixture(WindowBatches):
     def sampler(
         self, num_samples: int | None = None, seed: int = 0, *, even: Even = "pad", shard: ShardChoice = "auto"
     ) -> MixtureSampler:
-        """Give a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows).
+        """Return a sampler for a `DataLoader`: `num_samples` draws an epoch (None: as many as there are windows).
 
         With shard="auto" every rank of torch.distributed has to call this: the mixture becomes that of rank 0.
         """
@@ -381,7 +381,7 @@ class WindowLoader(Shown):
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
 
     def _as_rank_0_has(self, windows: Any, opened_as: Any = None) -> Any:
-        """Give windows as rank 0 has them, as far as it still does if they were `opened_as` this."""
+        """Return windows as rank 0 has them, as far as it still does if they were `opened_as` this."""
 
         def look() -> Any:
             return windows.opened_as if opened_as is None else windows.at(opened_as, may_lack=True).opened_as
@@ -403,7 +403,7 @@ class WindowLoader(Shown):
         return self.dataset.num_lost_windows
 
     def order(self, epoch: int) -> Int64s:
-        """Give the windows of an epoch of all ranks in order, int64."""
+        """Return the windows of an epoch of all ranks in order, int64."""
         epoch = whole("call WindowLoader.order", "epoch", epoch, 0)
         return self._order(epoch)[0]
 

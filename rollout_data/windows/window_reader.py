@@ -183,7 +183,7 @@ def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
 
 
 def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s] | None:
-    """Give lists of frames relative to the anchor as int64 `[L]` each.
+    """Return lists of frames relative to the anchor as int64 `[L]` each.
 
     Raises:
         UsageError: There is no list for each field, or one is empty or has something else than whole numbers.
@@ -318,7 +318,7 @@ class WindowReader:
         return parts, bool(cut.parts)
 
     def _values(self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate) -> torch.Tensor:
-        """Give a field that is stored as `[B, L, *shape]`."""
+        """Return a field that is stored as `[B, L, *shape]`."""
         found, (parts, is_joined) = [], self._cuts[field.name]
         for part, length, steps, first, chosen in parts:
             values = part(rows, Grid((num_windows, length), steps, first))

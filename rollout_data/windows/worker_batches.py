@@ -40,7 +40,7 @@ _IS_LENT = 0
 
 
 def collate_windows(batch: Any) -> Any:
-    """Give a batch as a plain dict, which torch's pytree looks into; stack a list of single windows into one."""
+    """Return a batch as a plain dict, which torch's pytree looks into; stack a list of single windows into one."""
     if not isinstance(batch, list):
         return dict(batch) if type(batch) is WindowBatch else batch  # what a worker shares becomes one on its way
     if not batch or not all(isinstance(window, Mapping) for window in batch):
@@ -87,7 +87,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         """Count the windows."""
 
     def __getitem__(self, window: int) -> dict[str, Any]:
-        """Give one window: a nested dict of `[L, *shape]` tensors.
+        """Return one window: a nested dict of `[L, *shape]` tensors.
 
         Raises:
             IndexError: There is no such window; negative numbers count from the end.
@@ -106,7 +106,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         return found
 
     def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Give a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`; the caller's.
+        """Return a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`; the caller's.
 
         Raises:
             IndexError: There is no such window.
@@ -115,7 +115,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         return self.batch(windows)
 
     def batch(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> dict[str, Any]:
-        """Give a batch as `__getitems__` does; `on_error` None is that of the dataset.
+        """Return a batch as `__getitems__` does; `on_error` None is that of the dataset.
 
         Raises:
             DataFileError: A window is damaged and not skipped; names the file, the episode and the frame.
@@ -161,7 +161,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""
 
     def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:
-        """Give what is told the positions `start:stop` of an epoch before they are read; here it does nothing.
+        """Return what is told the positions `start:stop` of an epoch before they are read; here it does nothing.
 
         `seed` is that of `shuffled`; None goes by the numbers of the windows.
         """
@@ -191,7 +191,7 @@ class WorkerMemory:
         given = {memory.data_ptr()}  # where the storages begin that tensors were given from
 
         def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            """Give the next bytes of the place; ordinary memory where they do not suffice."""
+            """Return the next bytes of the place; ordinary memory where they do not suffice."""
             nonlocal num_bytes
             start, size = num_bytes, prod(shape) * dtype.itemsize
             num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -240,13 +240,13 @@ class _SharedPlace:
         return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
 
     def lend(self) -> torch.Tensor:
-        """Give the memory, uint8 `[n]`, as one that torch takes for ordinary: it copies what is sent singly."""
+        """Return the memory, uint8 `[n]`, as one that torch takes for ordinary: it copies what is sent singly."""
         part = self._bytes[_HEADER_BYTES:]
         self._part = weakref.ref(part)
         return torch.from_numpy(part)
 
     def spot(self, leaf: Any) -> Any:
-        """Say where a tensor lies; anything that lies elsewhere, or has more to it than values, stays as it is."""
+        """Return where a tensor lies; anything that lies elsewhere, or has more to it than values, stays as it is."""
         if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
             return leaf
         if leaf.untyped_storage().data_ptr() != self._bytes.ctypes.data + _HEADER_BYTES:

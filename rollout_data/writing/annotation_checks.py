@@ -37,7 +37,7 @@ class StepNotes:
     texts: Mapping[int, bytes] = field(default_factory=dict)
 
     def steps(self, start: int, stop: int) -> StepNotes:
-        """Give those of the steps `start:stop`."""
+        """Return those of the steps `start:stop`."""
         inside = tuple((step - start, env, data) for step, env, data in self.episodes if start <= step < stop)
         return StepNotes(inside, self.texts)
 
@@ -50,7 +50,7 @@ NO_NOTES = StepNotes()
 
 
 def is_texts(value: Any) -> bool:
-    """Tell whether a value is a text, or a list or array of texts."""
+    """Return whether a value is a text, or a list or array of texts."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "UT" or (value.dtype == object and value.size > 0 and is_texts(value.flat[0]))
     if isinstance(value, (list, tuple)) and len(value):
@@ -59,7 +59,7 @@ def is_texts(value: Any) -> bool:
 
 
 def as_ids(action: str, name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]) -> np.ndarray:
-    """Give the numbers of texts, int64 of shape `lead`, and note the texts; one text is that of all frames.
+    """Return the numbers of texts, int64 of shape `lead`, and note the texts; one text is that of all frames.
 
     Raises:
         SchemaError, UsageError: Another shape, something else among the texts, or a text that is too long.

@@ -147,7 +147,7 @@ class Simulator:
         return record, done, infos
 
     def executed(self, actions: Any) -> Any:
-        """Give actions as the env takes them: tensors on its device, or arrays of its space's dtype and shape."""
+        """Return actions as the env takes them: tensors on its device, or arrays of its space's dtype and shape."""
         if self._device is not None:
             return mapped(self._as_env, actions)
         return _as_arrays(actions, _attribute(self.env, "action_space"), self._is_space_of_all)
@@ -162,13 +162,13 @@ class Simulator:
         return map_leaves(copy, _named(tree))
 
     def _is_gymnasium(self, first: Any, second: Any, third: Any) -> bool:
-        """Tell rewards, terminated, truncated from privileged observations, rewards, dones."""
+        """Return whether these are rewards, terminated, truncated, not privileged observations, rewards, dones."""
         if first is None or hasattr(self.env, "get_privileged_observations"):
             return False
         return not _is_floating(second) or _is_floating(third)
 
     def _told_mode(self, observation: Any, infos: Any) -> str:
-        """Tell the autoreset mode from a step in which an episode ended."""
+        """Return the autoreset mode by a step in which an episode ended."""
         is_told = not isinstance(infos, Mapping) or not _SAME_STEP_INFOS.isdisjoint(infos)
         is_told |= any(_attribute(self.env, name) is not None for name in _SAME_STEP_ATTRIBUTES)
         is_group = hasattr(observation, "items") and "policy" in dict(observation.items())
@@ -292,7 +292,7 @@ def _leaf(tree: Any) -> Any:
 
 
 def _attribute(env: Any, name: str) -> Any:
-    """Give an attribute of an env, or of what is in its wrappers, which do not all forward it; None without."""
+    """Return an attribute of an env, or of what is in its wrappers, which do not all forward it; None without."""
     found = getattr(env, name, None)
     return getattr(getattr(env, "unwrapped", None), name, None) if found is None else found
 
@@ -303,7 +303,7 @@ def _critic(infos: Any) -> Any:
 
 
 def _fields(observation: Any, privileged: Any = None) -> dict[str, Any]:
-    """Give our fields: the groups `critic` and `privileged` of an observation are the privileged one."""
+    """Return our fields: the groups `critic` and `privileged` of an observation are the privileged one."""
     if hasattr(observation := _named(observation), "items"):
         apart = {name: observation.pop(name) for name in _PRIVILEGED_GROUPS if name in observation}
         if apart:
@@ -403,7 +403,7 @@ def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:
-    """Give actions as arrays of the dtype of a space and, where it is one of all envs, of its shape."""
+    """Return actions as arrays of the dtype of a space and, where it is one of all envs, of its shape."""
     if space is None:
         return mapped(lambda item: np.array(on_host(item)), value)
     if isinstance(value, Mapping):

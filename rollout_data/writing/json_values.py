@@ -11,7 +11,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Give a value as JSON has it: arrays as lists, bytes as text, what is not finite as text."""
+    """Return a value as JSON has it: arrays as lists, bytes as text, what is not finite as text."""
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

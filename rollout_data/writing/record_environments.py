@@ -374,7 +374,7 @@ class _Recorder:
                 self._lacks_task[env] = False
 
     def _taken(self, present: Any) -> list[dict[str, Any] | None] | None:
-        """Give what is to be noted of the envs that have a frame now, `[N]` bool; None if nothing is."""
+        """Return what is to be noted of the envs that have a frame now, `[N]` bool; None if nothing is."""
         is_present = np.broadcast_to(present, self._lengths.shape)
         taken = {env: self._said.pop(env) for env in [*self._said] if is_present[env]}
         return [taken.get(env) for env in range(len(is_present))] if any(taken.values()) else None
@@ -410,7 +410,7 @@ class _Recorder:
             self._check_dropped(infos, 0 if record["success"].any() else int(done.sum()))
 
     def _told_success(self, done: np.ndarray, infos: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Tell where infos of a step tell a success, and where they tell of it at all: `[N]` bool both."""
+        """Return where infos of a step have a success, and where they have that key: `[N]` bool both."""
         success, is_told = told(infos, self._names, len(done))
         if (final := infos.get("final_info")) is not None:
             last, is_last_told = told(joined(final), self._names, len(done))  # the rest is of the next episode
@@ -420,7 +420,7 @@ class _Recorder:
     def _chosen(
         self, record: Mapping[str, Any], done: np.ndarray, success: np.ndarray, is_told: np.ndarray
     ) -> np.ndarray:
-        """Tell which of the episodes that end in a step are kept: `[N]` bool."""
+        """Return which of the episodes that end in a step are kept: `[N]` bool."""
         self._has_succeeded |= success & record.get("env_mask", True)
         self._is_success_told |= bool(is_told.any())
         columns = (self._lengths, self._rewards, record["terminated"], record["truncated"])
@@ -470,7 +470,7 @@ def _count(data_dir: Path) -> tuple[int, int, int]:
 
 
 def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
-    """Give a policy as a function of the observation, and its name.
+    """Return a policy as a function of the observation, and its name.
 
     A `torch.nn.Module` is given tensors on its device and of its dtype; anything else gets the observation as the
     environment gave it. Objects are asked for `act_inference`, then `act`.

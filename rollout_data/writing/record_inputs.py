@@ -52,12 +52,12 @@ _NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "extras", "next"}
 
 
 def is_taken(name: str) -> bool:
-    """Tell whether a value of this name is no extra field of a record."""
+    """Return whether a value of this name is no extra field of a record."""
     return name in _NOT_OURS or name in _OTHER_NAMES or name in Transition._fields
 
 
 def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Give the keyword values of `RolloutWriter.add` that were given, from its locals; None is not given."""
+    """Return the keyword values of `RolloutWriter.add` that were given, from its locals; None is not given."""
     extras = given.pop("extras")
     del given["self"], given["transition"]
     given.pop("include", None)
@@ -118,7 +118,7 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
 
 
 def _items_of(action: str, transition: Any) -> dict[str, Any]:
-    """Give the values of a record by the names that it has for them."""
+    """Return the values of a record by the names that it has for them."""
     if transition is None:
         return {}
     if isinstance(transition, Mapping):
@@ -138,7 +138,7 @@ def _items_of(action: str, transition: Any) -> dict[str, Any]:
 
 
 def _recorded_done(action: str, batch: Transition) -> Any:
-    """Give `done` of a batch as it was recorded: without the marks of first frames that are not the last as well."""
+    """Return `done` of a batch as it was recorded: without the marks of first frames that are not the last as well."""
     if batch.done is None or batch.is_first is None:
         return batch.done
     done = as_given(batch.done)
@@ -165,7 +165,7 @@ def _recorded_done(action: str, batch: Transition) -> Any:
 
 
 def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
-    """Give the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
+    """Return the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
     include = arguments.names(action, "include", include)
     if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
         if include:

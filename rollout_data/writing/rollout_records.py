@@ -61,7 +61,7 @@ class Rollout:
     notes: StepNotes = NO_NOTES
 
     def steps(self, start: int, stop: int) -> Rollout:
-        """Give the steps `start:stop`, sharing memory; errors of codecs are those of all steps."""
+        """Return the steps `start:stop`, sharing memory; errors of codecs are those of all steps."""
         num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
         version, finals = self.policy_version, self.finals
         return replace(
@@ -75,13 +75,13 @@ class Rollout:
 
 
 def ends_of(marks: np.ndarray) -> np.ndarray:
-    """Tell which frames end their trajectory by themselves, whether it is kept or not."""
+    """Return which frames end their trajectory by themselves, whether it is kept or not."""
     is_end: np.ndarray = marks & (TERMINATED | TRUNCATED) > 0
     return is_end
 
 
 def numbers(field: Field, values: np.ndarray) -> np.ndarray:
-    """Give stored values as numbers: bfloat16 stands as uint16."""
+    """Return stored values as numbers: bfloat16 stands as uint16."""
     if field.dtype != "bfloat16":
         return values
     return torch.from_numpy(values).view(torch.bfloat16).float().numpy()
@@ -314,7 +314,7 @@ def _check_row(action: str, name: str, field: Field, leaf: Leaf, num_lead: int) 
 
 
 def _flag(action: str, name: str, leaf: Leaf, lead: tuple[int, ...]) -> np.ndarray:
-    """Give a flag as a `[T, N]` bool array."""
+    """Return a flag as a `[T, N]` bool array."""
     if leaf.shape not in (lead, (*lead, 1)):
         expected = f"shape {lead} or {(*lead, 1)}"
         raise SchemaError(action, f"with the flag {name!r}", expected, str(tuple(leaf.shape)))
@@ -359,7 +359,7 @@ def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...])
 
 
 def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
-    """Give `success` of a record as `[T, N]` bool; it may be missing where nothing ends."""
+    """Return `success` of a record as `[T, N]` bool; it may be missing where nothing ends."""
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
     flags = np.zeros(0) if success is None else _truth(action, "success", _leaf(action, "success", success))
@@ -370,7 +370,7 @@ def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
 
 
 def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
-    """Give values as they are stored: by their codec, and as an array on the host; note what that lost."""
+    """Return values as they are stored: by their codec, and as an array on the host; note what that lost."""
     if type(leaf) is np.ndarray and field.codec == "raw":
         return leaf
     codec = codec_of(field)

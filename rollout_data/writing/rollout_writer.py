@@ -504,7 +504,7 @@ class RolloutWriter(Shown, Owned):
             staging.end(env_ids, flag)
 
     def _hand_over(self) -> None:
-        """Give the staged steps to the background thread; wait while too many blocks are pending."""
+        """Submit the staged steps to the background thread; wait while too many blocks are pending."""
         if self._staging is not None and not self._staging.is_empty:
             self._staging.count(self._tally)
             self._handed_over_ns = self._newest_ns()

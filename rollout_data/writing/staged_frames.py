@@ -174,7 +174,7 @@ class Staging:
         return BlockContent(self.schema, writer, sequence, fragments, sums, rows, errors, notes=notes), carry
 
     def _placed(self, parts: list[tuple[int, StepNotes]], fragments: np.ndarray) -> dict[str, list[tuple[int, bytes]]]:
-        """Give the notes of the block: those of episodes by the trajectory in whose frames they were given."""
+        """Return the notes of the block: those of episodes by the trajectory in whose frames they were given."""
         texts, said = dict[int, bytes](), list[tuple[int, bytes]]()
         for start, notes in parts:
             texts |= notes.texts

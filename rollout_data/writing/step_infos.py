@@ -148,7 +148,7 @@ class InfoReader:
         return values, has_final
 
     def _with_env_axis(self, infos: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """Give final observations of a single environment the axis of environments that its observation has."""
+        """Add to final observations of a single environment the axis of environments of its observation."""
         if self._num_envs != 1:
             return infos
         found = dict(infos)

@@ -143,7 +143,7 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
 
 
 def is_alive(path: Path) -> bool:
-    """Tell whether the writer of a journal lives; nothing is changed."""
+    """Return whether the writer of a journal lives; nothing is changed."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

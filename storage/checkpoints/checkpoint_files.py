@@ -192,7 +192,7 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
-    """Say which file a checkpoint is in: the newer of the plain and the compressed one."""
+    """Return which file a checkpoint is in: the newer of the plain and the compressed one."""
     plain = arguments.path(_LOAD, "", path)
     candidates = [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
     found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]

@@ -340,7 +340,7 @@ class _Span(NamedTuple):
 
 
 def _span(group: dict[int, torch.Tensor]) -> _Span:
-    """Say which bytes of their storage tensors with values reach over; one that leaves gaps is packed first."""
+    """Return which bytes of their storage tensors with values reach over; one that leaves gaps is packed first."""
     starts, stops = [], []
     for key, tensor in group.items():
         reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

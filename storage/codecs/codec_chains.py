@@ -96,7 +96,7 @@ class ChunkCodec:
 
     @property
     def is_lossless(self) -> bool:
-        """True if decoding gives back every bit."""
+        """Return whether decoding restores every bit."""
         return self.quantizer is None and self.video is None
 
     @property
@@ -109,7 +109,7 @@ class ChunkCodec:
 
     @property
     def packer_shuffles(self) -> bool:
-        """True if shuffling is left to the packer."""
+        """Return whether shuffling is left to the packer."""
         return bool(self.packer) and PACKERS[self.packer].shuffles
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
@@ -213,7 +213,7 @@ _local = threading.local()
 
 
 def _scratch(place: int, num_bytes: int) -> Bytes:
-    """Give memory of this thread that the next call with the same `place` takes over."""
+    """Return memory of this thread that the next call with the same `place` takes over."""
     scratch: dict[Any, Bytes] = _local.__dict__
     held = scratch.get(place)
     if held is None or len(held) < num_bytes:
@@ -262,7 +262,7 @@ CODEC_WORDS = (*VALUE_CODECS, AUTO, *video.CODERS, *(stage for stages in STAGES.
 
 @lru_cache(maxsize=256)
 def chunk_codec(name: str) -> ChunkCodec:
-    """Give the codec of a chain, checked; "raw" or "" keeps values as they are.
+    """Return the codec of a chain, checked; "raw" or "" keeps values as they are.
 
     Raises:
         UsageError: An unknown stage, or stages in another order; the text says what is known, or the order.
@@ -271,7 +271,7 @@ def chunk_codec(name: str) -> ChunkCodec:
 
 
 def _read_chain(stages: Sequence[str], name: str, before: str = "") -> ChunkCodec:
-    """Give the codec of stages in a codec's name, behind a quantizer of values that stands `before` them."""
+    """Return the codec of stages in a codec's name, behind a quantizer of values that stands `before` them."""
     if not before and len(stages) == 1 and (coder := video.video_named(stages[0])) is not None:
         return ChunkCodec(name, video=coder)
     found: dict[str, Any] = {}
@@ -308,7 +308,7 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
 
 @lru_cache(maxsize=256)
 def find_codec(name: str) -> Codec:
-    """Give the codec of a name, for example `raw`, `normalized_image+lz4`, `uint16+shuffle+lz4`, `auto`.
+    """Return the codec with a name, for example `raw`, `normalized_image+lz4`, `uint16+shuffle+lz4`, `auto`.
 
     Raises:
         UsageError: There is none; the text lists the words that names are made of.
@@ -329,7 +329,7 @@ def find_codec(name: str) -> Codec:
 
 
 def codec_of(field: Field) -> Codec:
-    """Give the codec of a field; an unknown name raises `UsageError` listing the known ones."""
+    """Return the codec of a field; an unknown name raises `UsageError` listing the known ones."""
     try:
         return find_codec(field.codec)
     except UsageError as error:

@@ -88,7 +88,7 @@ class LinearCounts:
     high: float | None = None
 
     def encode(self, values: Array) -> tuple[bytes, npt.NDArray[np.uint16], float]:
-        """Give the range, the counts `[n]` and the largest error of the finite values.
+        """Return the range, the counts `[n]` and the largest error of the finite values.
 
         NaN and infinities come back as they are.
         """
@@ -151,7 +151,7 @@ def scratch_bytes(num_bytes: int) -> int:
 
 
 def shuffle(name: str, items: Array) -> Bytes:
-    """Give the bytes of contiguous unsigned `items` in the order of this shuffle; new memory."""
+    """Return the bytes of contiguous unsigned `items` in the order of this shuffle; new memory."""
     size = items.dtype.itemsize
     if name == "bitshuffle":
         padded = np.zeros(shuffled_bytes(name, len(items), size) // size, items.dtype)

@@ -95,7 +95,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         self._leaves = {name: _pack(leaf, self.level) if name in chosen else leaf for name, leaf in leaves.items()}
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Any:
-        """Give a leaf, decoded, or the dict below a key. A `KeyError` lists the keys there are."""
+        """Return a leaf, decoded, or the dict below a key. A `KeyError` lists the keys there are."""
         name = flat_name(key)
         if name in self._leaves:
             return self._decode(name)
@@ -139,11 +139,11 @@ class CompressedTensorDict(Mapping[str, Any]):
         return sum(leaf.num_decoded_bytes for leaf in packed) / held if held else 1.0
 
     def decompress(self) -> dict[str, Any]:
-        """Give the whole record as a nested dict of new tensors."""
+        """Return the whole record as a nested dict of new tensors."""
         return unflatten({name: self._decode(name) for name in self._leaves})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CompressedTensorDict:
-        """Give the same record for another device: leaves that are not compressed are moved now, others when read.
+        """Return the same record for another device: leaves that are not compressed are moved now, others when read.
 
         Leaves that are moved from pinned memory with `non_blocking` arrive later on their CUDA stream.
 

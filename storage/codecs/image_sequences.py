@@ -245,7 +245,7 @@ def decompress_many(
 
 
 def _is_nested(indices: Any) -> bool:
-    """Tell whether these are lists of frames, one for each blob, rather than one for all."""
+    """Return whether these are lists of frames, one for each blob, rather than one for all."""
     if isinstance(indices, (list, tuple)):
         return any(one is None or np.ndim(one) > 0 for one in indices[:1])
     return getattr(indices, "ndim", 1) > 1

@@ -87,7 +87,7 @@ class Video:
 
 
 def video_named(stage: str) -> Video | None:
-    """Give the coder of a name such as "h264:crf=18"; None if it is no video.
+    """Return the coder with a name such as "h264:crf=18"; None if it is no video.
 
     Raises:
         UsageError: There is no such quality.

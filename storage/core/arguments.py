@@ -66,7 +66,7 @@ def options_of(call: str, given: Mapping[str, Any], *takers: Callable[..., Any],
 
 
 def is_whole(value: Any) -> bool:
-    """Tell whether a value is an integer, of Python, numpy or torch; booleans and 2.0 are none."""
+    """Return whether a value is an integer, of Python, numpy or torch; booleans and 2.0 are none."""
     if type(value) is int:  # nearly always, and in a tenth of the time
         return True
     try:
@@ -86,7 +86,7 @@ def whole(action: str, name: str, value: Any, low: int, high: int | None = None)
 
 
 def is_real(value: Any) -> bool:
-    """Tell whether a value is a number that a float can hold, of Python or numpy; booleans and NaN are none."""
+    """Return whether a value is a number that a float can hold, of Python or numpy; booleans and NaN are none."""
     try:
         return isinstance(value, Real) and not _is_bool(value) and not math.isnan(value)
     except OverflowError:  # an integer like 10**400
@@ -123,7 +123,7 @@ def instance(action: str, name: str, value: Any, expected: str, *kinds: type[Any
 
 
 def is_url(value: Any) -> bool:
-    """Tell whether a path is a URL, also one that was made a `Path`."""
+    """Return whether a path is a URL, also one that was made a `Path`."""
     return isinstance(value, (str, os.PathLike)) and bool(_URL.match(os.fsdecode(value)))
 
 

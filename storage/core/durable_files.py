@@ -47,7 +47,7 @@ def sync_path(path: Path) -> None:
 
 @contextmanager
 def replace_file(path: str | os.PathLike[str], durable: bool = True) -> Iterator[Path]:
-    """Give a path to write a file to; it takes the place of `path` when the block ends without an error.
+    """Return a path to write a file to; it takes the place of `path` when the block ends without an error.
 
     The folder of `path` is made where it is missing; a link is followed. After an error nothing has changed. If not
     `durable`, the caller flushes it later; until then a power failure may cost it.
@@ -72,7 +72,7 @@ def replace_file(path: str | os.PathLike[str], durable: bool = True) -> Iterator
 
 @contextmanager
 def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -> Iterator[Path]:
-    """Give an empty folder to write to; it takes the place of `folder` when the block ends without an error.
+    """Return an empty folder to write to; it takes the place of `folder` when the block ends without an error.
 
     A crash leaves the old content or the new one; between the two renames at the end the old content
     stands beside its place, where `existing_folder` finds it. Several may replace the same folder: the last
@@ -104,7 +104,7 @@ def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -
 
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
-    """Say where the content of a folder is that `replace_folder` wrote, also if it was interrupted."""
+    """Return where the content of a folder is that `replace_folder` wrote, also if it was interrupted."""
     target = arguments.path("load the folder", "", folder).resolve()
     previous = _previous(target)
     return previous if not target.exists() and previous.exists() else target
@@ -250,5 +250,5 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def json_checksum(content: Mapping[str, Any]) -> str:
-    """Give the checksum of a parsed JSON object, which is not of its layout."""
+    """Return the checksum of a parsed JSON object, which is not of its layout."""
     return f"{crc32(json.dumps(content).encode()):08x}"

@@ -48,7 +48,7 @@ _NAME_OF_NUMPY = {numpy_dtype: name for name, (_, numpy_dtype) in DTYPES.items()
 
 
 def dtype_name(dtype: Any, where: str = "", action: str = "store the dtype") -> str:
-    """Give the portable name of a torch or numpy dtype, for example "float32".
+    """Return the portable name of a torch or numpy dtype, for example "float32".
 
     Raises:
         FieldTypeError: It is not one of `DTYPES` (complex, object, strings), or no dtype.
@@ -188,7 +188,7 @@ class Schema(Mapping[str, Field]):
         return {name: f for name, f in self._fields.items() if name == prefix or name.startswith(prefix + "/")}
 
     def difference(self, other: Schema) -> str:
-        """Say in words where `other` differs from this schema; "" if it does not."""
+        """Describe where `other` differs from this schema; "" if it does not."""
         for name in self:
             if name not in other:
                 return f"field {name!r} is missing"

@@ -97,12 +97,12 @@ class BufferPool:
         self._is_exact = _counts_are_exact()
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Give `[num_bytes]` uint8 on the CPU with arbitrary content."""
+        """Return `[num_bytes]` uint8 on the CPU with arbitrary content."""
         num_bytes = arguments.whole("call BufferPool.take", "num_bytes", num_bytes, 0)
         return self.empty((num_bytes,), torch.uint8)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Give a contiguous tensor like `torch.empty(shape, dtype=dtype)`, from pooled memory."""
+        """Return a contiguous tensor like `torch.empty(shape, dtype=dtype)`, from pooled memory."""
         try:
             num_bytes = int(prod(shape) * dtype.itemsize)
         except (TypeError, AttributeError, ValueError) as cause:
@@ -136,7 +136,7 @@ class BufferPool:
         return BufferPool, (self.max_buffers,)
 
     def _lend(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Give the first bytes of a free buffer: the smallest that wastes at most half of itself."""
+        """Return the first bytes of a free buffer: the smallest that wastes at most half of itself."""
         with self._lock:
             counts = _references(self._buffers)
             free = [place for place, count in enumerate(counts) if count <= _FREE_REFERENCES]
@@ -412,7 +412,7 @@ def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def library(device: torch.device) -> ModuleType:
-    """Give the library whose functions take what `own` gives: numpy on the CPU, else torch."""
+    """Return the library whose functions take what `own` gives: numpy on the CPU, else torch."""
     return np if device.type == "cpu" else torch
 
 
@@ -454,7 +454,7 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
 
 
 def last_copies(index: Any, values: Any, capacity: int) -> Any:
-    """Give every copy of a place the value of its last copy, so that the order of writing does not matter.
+    """Set every copy of a place to the value of its last copy, so that the order of writing does not matter.
 
     `[n]` places below `capacity` and values as `own` gives them. numpy writes in order, so arrays stay as they are.
     """
@@ -476,7 +476,7 @@ def as_given(value: Any) -> torch.Tensor:
 
 
 def on_host(value: Any) -> npt.NDArray[Any]:
-    """Give a tensor, array or list as an array; bfloat16 as float32."""
+    """Return a tensor, array or list as an array; bfloat16 as float32."""
     if not isinstance(value, torch.Tensor):
         return np.asarray(value)
     value = value.detach()
@@ -485,7 +485,7 @@ def on_host(value: Any) -> npt.NDArray[Any]:
 
 
 def viewable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Give an array that torch can view: itself, or a copy if it is backwards, unaligned, byte-swapped or read-only."""
+    """Return an array that torch can view: a copy if it is backwards, unaligned, byte-swapped or read-only."""
     is_odd = any(stride < 0 or (array.itemsize and stride % array.itemsize) for stride in array.strides)
     if not is_odd and array.dtype.isnative and array.flags.writeable and array.flags.aligned:
         return array

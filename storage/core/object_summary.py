@@ -47,7 +47,7 @@ def described(thing: Any) -> str:
 
 
 def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Give how full a thing is, and its public attributes."""
+    """Yield how full a thing is, and its public attributes."""
     most = next((name for name in _CAPACITIES if isinstance(getattr(thing, name, None), int)), "")
     with suppress(RolloutDataError, TypeError):  # of a thing that is closed, or has no length
         yield "len", f"{len(thing):,} of {getattr(thing, most):,}" if most else f"{len(thing):,}"

@@ -175,7 +175,7 @@ class Cut:
         return nodes[0]
 
     def _width(self, place: int) -> int:
-        """Say how much of a row, and of the one behind it, is wanted."""
+        """Return how much of a row, and of the one behind it, is wanted."""
         group, (own, following) = self._groups[place], self.wanted[place]
         if self._apart or not following:
             return group.width if own or following else 0

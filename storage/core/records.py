@@ -51,7 +51,7 @@ def listed(keys: Key | list[Key] | list[str] | None) -> list[Key]:
 
 
 def normal(keys: Key | list[Key] | list[str] | None, argument: str) -> str | list[str] | None:
-    """Give keys as flat names, which JSON can hold: None, one, or a list."""
+    """Return keys as flat names, which JSON can hold: None, one, or a list."""
     if keys is None:
         return None
     return [flat_name(key, argument) for key in keys] if isinstance(keys, list) else flat_name(keys, argument)
@@ -120,7 +120,7 @@ def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
 
 
 def dense(name: str, value: torch.Tensor, action: str) -> torch.Tensor:
-    """Give a leaf as bytes in memory say it, without gradients; `FieldTypeError` if they do not say it alone."""
+    """Return a leaf as bytes in memory say it, without gradients; `FieldTypeError` if they do not say it alone."""
     if value.layout is not torch.strided or value.device.type == "meta" or value.is_quantized or value.is_nested:
         got = f"{value.layout}{' quantized' if value.is_quantized else ''} on {value.device}"
         got = "a nested tensor" if value.is_nested else got
@@ -140,7 +140,7 @@ def fit(
     shapes: Sequence[tuple[int, ...]] = (),
     deferred: DeferredErrors | None = None,
 ) -> torch.Tensor:
-    """Give a leaf as a dense tensor whose numbers may be copied into memory of a field.
+    """Return a leaf as a dense tensor whose numbers may be copied into memory of a field.
 
     Args:
         action: What is being done, for errors: "add a transition".
@@ -287,7 +287,7 @@ class RecordReader:
         self.schema, self.num_lanes, self._leaves, self._tensor_leaves = schema, num_lanes, [], []
 
     def read_again(self, record: Any) -> list[npt.NDArray[Any]] | None:
-        """Give the leaves of a small record that has the form of the last one, in the fields' dtypes; else None.
+        """Return the leaves of a small record that has the form of the last one, in the fields' dtypes; else None.
 
         They are `[n, *event]` with one lane, else `[n, lanes, *event]`, and share memory where nothing is converted.
         """

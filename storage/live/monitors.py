@@ -42,14 +42,14 @@ class Monitor(ABC):
 
     @abstractmethod
     def snapshot(self) -> dict[str, int | float]:
-        """Give the state as a new flat dict of Python numbers; what was never recorded is left out."""
+        """Return the state as a new flat dict of Python numbers; what was never recorded is left out."""
 
     @abstractmethod
     def reset(self) -> None:
         """Forget everything."""
 
     def text(self) -> str:
-        """Give the snapshot as one line: `name=value`, blanks between."""
+        """Return the snapshot as one line: `name=value`, blanks between."""
         return " ".join(f"{name}={x if isinstance(x, int) else f'{x:.4g}'}" for name, x in self.snapshot().items())
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class NaturalMonitor(Monitor):
             return sum(self._slices) / covered if covered > 0 else 0.0
 
     def snapshot(self) -> dict[str, int | float]:
-        """Give `rate` (events per second) and `total`."""
+        """Return `rate` (events per second) and `total`."""
         return {"rate": self.rate, "total": self.total}
 
     def reset(self) -> None:
@@ -151,7 +151,7 @@ class TickMonitor(Monitor):
         return self._num_ticks
 
     def snapshot(self) -> dict[str, int | float]:
-        """Give `ticks` (since the start) and `<quantity>_mean`, `_max`, `_min` over the window."""
+        """Return `ticks` (since the start) and `<quantity>_mean`, `_max`, `_min` over the window."""
         with self._lock:
             found: dict[str, int | float] = {"ticks": self._num_ticks}
             for name, ticks in self._ticks.items():
@@ -205,11 +205,11 @@ class BufferMonitor(Monitor):
         self.out_ticks.record(size=num_items, **values)
 
     def snapshot(self) -> dict[str, int | float]:
-        """Give the numbers of all four monitors: `pushed/rate`, `out/staleness_max`, ..."""
+        """Return the numbers of all four monitors: `pushed/rate`, `out/staleness_max`, ..."""
         return {f"{part}/{name}": x for part, one in self._parts.items() for name, x in one.snapshot().items()}
 
     def text(self) -> str:
-        """Give one line."""
+        """Return one line."""
         return "; ".join(f"{part}: {one.text()}" for part, one in self._parts.items())
 
     def reset(self) -> None:
@@ -284,7 +284,7 @@ class PerformanceMonitor(Monitor):
         return {f"{key}/{name}": value for key, row in self.summary().items() for name, value in row.items()}
 
     def text(self) -> str:
-        """Give one line: per name the mean, the 95th percentile and the count."""
+        """Return one line: per name the mean, the 95th percentile and the count."""
         rows = self.summary().items()
         return "; ".join(
             f"{key} {_seconds(row['mean'])} (p95 {_seconds(row['p95'])}, n={row['count']})" for key, row in rows
@@ -342,7 +342,7 @@ def plot_snapshots(
 
 
 def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Give number, sum, largest and smallest of what was recorded."""
+    """Return number, sum, largest and smallest of what was recorded."""
     if name not in names:
         raise UsageError("record a tick", expected=nearest(name, names), got=repr(name))
     try:

@@ -87,14 +87,14 @@ class RateLimiter:
             return True
 
     def may_sample(self, num_items: int = 1) -> bool:
-        """Tell whether a draw would pass at once; nothing is counted."""
+        """Return whether a draw would pass at once; nothing is counted."""
         with self._changed:
             num_items = _checked(num_items)
             self._largest_with(num_items, is_push=False)
             return self._may(num_items, is_push=False)
 
     def may_insert(self, num_items: int = 1) -> bool:
-        """Tell whether an insertion would pass at once; nothing is counted."""
+        """Return whether an insertion would pass at once; nothing is counted."""
         with self._changed:
             return self._may(_checked(num_items), is_push=True)
 
@@ -114,13 +114,13 @@ class RateLimiter:
         self._set(0, 0)
 
     def snapshot(self) -> dict[str, int | float]:
-        """Give the counts, the balance and the ratio so far as plain numbers."""
+        """Return the counts, the balance and the ratio so far as plain numbers."""
         with self._changed:
             ratio = self.num_sampled / self.num_inserted if self.num_inserted else 0.0
             return {**self.state_dict(), "balance": self.balance, "samples_per_insert": ratio}
 
     def state_dict(self) -> dict[str, int]:
-        """Give the counts."""
+        """Return the counts."""
         with self._changed:
             return {name: getattr(self, name) for name in _COUNTS}
 
@@ -129,7 +129,7 @@ class RateLimiter:
         self._set(*(whole("load a limiter's state", name, state.get(name), 0) for name in _COUNTS))
 
     def to_json(self) -> dict[str, Any]:
-        """Give the arguments that make an equal limiter."""
+        """Return the arguments that make an equal limiter."""
         return {name: getattr(self, name) for name in _ARGUMENTS}
 
     def _set(self, num_inserted: int, num_sampled: int) -> None:
@@ -154,7 +154,7 @@ class RateLimiter:
         return not num_items or (not is_filling and self.balance - num_items >= -self.tolerance)
 
     def _largest_with(self, num_items: int, is_push: bool) -> list[int]:
-        """Give the largest sizes with this one; refuse those with which both sides could wait for each other."""
+        """Return the largest sizes with this one; refuse those with which both sides could wait for each other."""
         largest = list(self._largest)
         largest[is_push] = max(largest[is_push], num_items)
         needed = (self.samples_per_insert * largest[True] + largest[False]) / 2

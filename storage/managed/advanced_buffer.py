@@ -270,7 +270,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return found
 
     def _facts(self, drawn: Draw, request: Request) -> dict[str, torch.Tensor]:
-        """Say of what was drawn, before it is counted, what `sample` and the monitor tell."""
+        """Describe what was drawn, before it is counted, for `sample` and the monitor."""
         slots, ring = drawn.places, self._ring
         return {
             "priority": ring.priorities[slots],
@@ -330,7 +330,7 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return self._ring.prepare_update(ids, priorities)
 
     def used_data(self) -> UsedQueue:
-        """Give the queue of `data_id`s that no item and no sample needs any more; each comes once.
+        """Return the queue of `data_id`s that no item and no sample needs any more; each comes once.
 
         Raises:
             UsageError: Not created with `enable_track_used_data`.

@@ -86,7 +86,7 @@ class BufferManager(Store):
         return None if self._ratio is None else dict(self._ratio)
 
     def __getitem__(self, name: str) -> Any:
-        """Give the buffer of a name."""
+        """Return the buffer with a name."""
         is_known = isinstance(name, str) and name in self._buffers
         return self._buffers[name] if is_known else raise_unknown(name, self._buffers)
 
@@ -128,7 +128,7 @@ class BufferManager(Store):
     # What goes out.
 
     def sample_check(self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None) -> bool:
-        """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
+        """Return whether `sample` with these arguments has items now, without waiting; removes stale items."""
         Request.checked("call BufferManager.sample_check", 0, cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
@@ -204,7 +204,7 @@ class BufferManager(Store):
             return sum(act() for act in acts)
 
     def used_data(self, buffer_name: str | None = None) -> UsedQueue:
-        """Give a buffer's queue of `data_id`s that are not needed any more; None is the only buffer."""
+        """Return a buffer's queue of `data_id`s that are not needed any more; None is the only buffer."""
         name = self._only("track used data") if buffer_name is None else buffer_name
         return self._prioritized(name, "track used data of").used_data()
 
@@ -313,7 +313,7 @@ class BufferManager(Store):
             raise ClosedError(action, expected="an open manager", got="a closed one", advice="Make a new one")
 
     def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
-        """Say which buffer gets which items."""
+        """Return which buffer gets which items."""
         items = as_items(data) if buffer_name is None else []
         names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
         if buffer_name is None and len(self._buffers) == 1 and all(name is None for name in names):
@@ -327,7 +327,7 @@ class BufferManager(Store):
         return routed
 
     def _shared_out(self, batch_size: Sizes, ratio: Shares | None) -> tuple[list[int] | None, dict[str, int]]:
-        """Give the order of all items, None if sizes were given by name; and the size by name."""
+        """Return the order of all items, None if sizes were given by name; and the size by name."""
         if isinstance(batch_size, Mapping):
             named = batch_size.items()
             return None, {

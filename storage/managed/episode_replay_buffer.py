@@ -148,7 +148,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
         self._total += 1
 
     def _first_live(self) -> int:
-        """Give the id of the oldest step of an episode that is there."""
+        """Return the id of the oldest step of an episode that is there."""
         return self._episodes[0].first if self._episodes else self._store.ring.total
 
     def prepare_sample(self, request: Request) -> Act | None:

@@ -59,7 +59,7 @@ def raise_unknown(name: Any, known: Iterable[str]) -> NoReturn:
 
 
 def split_unique_id(unique_id: Any) -> tuple[str, int]:
-    """Give the buffer's name and the row of an id; raise `UsageError` if it is none."""
+    """Return the buffer's name and the row of an id; raise `UsageError` if it is none."""
     name, _, row = unique_id.rpartition("_") if isinstance(unique_id, str) else ("", "", "")
     if not name or not (row.isascii() and row.isdigit()):
         raise UsageError("read an id", expected="'<name>_<row>'", got=repr(unique_id))
@@ -88,7 +88,7 @@ def listed(values: Any) -> list[Any]:
 
 
 def plain_number(value: Any) -> Any:
-    """Give a single number of torch or numpy as Python's."""
+    """Return a single number of torch or numpy as Python's."""
     is_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
     return value.item() if is_one else value
 
@@ -179,7 +179,7 @@ class ItemStore:
         return found if device is None else map_leaves(lambda leaf: leaf.to(device), found)
 
     def given(self, name: str, column: torch.Tensor) -> Any:
-        """Give a copied column as it came: as an array or a tensor."""
+        """Return a copied column as it came: as an array or a tensor."""
         return column.cpu().numpy() if self.form is not None and name in self.form.arrays else column
 
     def objects(self, slots: torch.Tensor) -> list[dict[str, Any]]:
@@ -221,7 +221,7 @@ class ItemStore:
         return made
 
     def state(self, where: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Give numbers, and tensors that may share memory; raise if an object cannot be JSON."""
+        """Return numbers, and tensors that may share memory; raise if an object cannot be JSON."""
         schema, arrays = self.form or (None, frozenset())
         num_live = self.ring.num_live
         views = [self.ring.slots_view(name)[:num_live, 0] for name in schema or ()]
@@ -280,7 +280,7 @@ def from_json(data: bytes, where: str) -> Any:
 
 
 def _split_leaves(item: Any, skipped: frozenset[str] = frozenset()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Give the tensors and arrays of numbers of an item, and all other leaves, by flat name. Nothing is copied."""
+    """Return the tensors and arrays of numbers of an item, and all other leaves, by flat name. Nothing is copied."""
     columns: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for name, leaf in flatten(item, keeps_empty=True).items():
@@ -299,7 +299,7 @@ def _form_of(leaves: Mapping[str, Any], num_lead: int) -> Form:
 
 
 def _fitted(leaves: Mapping[str, Any], form: Form, num_lead: int) -> list[torch.Tensor]:
-    """Give leaves in the order and the dtypes of the columns, or raise."""
+    """Return leaves in the order and the dtypes of the columns, or raise."""
     check_same_names(form.schema, leaves, _ACTION)
     return [
         fit(_ACTION, field, leaves[name], num_lead=num_lead).to(field.torch_dtype)

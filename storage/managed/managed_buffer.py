@@ -48,7 +48,7 @@ class Request(NamedTuple):
         return cls(size, int(iteration), sample_range, arguments.flag(action, "replace", replace))
 
     def among(self, num_rows: int) -> range:
-        """Give the ages in the range asked for, of `num_rows` items, 0 for the oldest."""
+        """Return the ages in the range asked for, of `num_rows` items, 0 for the oldest."""
         return range(num_rows)[self.sample_range or slice(None)]
 
 
@@ -132,7 +132,7 @@ class ManagedBuffer(Store):
     def sample_check(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
     ) -> bool:
-        """Tell whether `sample` with these arguments would give items now, without waiting; stale items are removed."""
+        """Return whether `sample` with these arguments has items now, without waiting; removes stale items."""
         request = Request.checked(
             arguments.calling(self, "sample_check"), size, cur_learner_iter, sample_range, replace
         )
@@ -245,7 +245,7 @@ class ManagedBuffer(Store):
                 raise
 
     def _arguments(self) -> dict[str, Any]:
-        """Give the arguments that make an equal buffer, as JSON."""
+        """Return the arguments that make an equal buffer, as JSON."""
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
         return {"replay_buffer_size": self.replay_buffer_size, "name": self.name, "rate_limiter": limiter}
 
@@ -255,7 +255,7 @@ class ManagedBuffer(Store):
         return State(self._arguments(), numbers | {"rate_limiter": limiter}, tensors)
 
     def _saved_items(self) -> ItemStore:
-        """Give the items as they are saved."""
+        """Return the items as they are saved."""
         return self._store
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -311,7 +311,7 @@ class ManagedBuffer(Store):
         return {UNIQUE_ID: [f"{prefix}{row}" for row in ids.tolist()], SLOT: slots.tolist()}
 
     def _rows_of(self, unique_ids: Any) -> list[int]:
-        """Give the rows of unique ids (None is none); raise if one is of another buffer."""
+        """Return the rows of unique ids (None is none); raise if one is of another buffer."""
         rows: list[int] = []
         for unique_id in [unique_ids] if isinstance(unique_ids, str) else [] if unique_ids is None else unique_ids:
             name, row = split_unique_id(unique_id)

@@ -101,7 +101,7 @@ class UsedData:
 
 
 def checked_data_id(given: Any) -> Any:
-    """Give an id as Python's; refuse what cannot be counted, such as a tensor of several numbers."""
+    """Return an id as Python's; refuse what cannot be counted, such as a tensor of several numbers."""
     data_id = plain_number(given)
     try:
         hash([] if isinstance(data_id, torch.Tensor) else data_id)

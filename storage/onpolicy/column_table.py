@@ -103,7 +103,7 @@ class ColumnTable:
         return self.schema[name].fill if name in self.schema else 0
 
     def view(self, name: str, stop: int | None = None) -> Any:
-        """Give a column's tensor, a nested dict of them, or None if it is not kept; shared memory."""
+        """Return a column's tensor, a nested dict of them, or None if it is not kept; shared memory."""
         fields = self.columns[name].fields if name in self.columns else ()
         found = {field.name: self.tensors[field.name][:stop] for field in fields if field.name in self.tensors}
         return unflatten(found)[name] if found else None
@@ -258,7 +258,7 @@ class ColumnTable:
         return all(map(ne, map(_version_of, self._results), self._versions))
 
     def note_results(self, are_new: bool) -> None:
-        """Say whether the results are those of the steps; if not, wait for the next change of `_version`.
+        """Return whether the results are those of the steps; if not, wait for the next change of `_version`.
 
         torch counts there what it writes in place, through any view, in any mode.
         """
@@ -348,11 +348,11 @@ class SavedStates:
         return [x for name, x in self._table.tensors.items() if name.startswith(_COLUMN + "/")]
 
     def build(self, leaves: list[torch.Tensor]) -> Any:
-        """Give states with these leaves; None if none ever came."""
+        """Return states with these leaves; None if none ever came."""
         return _build(self.layout, iter(leaves))
 
     def read(self, states: Any) -> dict[str, torch.Tensor]:
-        """Give the leaves of a step's states, by name in the table; refuse another structure, shape or dtype."""
+        """Return the leaves of a step's states, by name in the table; refuse another structure, shape or dtype."""
         kept = self.leaves()
         if states is None and not kept:
             return {}

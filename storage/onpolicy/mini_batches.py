@@ -49,7 +49,7 @@ class Delivery:
         self._stream: torch.cuda.Stream | None = None
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Give memory for a result, on `device`."""
+        """Return memory for a result, on `device`."""
         if self.device.type != "cpu":
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if self.output_device.type == "cuda":
@@ -103,7 +103,7 @@ class RowGather:
             self.packed, self._widths = self._pack([x for _, x in narrow])
 
     def gather(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Give `[len(index), ...]` of every column; narrow ones are strided views of one new tensor.
+        """Return `[len(index), ...]` of every column; narrow ones are strided views of one new tensor.
 
         Raises:
             UsageError: Wide columns were changed since the construction.
@@ -188,7 +188,7 @@ class Segments:
         return torch.where(self.masks, self.starts + offset * self.num_envs, self.starts).flatten()
 
     def of_envs(self, start: int, stop: int) -> Segments:
-        """Give the trajectories of a range of envs."""
+        """Return the trajectories of a range of envs."""
         part = slice(self.bounds[start], self.bounds[stop])
         bounds = [bound - self.bounds[start] for bound in self.bounds[start : stop + 1]]
         return Segments(self.num_envs, self.masks[:, part], self.starts[part], bounds)

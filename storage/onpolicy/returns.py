@@ -208,7 +208,7 @@ def _normalize(advantages: torch.Tensor, axes: tuple[int, ...]) -> None:
 
 
 def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: int) -> torch.Tensor:
-    """Give `[N, R]` float32 from that, or from `[N]` with one reward."""
+    """Return `[N, R]` float32 from that, or from `[N]` with one reward."""
     field = Field("last_values", (num_envs, num_rewards))
     shapes = (field.shape, (num_envs,)) if num_rewards == 1 else (field.shape,)
     return fit(_ACTION, field, last_values, shapes=shapes).to(torch.float32).view(field.shape)
@@ -390,7 +390,7 @@ def _write_alive(dones: Any, factor: Any, out: Any) -> None:
 
 
 def _arrays(out: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[Any]]:
-    """Give numpy and arrays over the memory of the tensors; or torch and the tensors, where numpy cannot do it."""
+    """Return numpy and arrays over the memory of the tensors; or torch and the tensors, where numpy cannot do it."""
     tensors = [out, *others]
     if out.dtype in _NUMPY_FLOATS and all(x is None or (x.is_cpu and x.dtype in _NUMPY_DTYPES) for x in tensors):
         return np, [None if x is None else x.numpy(force=True) for x in tensors]
@@ -398,7 +398,7 @@ def _arrays(out: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[
 
 
 def _place_factor(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
-    """Give one number, or one for each place in a row: repeating short rows would cost ten times as much."""
+    """Return one number, or one for each place in a row: repeating short rows would cost ten times as much."""
     if lib is np and not isinstance(factor, torch.Tensor):
         return np.asarray(factor, _NUMPY_FLOATS[like.dtype])
     found = _as(factor, like)

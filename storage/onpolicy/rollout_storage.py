@@ -348,7 +348,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         return self.recurrent_mini_batch_generator(num_mini_batches, num_epochs)
 
     def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
-        """Say how many steps there are, and how their rows or envs are cut; refuse what cannot be generated."""
+        """Return how many steps there are, and how their rows or envs are cut; refuse what cannot be generated."""
         with self._lock:
             self._raise_deferred()
             rows = self._num_rows_for(GENERATE, allow_partial=False)

@@ -127,14 +127,14 @@ def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
 
 
 def transition_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
-    """Give `base`, or a dataclass derived from it that has each source of the columns, None if it is not given."""
+    """Return `base`, or a dataclass derived from it that has each source of the columns, None if it is not given."""
     added = [(x.source, Any, field(default=None)) for x in columns if x.source and not hasattr(base, x.source)]
     made: type[Any] = make_dataclass(base.__name__, added, bases=(base,)) if added else base
     return made
 
 
 def batch_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
-    """Give `base`, or a named tuple of its name that has each batch field of the columns too, None if it is absent."""
+    """Return `base`, or a named tuple of its name with the batch fields of the columns, None where absent."""
     known = list(getattr(base, "_fields", ()))
     added = [x.batch for x in columns if x.batch and x.batch not in known]
     if not added or not issubclass(base, tuple):

@@ -172,7 +172,7 @@ class PrioritizedRing:
         return rule.beta + (1.0 - rule.beta) * share
 
     def places(self, ids: Any) -> Any:
-        """Say where `[n]` rows are; a tensor or what `own` gives."""
+        """Return where `[n]` rows are; a tensor or what `own` gives."""
         return cells(ids, self._num_slots, self._num_lanes)
 
     @writes_in_order
@@ -383,7 +383,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def staleness(self, places: torch.Tensor, iteration: int) -> torch.Tensor:
-        """Say how many iterations ago `[n]` rows were collected: int64, -1 if that is not known."""
+        """Return how many iterations ago `[n]` rows were collected: int64, -1 if that is not known."""
         collected = self._flipped_collected[places] ^ UNKNOWN
         found: torch.Tensor = torch.where(collected == UNKNOWN, -1, iteration - collected)
         return found
@@ -391,7 +391,7 @@ class PrioritizedRing:
     # Priorities.
 
     def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float | None]:
-        """Give `[num_rows]` float64 of priorities of any form, or of one for all, as `own` does; and the largest.
+        """Return `[num_rows]` float64 of priorities of any form, or of one for all, as `own` does; and the largest.
 
         Numbers that are on a device are not looked at, and the largest is None.
 
@@ -539,7 +539,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def state(self, num_places: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Give numbers, and tensors of the first `num_places` places; they may share memory."""
+        """Return numbers, and tensors of the first `num_places` places; they may share memory."""
         first = slice(num_places)
         tensors = {"weights": self._weights.leaves_view()[first].clone(), "priorities": self.priorities[first]}
         tensors |= {"row_ids": torch.where(self._counts[first], self._ids(num_places), _NO_ROW)}
@@ -613,5 +613,5 @@ class PrioritizedRing:
 
 
 def _since_first(collected: torch.Tensor) -> torch.Tensor:
-    """Say how far `[n]` iterations are before the last that is told apart, negative; 0 for `UNKNOWN`."""
+    """Return how far `[n]` iterations are before the last that is told apart, negative; 0 for `UNKNOWN`."""
     return collected.clamp(-_MAX_ITERATION, _MAX_ITERATION) - _MAX_ITERATION

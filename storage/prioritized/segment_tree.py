@@ -53,7 +53,7 @@ class SegmentTree:
         return self.capacity
 
     def __getitem__(self, index: Any) -> Any:
-        """Give the number at an index, a float, or those at a tensor or list of indices, a new tensor of its shape."""
+        """Return the number at an index, a float, or those at indices, a new tensor of their shape."""
         wanted = self._indices(index, "read from")
         found = self._tree.read(wanted.flatten()).view(wanted.shape)
         return found if _is_many(index) else float(found)
@@ -128,7 +128,7 @@ class SegmentTree:
         return found.view(masses.shape) if _is_many(mass) else int(found)
 
     def check_valid(self) -> tuple[bool, str]:
-        """Tell whether the inside agrees with the numbers, and if not where."""
+        """Return whether the inside agrees with the numbers, and if not where."""
         return self._tree.check_valid()
 
     def _indices(self, index: Any, action: str) -> torch.Tensor:

@@ -189,7 +189,7 @@ class WideTree:
         return float(self._along(found, 0)) if len(found) else self.NEUTRAL
 
     def check_valid(self) -> tuple[bool, str]:
-        """Tell whether every number above the leaves is that of its block, and which is not."""
+        """Return whether every number above the leaves is that of its block, and which is not."""
         for level, (blocks, above) in enumerate(self._steps_up):
             wrong = tensor_of(self._reduced(blocks) != above[: len(blocks)]).nonzero()
             if len(wrong):
@@ -449,5 +449,5 @@ class LeastWeight:
 
 
 def least_positive(weights: torch.Tensor) -> torch.Tensor:
-    """Give the least number above 0 along the last axis; inf where there is none."""
+    """Return the least number above 0 along the last axis; inf where there is none."""
     return torch.where(weights > 0, weights, inf).amin(-1)

@@ -242,12 +242,12 @@ class Shard:
     # All else.
 
     def hello(self, collector: str) -> Ack:
-        """Tell how many rows there are, and where a collector's pushes are."""
+        """Return how many rows there are, and where a collector's pushes are."""
         num_rows = sum(map(len, _parts_of(self._buffer)))
         return Ack(self._life, num_rows, self._due.get(collector, 0), self._saved.get(collector, 0))
 
     def about(self) -> Traits:
-        """Tell what a client has to know of the buffer; raise why there is none."""
+        """Return what a client has to know of the buffer; raise why there is none."""
         assert self._buffer is not None
         return self._traits
 
@@ -295,7 +295,7 @@ class Shard:
 
 
 def unit_of(traits: Traits, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Say how many rows of a draw belong together."""
+    """Return how many rows of a draw belong together."""
     found = options.get("seq_length") or next(iter(args), None) or traits.unit
     return found if name == "sample" and traits.unit else 1
 

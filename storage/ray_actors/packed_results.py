@@ -42,7 +42,7 @@ class _Memory:
 
 
 def is_numbers(leaf: Any) -> bool:
-    """Tell whether a leaf is a tensor, or an array of numbers."""
+    """Return whether a leaf is a tensor, or an array of numbers."""
     return isinstance(leaf, torch.Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc")
 
 
@@ -131,7 +131,7 @@ def join(trees: Sequence[Any]) -> Any:
 
 
 def _extent(x: torch.Tensor) -> tuple[int, int]:
-    """Say at which addresses a tensor lies: (start, stop); the same if it is empty."""
+    """Return the addresses of a tensor: (start, stop); equal if it is empty."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
     return x.data_ptr(), x.data_ptr() + reach * x.element_size()
 

@@ -165,7 +165,7 @@ class DictBuffer(RingBuffer):
             return on_device(found, self.output_device)
 
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
-        """Give every row: nested dict of `[len(self), *event]`.
+        """Return every row: nested dict of `[len(self), *event]`.
 
         Args:
             order: "ring" as they lie, "time" oldest first.

@@ -157,7 +157,7 @@ class RingBuffer(BufferStore):
         return self.capacity // self.num_envs
 
     def _arguments(self) -> dict[str, Any]:
-        """Give the arguments that make an equal buffer, as JSON."""
+        """Return the arguments that make an equal buffer, as JSON."""
         return {name: getattr(self, name) for name in self._ARGUMENTS}
 
     @classmethod
@@ -298,7 +298,7 @@ def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, An
 
 
 def _accepted_share(numbers: Mapping[str, Any]) -> float:
-    """Give the share of candidates that were accepted lately."""
+    """Return the share of candidates that were accepted lately."""
     share = float(numbers.get("accepted_share", 1.0))
     if not 0 < share <= 1:
         raise SchemaError("load a state", "", "an accepted_share above 0, at most 1", str(share))
@@ -306,7 +306,7 @@ def _accepted_share(numbers: Mapping[str, Any]) -> float:
 
 
 def _oldest_ages(numbers: Mapping[str, Any], num_lanes: int, most: int) -> torch.Tensor:
-    """Give the ages of each lane's oldest row; in saves without them it begins its trajectory."""
+    """Return the ages of each lane's oldest row; in saves without them it begins its trajectory."""
     ages = torch.tensor(numbers.get("oldest_ages", [0] * num_lanes), device="cpu")
     if ages.dtype is not torch.int64 or ages.shape != (num_lanes,) or not bool(((ages >= 0) & (ages <= most)).all()):
         expected = f"oldest_ages of {num_lanes} lanes, 0 to {most}"

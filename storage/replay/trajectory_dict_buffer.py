@@ -341,7 +341,7 @@ class TrajectoryDictBuffer(BufferStore):
         self._late_empty = LateNumber(self.device)
 
     def _weights(self, needed: int) -> Weighted:
-        """Say how episodes of at least `needed` frames are drawn."""
+        """Return how episodes of at least `needed` frames are drawn."""
         self._read_numbers()
         if needed not in self._drawn_by:
             longest = int(self._frame_counts.max())

@@ -143,7 +143,7 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
     @torch.no_grad()
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
-        """Give every row that is followed by another of its trajectory, and that one, as `sample` gives windows.
+        """Return every row that is followed by another of its trajectory, and that one, as `sample` returns windows.
 
         Rows come lane by lane, oldest first, whatever the order asked for. (`DictBuffer.get_full_buffer(buffer)`
         gives all slots.)
@@ -264,7 +264,7 @@ def check_length(length: Any, action: str = _ACTION) -> int:
 
 
 def count_windows(batch_size: int, length: int) -> int:
-    """Say how many windows of `length` rows make `batch_size` rows."""
+    """Return how many windows of `length` rows make `batch_size` rows."""
     length = check_length(length)
     if not arguments.is_whole(batch_size) or batch_size < length or batch_size % length:
         raise UsageError(_ACTION, "", f"a batch_size that is a multiple of seq_length {length}", repr(batch_size))

@@ -127,11 +127,11 @@ class RingStore:
         self.total = 0
 
     def slot(self, row_id: Any) -> Any:
-        """Say where rows lie: an int, or a tensor of ids."""
+        """Return where rows lie: an int, or a tensor of ids."""
         return row_id % self.num_slots
 
     def place(self, lane: Any, row_id: Any) -> Any:
-        """Give positions in memory, which `gather` and `windows` take: of rows, or of windows' first rows.
+        """Return positions in memory, which `gather` and `windows` take: of rows, or of windows' first rows.
 
         Tensors or arrays; with one lane `lane` may be None.
         """
@@ -143,7 +143,7 @@ class RingStore:
         return row_id * self.num_lanes + lane
 
     def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the lane and the id of rows by their keys."""
+        """Return the lane and the id of rows by their keys."""
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
@@ -159,7 +159,7 @@ class RingStore:
         nested: bool = True,
         apart: bool = False,
     ) -> Cut:
-        """Give what `rows`, or with `apart` `windows`, cut fields by: those of some keys, and below `next` those of
+        """Return what `rows`, or with `apart` `windows`, cut fields by: those of some keys, and below `next` those of
         some one row later; planned once."""
         asked = keys, next_keys, contiguous, nested, apart
         found = self._cuts.get(asked)
@@ -206,7 +206,7 @@ class RingStore:
         return cut(found)
 
     def column(self, name: str) -> torch.Tensor:
-        """Give a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
+        """Return a field as rows in memory order, `[lanes * stride, *event]`, sharing memory; `place` indexes it."""
         return self._columns[name].flatten(0, 1)
 
     def slots_view(self, name: str) -> torch.Tensor:
@@ -291,12 +291,12 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
-    """Say where rows are among `num_lanes * num_slots` cells, lane by lane, by their keys: a tensor or an array."""
+    """Return where rows are among `num_lanes * num_slots` cells, lane by lane, by their keys: a tensor or an array."""
     return keys % num_slots if num_lanes == 1 else keys % num_lanes * num_slots + keys // num_lanes % num_slots
 
 
 def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
-    """Give the keys of the rows in cells after `total` writes, a tensor or an array; below 0 where none was written."""
+    """Return the keys of the rows in cells after `total` writes; below 0 where none was written."""
     cursor = total % num_slots
     slots = places if num_lanes == 1 else places % num_slots
     ids = slots + (total - cursor) - num_slots * (slots >= cursor)

@@ -44,7 +44,7 @@ def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
 
 
 def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
-    """Say which rows end a trajectory: `[n, lanes]` bool, from checked leaves `[n, lanes, *event]`.
+    """Return which rows end a trajectory: `[n, lanes]` bool, from checked leaves `[n, lanes, *event]`.
 
     Arrays give an array, tensors a tensor. With `num_lead=1` there is no axis of lanes.
     """

@@ -337,7 +337,7 @@ class Boundaries:
         num_ended = segments.num_live()
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """Give the lane, last row and number of rows of trajectories: those that ended, then one of each lane."""
+            """Return the lane, last row and number of rows of trajectories: those that ended, then one of each lane."""
             is_open = candidate >= num_ended
             place = segments.places(num_ended, torch.where(is_open, 0, candidate))
             lane, last = segments.named(place)
@@ -435,7 +435,7 @@ class Boundaries:
         return self._all_ages.take((row + 1) % self._num_slots * self.ring.num_lanes + lane)
 
     def _candidates(self, length: int) -> tuple[int, int]:
-        """Give the first candidate, and how many there are: windows of live rows, row by row, and the lanes of each.
+        """Return the first candidate, and how many there are: windows of live rows, row by row, and the lanes of each.
 
         A window's candidate is where the age of its last row lies, on from the oldest window's across the ring's end.
         """
@@ -449,7 +449,7 @@ class Boundaries:
         return first - first % self._num_slots
 
     def _decode(self, candidate: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the lane and the last row of candidates."""
+        """Return the lane and the last row of candidates."""
         row = torch.div(candidate, self.ring.num_lanes, rounding_mode="floor")
         return add_multiple(candidate, row, -self.ring.num_lanes), row + self._shift(length)
 
@@ -488,7 +488,7 @@ class Boundaries:
         return judge if num_after else self._judge_inside(num_before + 1)
 
     def _codes(self, candidate: Any, num_after: int) -> Any:
-        """Say what follows candidates: how many rows of their trajectory, at most `num_after`, in the upper bits.
+        """Return what follows candidates: how many rows of their trajectory, at most `num_after`, in the upper bits.
 
         The lower bits are the place of the final observation if the trajectory ends with these, 0 if that is not known,
         and 1 if it goes on. Behind the last row that was written anything is found.

@@ -55,7 +55,7 @@ class BufferStore(Store):
         return len(self)
 
     def empty(self) -> bool:
-        """Tell whether nothing is held."""
+        """Return whether nothing is held."""
         return len(self) == 0
 
     def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
@@ -156,7 +156,7 @@ class BufferStore(Store):
 
 
 def rows_written(numbers: Mapping[str, Any], num_live: int, num_slots: int, rows_per_slot: int) -> int:
-    """Say how many slots were ever written; earlier systems only say where the next row goes, or not even that."""
+    """Return how many slots were ever written; earlier systems only say where the next row goes, or not even that."""
     cursor = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
     total = int(numbers.get("total", num_live if num_live < num_slots else num_slots + (cursor or 0)))
     if cursor is None and "total" not in numbers:

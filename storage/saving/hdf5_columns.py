@@ -64,7 +64,7 @@ class Table:
         return next(iter(lengths.values()), 0)
 
     def schema(self, num_lead: int) -> Schema:
-        """Say which fields there are; `num_lead` axes come before the event."""
+        """Return which fields there are; `num_lead` axes come before the event."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
             raise SchemaError("load rows", expected=f"columns of at least {num_lead} axes", got=str(self.shapes))
         return Schema(make_field(name, shape[num_lead:], self.dtypes[name]) for name, shape in self.shapes.items())
@@ -74,7 +74,7 @@ class Table:
         yield 0, self._tensors
 
     def read(self, name: str) -> torch.Tensor:
-        """Give all rows of a column."""
+        """Return all rows of a column."""
         return self._tensors[name]
 
 
@@ -228,7 +228,7 @@ class StoredTable(Table):
 
 
 def name_of(tensor: torch.Tensor) -> str:
-    """Give the name of a tensor's dtype."""
+    """Return the name of a tensor's dtype."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -257,7 +257,7 @@ def _row_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _place(dataset: h5py.Dataset) -> int | None:
-    """Say where rows stand in the file as they are in memory; None if HDF5 must unpack or convert them."""
+    """Return where rows stand in the file as they are in memory; None if HDF5 must unpack or convert them."""
     if dataset.chunks is not None or not dataset.size:
         return None
     is_same = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)

@@ -69,7 +69,7 @@ class Guarded(io.RawIOBase):
 
     @abstractmethod
     def is_written(self, num_bytes: int, start: int) -> bool:
-        """Tell whether there is no hole in these bytes, which cost their sender nothing."""
+        """Return whether there is no hole in these bytes, which cost their sender nothing."""
 
     def readinto(self, out: Any) -> int:
         view, done, start = memoryview(out), 0, self.tell()
@@ -184,7 +184,7 @@ def member(group: h5py.Group, name: str, path: Path) -> Any:
 
 
 def attribute(node: Any, name: str) -> Any:
-    """Give the value of an attribute; None if there is none, or if it is not one small value."""
+    """Return the value of an attribute; None if there is none, or if it is not one small value."""
     attributes = node.attrs  # a file opens its first group for it each time
     if name not in attributes:
         return None
@@ -384,7 +384,7 @@ def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, 
 
 @lru_cache(maxsize=64)
 def kind_of(dtype: np.dtype[Any]) -> Any:
-    """Give HDF5's name of a dtype."""
+    """Return HDF5's name of a dtype."""
     return h5py.h5t.py_create(dtype, logical=True)
 
 

@@ -325,7 +325,7 @@ def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.T
 
 
 def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Give a count of a loaded state; raise `SchemaError` if it is no int from `low` to `high`."""
+    """Return a count of a loaded state; raise `SchemaError` if it is no int from `low` to `high`."""
     count = numbers[name]
     if not is_whole(count) or not low <= count <= high:
         raise SchemaError(_LOAD, f"with {name!r}", f"an int from {low} to {high}", repr(count))
@@ -335,7 +335,7 @@ def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) ->
 def checked_tensor(
     tensors: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
-    """Give a tensor of a loaded state; raise `SchemaError` if it has another dtype or shape."""
+    """Return a tensor of a loaded state; raise `SchemaError` if it has another dtype or shape."""
     found = tensors[name]
     if found.dtype != dtype or list(found.shape) != list(shape):
         expected, got = f"{dtype} {list(shape)}", f"{found.dtype} {list(found.shape)}"

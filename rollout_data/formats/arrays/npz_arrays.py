@@ -138,7 +138,7 @@ class NpzArray:
         return self.shape[0] if self.shape else 0
 
     def read(self, start: int = 0, stop: int | None = None) -> Array:
-        """Give the rows `start:stop`, little-endian: a read-only map of the file if they lie aligned, else a copy."""
+        """Return the rows `start:stop`, little-endian: a read-only map of the file if they lie aligned, else a copy."""
         if not self.shape:
             only: Array = self._stored((1,), 0)[0]
             return only
@@ -254,7 +254,7 @@ def _describe(
 
 
 def member_begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
-    """Say where the bytes of a member begin: behind its own head, whose length the directory does not tell."""
+    """Return where the bytes of a member begin: behind its own head, whose length the directory does not tell."""
     file.seek(max(0, member.header_offset))
     head = file.read(30)
     if member.header_offset < 0 or len(head) < 30 or head[:4] != b"PK\3\4":

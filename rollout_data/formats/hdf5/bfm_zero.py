@@ -50,7 +50,7 @@ class Reader(FlatReader):
 
 
 def _written(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
-    """Say which rows were written, the oldest first."""
+    """Return which rows were written, the oldest first."""
     at, is_full = config.get("_idx"), config.get("_is_full")
     stated = config.get("capacity", capacity)
     if type(at) is not int or type(is_full) is not bool or not 0 <= at <= capacity or stated != capacity:

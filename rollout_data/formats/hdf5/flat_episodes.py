@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 def our_name(path: str) -> str:
-    """Give our name of a dataset."""
+    """Return our name of a dataset."""
     head, *rest = path.split("/")
     return "/".join(part for part in (_HEADS.get(head, head), *rest) if part)
 
@@ -177,7 +177,7 @@ class FlatReader(ForeignReader):
 
 
 def ends_of(ends: Array) -> Array:
-    """Give one past the last row of each episode; rows after the last end are an episode too."""
+    """Return one past the last row of each episode; rows after the last end are an episode too."""
     stops = np.flatnonzero(ends) + 1
     is_open = len(ends) > (stops[-1] if len(stops) else 0)
     return np.append(stops, len(ends)) if is_open else stops

@@ -96,11 +96,11 @@ class OpenFile:
             self._num_shown_bytes = 0
 
     def name(self, node: Any) -> str:
-        """Give the path of a group or dataset in the file; "" for the whole."""
+        """Return the path of a group or dataset in the file; "" for the whole."""
         return str(h5i.get_name(node).decode().lstrip("/"))
 
     def place(self, node: Any) -> str:
-        """Say where a group or dataset is, for errors."""
+        """Return where a group or dataset is, for errors."""
         name = self.name(node)
         return f"{name!r} of {self.where}" if name else self.where
 
@@ -170,7 +170,7 @@ class OpenFile:
                 yield from self._walk(node, f"{prefix}{name}/", depth + 1)
 
     def describe(self, node: h5d.DatasetID) -> Found:
-        """Say what a dataset holds."""
+        """Return what a dataset holds."""
         space, offset, expansion = node.get_space(), node.get_offset(), 0
         if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return Found((), "", None, None)
@@ -204,7 +204,7 @@ class OpenFile:
         return Found(shape, kind, stored, offset, expansion)
 
     def _expansion(self, node: h5d.DatasetID, settings: Any) -> int:
-        """Say what a byte of a chunk can unpack to; 1 if nothing unpacks it."""
+        """Return what a byte of a chunk can unpack to; 1 if nothing unpacks it."""
         filters = [settings.get_filter(number)[0] for number in range(settings.get_nfilters())]
         unpackers = [one for one in filters if one not in _HARMLESS]
         if len(unpackers) > 1 or any(one not in _EXPANSION for one in unpackers):
@@ -301,7 +301,7 @@ class OpenFile:
                 raise CorruptFileError("read", f"a row of {self.where}", f"at most {MAX_HEAP_BYTES} bytes", got)
 
     def attribute(self, node: Any, name: str) -> Any:
-        """Give the value of an attribute: a Python value, an array or a list of texts; None if there is none."""
+        """Return the value of an attribute: a Python value, an array or a list of texts; None if there is none."""
         if not h5a.exists(node, name.encode()):
             return None
         found = h5a.open(node, name.encode())
@@ -324,7 +324,7 @@ class OpenFile:
         return _text(value) if isinstance(value, bytes) else getattr(value, "item", lambda: value)()
 
     def attributes(self, node: Any, without: Sequence[str] = ()) -> dict[str, Any]:
-        """Give all attributes of a group or dataset that are texts or numbers."""
+        """Return all attributes of a group or dataset that are texts or numbers."""
         names: list[bytes] = []
         h5a.iterate(node, lambda name, *_: names.append(name))
         found = {name: self.attribute(node, name) for name in map(bytes.decode, names) if name not in without}
@@ -392,7 +392,7 @@ class _Owner(NamedTuple):
 
 
 def numbered(names: Sequence[str], pattern: str) -> list[str]:
-    """Give the names that are `pattern` and a number, in the order of the numbers."""
+    """Return the names that are `pattern` and a number, in the order of the numbers."""
     matches = [(name, re.fullmatch(rf"{pattern}(\d{{1,18}})", name)) for name in names]
     return [name for _, name in sorted((int(match[1]), name) for name, match in matches if match)]
 
@@ -403,7 +403,7 @@ def hdf5_names(folder: Path) -> list[str]:
 
 
 def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:
-    """Tell whether a path is an HDF5 file that passes a test; nothing is raised."""
+    """Return whether a path is an HDF5 file that passes a test; nothing is raised."""
     with suppress(RolloutDataError, OSError):
         if path.is_file() and h5f.is_hdf5(os.fsencode(path)):
             guarded = GuardedFile(path)
@@ -413,7 +413,7 @@ def matches(path: Path, test: Callable[[OpenFile], bool]) -> bool:
 
 
 def _kind(sort: h5t.TypeID) -> tuple[str, np.dtype[Any] | None]:
-    """Say what a type of HDF5 holds, and the dtype of its bytes if numpy knows them."""
+    """Return what a type of HDF5 holds, and the dtype of its bytes if numpy knows them."""
     family = sort.get_class()
     if family == h5t.STRING:
         return "text", None if sort.is_variable_str() else np.dtype(f"S{sort.get_size()}")

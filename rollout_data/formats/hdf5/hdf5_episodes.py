@@ -134,7 +134,7 @@ class Hdf5Reader(ForeignReader):
         super().__init__(path, options)
 
     def num_rows(self, file: OpenFile, node: Any) -> int:
-        """Give the rows of an episode's datasets.
+        """Return the rows of an episode's datasets.
 
         Raises:
             CorruptFileError: There are none, or its attribute tells another number.
@@ -152,11 +152,11 @@ class Hdf5Reader(ForeignReader):
         return rows
 
     def length(self, file: OpenFile, node: Any) -> int:
-        """Give the steps of an episode by a quick look at its group."""
+        """Return the steps of an episode by a quick look at its group."""
         return self.num_rows(file, node)
 
     def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
-        """Say how many steps the episode in a group has, and what its datasets mean.
+        """Return how many steps the episode in a group has, and what its datasets mean.
 
         Raises:
             DataFileError: They contradict each other.
@@ -167,7 +167,7 @@ class Hdf5Reader(ForeignReader):
         return maker.length, maker.layout
 
     def put(self, maker: LayoutMaker, path: str) -> None:
-        """Give a dataset its place in the layout."""
+        """Add a dataset to the layout."""
         head, _, rest = path.partition("/")
         name = f"{self.STEPS.get(head, '')}/{rest}".rstrip("/")
         if head in self.ASIDE:
@@ -181,22 +181,22 @@ class Hdf5Reader(ForeignReader):
             maker.add(name, path, has_last=head in self.AFTER)
 
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
-        """Tell whether the rows of a dataset are files of pictures."""
+        """Return whether the rows of a dataset are files of pictures."""
         return False
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the shape of a field of pictures, which are `[H, W, C]`."""
+        """Return the shape of a field of pictures, which are `[H, W, C]`."""
         return shape
 
     def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        """Give the rest of `EpisodeInfo` for the episode in a group; "metadata" is completed by its attributes.
+        """Return the rest of `EpisodeInfo` for the episode in a group; "metadata" is completed by its attributes.
 
         "repeated" names fields of the final observation that only repeat the last one.
         """
         return {ours: self.flag(file, node, name, length) for name, ours in self.ENDS.items()}
 
     def flag(self, file: OpenFile, node: Any, name: str, length: int) -> bool | None:
-        """Give the last of the truth values of an episode's steps, `[T]` or `[T, 1]`; None if there are none.
+        """Return the last of the truth values of an episode's steps, `[T]` or `[T, 1]`; None if there are none.
 
         Raises:
             CorruptFileError: There are more or fewer.
@@ -241,7 +241,7 @@ class Hdf5Reader(ForeignReader):
     def _layout_of(
         self, file: OpenFile, group: str, node: Any, known: dict[tuple[str, ...], Layout]
     ) -> tuple[int, Layout]:
-        """Give the length and layout of an episode, of the first ones by all their datasets; `known` grows."""
+        """Return the length and layout of an episode, of the first ones by all their datasets; `known` grows."""
         same = self._names(file, node)
         if len(file.checked) * len(same) < _CHECKED_AT_ONCE or same not in known:
             length, layout = self.layout(file, group, file.survey(group))
@@ -412,7 +412,7 @@ def absent_fields(text: Any) -> dict[str, list[str]]:
 
 
 def is_encoded(found: Found) -> bool:
-    """Tell whether the rows of a dataset can be files of pictures, perhaps with zeros after them."""
+    """Return whether the rows of a dataset can be files of pictures, perhaps with zeros after them."""
     return (found.kind == "bytes" and len(found.shape) == 1) or (found.kind == "uint8" and len(found.shape) == 2)
 
 

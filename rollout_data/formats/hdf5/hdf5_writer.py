@@ -173,7 +173,7 @@ class EpisodeFile:
         return found
 
     def finish(self, files: Mapping[str, FileSum], is_last: bool) -> None:
-        """Give the complete file its name, with the last line of the note.
+        """Rename the complete file, with the last line of the note.
 
         Args:
             files: Sizes and checksums of other files of the target.
@@ -379,7 +379,7 @@ class Hdf5Writer(ForeignWriter):
         self._file.close()
 
     def finish(self) -> None:
-        """Give the complete file its name."""
+        """Rename the complete file."""
         self._file.finish({}, is_last=True)
 
 

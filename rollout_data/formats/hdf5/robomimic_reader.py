@@ -167,13 +167,13 @@ def _original_names(text: Any) -> dict[str, str]:
 
 
 def _control_mode(env_args: Mapping[str, Any]) -> str:
-    """Say how actions control the robot, in robosuite's words; "unknown" if the file does not."""
+    """Return how actions control the robot, in robosuite's words; "unknown" if the file does not."""
     settings: Any = env_args.get("env_kwargs")
     return _mode_of(settings.get("controller_configs") if isinstance(settings, dict) else None) or "unknown"
 
 
 def _mode_of(settings: Any) -> str:
-    """Give the mode of a controller, and of the parts of one that is made of several."""
+    """Return the mode of a controller, and of the parts of one that is made of several."""
     if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
         return ""
     delta = {True: "delta", False: "absolute"}.get(settings.get("control_delta", ""), "")

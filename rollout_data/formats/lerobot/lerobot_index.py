@@ -263,7 +263,7 @@ def _run_of_footer(name: str, file: ParquetFile) -> Run | None:
 
 
 def _difference(run: Run, entry: Entry) -> tuple[str, str] | None:
-    """Say what an index expects of the rows of an episode, and what is there; None if it is that."""
+    """Return what an index expects of the rows of an episode, and what is there; None if it is that."""
     for name, expected, got in (
         ("its rows in the file", entry.file, run.file),
         ("frame_index from", 0, run.frame),
@@ -340,7 +340,7 @@ def _shared(value: Any, known: dict[str, str]) -> Any:
 
 
 def _rows_3(info: Info) -> Iterator[dict[str, Any]]:
-    """Give the rows of the tables of episodes, without statistics."""
+    """Yield the rows of the tables of episodes, without statistics."""
     known: dict[str, str] = {}
     found = info.path.glob("meta/episodes/**/*.parquet")
     for name in sorted((path.relative_to(info.path).as_posix() for path in found), key=natural):

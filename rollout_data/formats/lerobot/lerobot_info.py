@@ -224,7 +224,7 @@ def _unit(info: Mapping[str, Any]) -> str:
 
 
 def picture_shape(about: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Give `[H, W, C]` of a feature: by the names of its axes, without names by the axis of 1, 3 or 4."""
+    """Return `[H, W, C]` of a feature: by the names of its axes, without names by the axis of 1, 3 or 4."""
     shape, names = _shape(about), about.get("names")
     if shape is None or len(shape) != 3:
         return None

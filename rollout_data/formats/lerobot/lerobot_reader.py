@@ -196,7 +196,7 @@ class Reader(ForeignReader):
         return replace(feature, unit=unit)
 
     def _components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
-        """Give the named parts of state, action and cameras; columns of annotations become texts in `features`."""
+        """Return the named parts of state, action and cameras; columns of annotations become texts in `features`."""
         content = read_object(file_inside(self.path, MODALITY_NAME), MAX_OBJECT_BYTES)
         sources = {feature.source: number for number, feature in enumerate(features)}
         found: dict[str, dict[str, Feature]] = {}
@@ -380,20 +380,20 @@ class Reader(ForeignReader):
 
 
 def encoded(value: Any) -> bytes | None:
-    """Give the bytes of a picture, alone or in a structure with its path; None if it is none."""
+    """Return the bytes of a picture, alone or in a structure with its path; None if it is none."""
     found = value.get("bytes") if isinstance(value, dict) else value
     return found if isinstance(found, bytes) else None
 
 
 def _place(name: str, feature: Feature) -> dict[str, Any]:
-    """Say of which field a named part is, and which of its columns; None if all."""
+    """Return the field of a named part, and its columns; None for all columns."""
     if feature.part is None:
         return {"field": feature.name, "columns": None}
     return {"field": feature.name.removesuffix(f".{name}"), "columns": list(feature.part)}
 
 
 def _splits(info: Info, episodes: Sequence[int]) -> dict[str, Sequence[str]]:
-    """Give the parts that the description names as "start:stop" of episodes."""
+    """Return the parts that the description names as "start:stop" of episodes."""
     splits = info.content.get("splits")
     found: dict[str, Sequence[str]] = {}
     for name, text in splits.items() if isinstance(splits, dict) else ():

@@ -451,7 +451,7 @@ class Writer(ForeignWriter):
             yield values
 
     def _tables(self, episode: EpisodeToWrite, statistics: Statistics) -> Iterator[Any]:
-        """Give the rows of an episode, but for videos: a row group at a time, most often of all of them."""
+        """Yield the rows of an episode, but for videos: a row group at a time, most often of all of them."""
         pyarrow, _ = arrow()
         scalars = self._scalars(episode)
         for name, values in scalars.items():
@@ -472,7 +472,7 @@ class Writer(ForeignWriter):
             yield pyarrow.table(columns | {name: values[slice(*rows)] for name, values in scalars.items()})
 
     def _scalars(self, episode: EpisodeToWrite) -> dict[str, Array]:
-        """Give the columns that number the rows, and tell of task and success."""
+        """Return the columns that number the rows, and those of task and success."""
         length, task = episode.length, self._tasks.index(episode.task)
         frames, found = np.arange(length), dict[str, Array]()
         for name in self._flags:
@@ -489,7 +489,7 @@ class Writer(ForeignWriter):
         return found
 
     def _as_recorded(self, episode: EpisodeToWrite, name: str, values: Array) -> Array:
-        """Give the times that were recorded, where lerobot takes them for those of the frames; report other values."""
+        """Return the recorded times where LeRobot accepts them as those of the frames; report other values."""
         if name == TASK or name not in episode.schema:
             return values
         recorded = np.asarray(episode.read(name))
@@ -500,7 +500,7 @@ class Writer(ForeignWriter):
 
     @contextmanager
     def _replaced(self, name: str) -> Iterator[Path]:
-        """Give a path to write a file to, which then takes its place; `close` flushes all of them at once.
+        """Return a path to write a file to, which then takes its place; `close` flushes all of them at once.
 
         All are written in one folder: of 1,000 files, a folder each, made and removed, takes more than what is in it.
         """
@@ -664,7 +664,7 @@ class Writer(ForeignWriter):
         return {**_entry(number, note), **absent, **rows, **places}
 
     def _modality(self) -> dict[str, Any]:
-        """Say which columns GR00T reads: whole vectors, each camera, and the task."""
+        """Return which columns GR00T reads: whole vectors, each camera, and the task."""
         groups: dict[str, dict[str, Any]] = {"state": {}, "action": {}, "video": {}}
         for column in self._columns:
             head, _, rest = column.name.partition(".")

@@ -48,7 +48,7 @@ class ArrowFile:
             self.num_rows = sum(batch.num_rows for batch in batches)
 
     def batches(self, columns: Mapping[str, int | None], start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """Give rows `start:stop` of some columns, as they lie in the file: column -> an arrow array."""
+        """Yield rows `start:stop` of some columns, as they lie in the file: column -> an arrow array."""
         position = 0
         with self._opened() as (_, batches):
             for batch in batches:
@@ -99,7 +99,7 @@ class ArrowFile:
 
 
 def _claimed_bytes(message: Any) -> int:
-    """Say what the compressed buffers of a batch claim to unpack to; 0 where none is compressed."""
+    """Return what the compressed buffers of a batch claim to unpack to; 0 where none is compressed."""
     data, body = bytes(message.metadata), message.body
     batch = _reference(data, _field(data, _reference(data, 0), 2))
     buffers = _field(data, batch, 2)
@@ -123,7 +123,7 @@ def _reference(data: bytes, place: int) -> int:
 
 
 def _field(data: bytes, table: int, number: int) -> int:
-    """Say where a field of a table is; 0 if it is absent."""
+    """Return where a field of a table is; 0 if it is absent."""
     offsets, at = table - _number("<i", data, table), 4 + 2 * number
     offset = _number("<H", data, offsets + at) if at < _number("<H", data, offsets) else 0
     return table + offset if offset else 0

@@ -51,12 +51,12 @@ class Description:
         return found if isinstance(found, dict) else {}
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the shape of a field's space if it has as many numbers as `shape`, otherwise that one."""
+        """Return the shape of a field's space if it has as many numbers as `shape`, otherwise that one."""
         told = _shape(self.space(name))
         return shape if told is None or prod(told) != prod(shape) else told
 
     def is_picture(self, name: str) -> bool:
-        """Tell whether a field is of pictures, by its space; also where that is not told."""
+        """Return whether a field is of pictures, by its space; also where that is not told."""
         space = self.space(name)
         shape = _shape(space)
         if shape is None:

@@ -96,7 +96,7 @@ class TableReader(ForeignReader):
         return EpisodeInfo(folder.name, rows - 1, schema, texts, final, source=(parts, found), **about)
 
     def _leaves_of(self, file: Any) -> dict[str, Leaf]:
-        """Say what the columns hold, once for all files with the same columns."""
+        """Return what the columns hold, once for all files with the same columns."""
         same = tuple((name, str(kind)) for name, kind in file.types.items())
         if same not in self._leaves:
             found: dict[str, Leaf] = {}
@@ -176,7 +176,7 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _walk(kind: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Give the parts of structures in a column, and what they hold."""
+    """Yield the parts of structures in a column, and what they hold."""
     if str(kind).startswith("struct<"):
         for number in range(kind.num_fields):
             yield from _walk(kind.field(number).type, (*parts, kind.field(number).name))

@@ -131,7 +131,7 @@ class Reader(ForeignReader):
                 raise _other_encoding(log, log.topics[name])
 
     def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
-        """Give the leaves of the topics that become fields, and as metadata those of texts alone and the records."""
+        """Return the leaves of the topics that become fields, and as metadata those of texts alone and the records."""
         if log.num_left_out:
             expected, got = "fewer and shorter records of metadata", f"{log.num_left_out} more"
             self.problem("keep the metadata of", repr(str(log.path)), expected, got, "They are left out")

@@ -204,7 +204,7 @@ def _varint(data: memoryview, at: int, stop: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Array, Array]:
-    """Give CRC-32C (Castagnoli) of one more byte, `[256]`, and of two, `[65536]`, uint32."""
+    """Return CRC-32C (Castagnoli) of one more byte, `[256]`, and of two, `[65536]`, uint32."""
     one = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         one = (one >> 1) ^ ((one & 1) * np.uint32(0x82F63B78))
@@ -242,7 +242,7 @@ def crc32c(data: memoryview | bytes) -> int:
 
 
 def _over(num_bytes: int) -> Array:
-    """Give the linear map of a CRC by a number of zero bytes: what becomes of each of its 32 bits."""
+    """Return the linear map of a CRC by a number of zero bytes: what becomes of each of its 32 bits."""
     found: Array = np.uint32(1) << _BITS
     power = _tables()[0][found & 255] ^ (found >> 8)
     while num_bytes:

@@ -234,7 +234,7 @@ def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(content: dict[str, Any], name: str) -> str:
-    """Say how a field is called here; the only part of an observation goes without a name."""
+    """Return how a field is called here; the only part of an observation goes without a name."""
     head, _, rest = name.partition("/")
     for stored, ours in (("curr_obs", "observation"), ("next_obs", _NEXT)):
         if head == stored:
@@ -252,7 +252,7 @@ def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
 
 
 def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
-    """Give flags `[T, B]`; where there is a row more for each of e epochs, the first of each is before its steps."""
+    """Return flags `[T, B]`; where there is a row more for each of e epochs, the first of each is before its steps."""
     rows = len(value) if isinstance(value, torch.Tensor) and value.dim() >= 2 else 0
     epochs = rows - shape[0]
     if not rows or value.shape[1] != shape[1] or epochs < 0 or (epochs and shape[0] % epochs):
@@ -280,7 +280,7 @@ def _is_texts(value: Any, shape: tuple[int, int]) -> bool:
 
 
 def _is_copy(block: Mapping[str, Any], dones: Array) -> bool:
-    """Tell whether the observations after steps are those of the next ones, unless done; of large parts the first."""
+    """Return whether the observations after steps are those of the next ones, unless done; of large parts the first."""
     for name, after in block.items():
         if name.split("/")[0] == _NEXT and isinstance(after, torch.Tensor):
             now = block.get(name.removeprefix("next_"))

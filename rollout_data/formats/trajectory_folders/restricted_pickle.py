@@ -32,7 +32,7 @@ _DAMAGE = (IndexError, KeyError, TypeError, ValueError, OverflowError, Attribute
 
 
 def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
-    """Say what a pickled dict holds: arrays as `StoredArray` (also inside one tuple or list), the rest as it is.
+    """Return what a pickled dict holds: arrays as `StoredArray` (also inside one tuple or list), the rest as it is.
 
     Args:
         file: Open for reading, seekable.

@@ -207,7 +207,7 @@ def _fields(
 
 
 def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
-    """Say in words where two signatures differ first: (expected, got)."""
+    """Describe the first difference of two signatures: (expected, got)."""
     mine, theirs = ({field.key: field for field in signature} for signature in (expected, got))
     for key in {**mine, **theirs}:
         if mine.get(key) != theirs.get(key):

@@ -171,7 +171,7 @@ class Writer(ForeignWriter):
         return [*self._fields.absent(episode, _read_name), *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ())]
 
     def _narrowed(self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False) -> Array:
-        """Give what the original reader takes: float32, or bytes of a coded component."""
+        """Return what the original reader takes: float32, or bytes of a coded component."""
         if values.dtype == np.float32 or (keeps_bytes and values.dtype == np.uint8):
             return values
         self.changed(f"{values.dtype} is written as float32", episode)

@@ -64,7 +64,7 @@ def chunk_frames(path: str) -> tuple[int, int] | None:
 
 
 def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
-    """Tell whether any folder in it, at any depth, is called `trajectory_*` and holds a chunk, or nothing yet.
+    """Return whether any folder in it, at any depth, is called `trajectory_*` and holds a chunk, or nothing yet.
 
     With `with_chunk` an empty one does not count.
     """
@@ -94,7 +94,7 @@ def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], lis
 
 
 def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """Give every folder with what is not a folder in it; links to folders are reported, not followed."""
+    """Yield every folder with what is not a folder in it; links to folders are reported, not followed."""
     root = os.path.realpath(data_dir)
     waiting = [data_dir]
     while waiting:
@@ -149,7 +149,7 @@ def _chunk_files(
 
 
 def is_inside(path: str | Path, root: str) -> bool:
-    """Tell whether a path, all links followed, lies below the real path `root`."""
+    """Return whether a path, all links followed, lies below the real path `root`."""
     real = os.path.realpath(path)
     return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
 

@@ -317,7 +317,7 @@ def _parser(command: Command, prog: str) -> argparse.ArgumentParser:
 
 
 def _command_named(given: Sequence[str]) -> str:
-    """Give the command that is meant: the one of this name, or the only one that begins so.
+    """Return the command that is meant: the one of this name, or the only one that begins so.
 
     Raises:
         SystemExit: Help was asked for, or there is no such command.
@@ -344,7 +344,7 @@ def _nearest(word: str, known: Collection[str], listed: Collection[str] = ()) ->
 
 
 def _told(prog: str, text: str, code: int) -> int:
-    """Tell of an error in a line; gives the exit code."""
+    """Print an error in one line; return the exit code."""
     _say(f"{prog}: {text}", sys.stderr)
     return code
 

@@ -95,7 +95,7 @@ def _made(done: merge_split.NewFolder) -> Answer:
 
 
 def _chosen(options: argparse.Namespace) -> list[str] | None:
-    """Give the ids that are meant; None, to undo, for all."""
+    """Return the ids that are meant; None, to undo, for all."""
     if options.undo and not options.select:
         return options.ids or None
     if not options.ids and not options.select:

@@ -80,7 +80,7 @@ def _picture_field(episode: Episode, field: str | None) -> str:
 
 
 def _pictures(episode: Episode, name: str, step: int, progress: bool) -> Iterator[Array]:
-    """Give every `step`-th picture, as parts `[n, H, W, 3]` of uint8."""
+    """Yield every `step`-th picture, as parts `[n, H, W, 3]` of uint8."""
     field = episode.schema[name]
     size = step * max(1, _PART_BYTES // (math.prod(field.shape) * 8 * step))
     parts = [(start, min(start + size, episode.length)) for start in range(0, episode.length, size)]

@@ -55,7 +55,7 @@ def _describe_recording(data_dir: str) -> dict[str, Any]:
 
 
 def listing(source: DataDir) -> list[dict[str, Any]]:
-    """Give the table of episodes of a path or `Recording` as plain dicts; None stands for what is unknown."""
+    """Return the table of episodes of a path or `Recording` as plain dicts; None stands for what is unknown."""
     recording = source if isinstance(source, Recording) else open_recording(source)
     table, success = recording.table, {1: True, 0: False}
     times = [None if np.isnat(time) else str(time) for time in table["time"]]

@@ -40,7 +40,7 @@ def play(
 
 
 def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recording, int]:
-    """Give a recording and the place of an episode in it.
+    """Return a recording and the place of an episode in it.
 
     Args:
         source: A path of any format, or a `Recording`.
@@ -126,7 +126,7 @@ def _bounds(length: int, num_parts: int) -> Array:
 
 
 def _extremes(low: Array, high: Array) -> list[dict[str, Any]]:
-    """Give a curve for each dimension of the least and largest values of parts, `[parts, dimensions]`."""
+    """Return a curve for each dimension of the least and largest values of parts, `[parts, dimensions]`."""
     found = []
     for least, largest in zip(low.T, high.T, strict=True):
         known = np.concatenate([least, largest])[~np.isnan([least, largest]).ravel()]

@@ -27,7 +27,7 @@ _SUCCESS = {"true": 1, "false": 0, "unknown": -1}
 
 
 def selected(recording: Recording, which: Sequence[str]) -> Recording:
-    """Give the episodes that have one of the ids and meet all of the conditions.
+    """Return the episodes that have one of the ids and meet all of the conditions.
 
     Args:
         recording: What to select from.

@@ -49,7 +49,7 @@ class Batch:
         return int(self.offsets[-1])
 
     def columns(self, name: str) -> Array:
-        """Give a field as contiguous `[D, n]`: float32, or float64 where float32 does not hold its values."""
+        """Return a field as contiguous `[D, n]`: float32, or float64 where float32 does not hold its values."""
         if name not in self._columns:
             values = self.values[name]
             is_narrow = values.dtype.itemsize <= 2 or values.dtype == np.float32
@@ -59,7 +59,7 @@ class Batch:
         return self._columns[name]
 
     def steps(self, name: str) -> Array:
-        """Give what each row adds to the one before, `[D, n]`; 0 in the first row of an episode."""
+        """Return what each row adds to the one before, `[D, n]`; 0 in the first row of an episode."""
         if name not in self._steps:
             columns = self.columns(name)
             steps = np.zeros_like(columns)
@@ -70,7 +70,7 @@ class Batch:
         return self._steps[name]
 
     def episode_of(self, rows: Array) -> tuple[Array, Array]:
-        """Give (numbers, frames) of rows of the batch."""
+        """Return (numbers, frames) of rows of the batch."""
         which = np.searchsorted(self.offsets, rows, side="right") - 1
         return self.numbers[which], self.starts[which] + rows - self.offsets[which]
 

@@ -77,7 +77,7 @@ class Camera:
                 self._look(number, rows[chosen], white)
 
     def is_unit(self, number: int, dtype: np.dtype[Any]) -> bool:
-        """Tell whether white is 1."""
+        """Return whether white is 1."""
         return bool(dtype.kind == "f" and self.high[number] <= 1.5)
 
     def _look(self, number: int, frames: Array, white: float) -> None:
@@ -96,7 +96,7 @@ class Camera:
         self.grid[number] += cells.mean((2, 4)).sum(0).reshape(GRID * GRID, -1)
 
     def _oriented(self, frames: Array, is_other: bool) -> Array:
-        """Give frames as `[n, H, W, C]`, or as if their bytes lay in the other layout."""
+        """Return frames as `[n, H, W, C]`, or as if their bytes lay in the other layout."""
         shape = (self.channels, *self.size) if self.is_first != is_other else (*self.size, self.channels)
         found: Array = frames.reshape(len(frames), *shape)
         return found.transpose(0, 2, 3, 1) if self.is_first != is_other else found

@@ -32,7 +32,7 @@ def _boxes(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def declared_bounds(scan: Any, name: str) -> tuple[Array, Array] | None:
-    """Give the bounds of the declared space of a field, each `[D]`; None if there is none."""
+    """Return the bounds of the declared space of a field, each `[D]`; None if there is none."""
     size = scan.schema[name].num_elements
     for group in dict.fromkeys((name, name.partition("/")[0])):
         for field, about in boxes(scan.metadata, group):

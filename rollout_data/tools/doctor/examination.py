@@ -85,7 +85,7 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
 
 
 def _checked(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Found], str]:
-    """Give what a rule finds, and why it cannot be applied, or ""."""
+    """Return what a rule finds, and why it cannot be applied, or ""."""
     if rule.compares and scan.is_small:
         return [], "fewer than 8 episodes or 100 frames to compare"
     try:
@@ -117,7 +117,7 @@ def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataErr
 
 
 def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
-    """Give the rules of some codes, or beginnings of codes.
+    """Return the rules of some codes, or beginnings of codes.
 
     Raises:
         UsageError: There is none.
@@ -132,7 +132,7 @@ def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[
 
 
 def _changed(action: str, settings: Any) -> dict[str, dict[str, float]]:
-    """Give {"VAL05": {"ranges": 100.0}} for {"VAL05.ranges": 100}."""
+    """Return {"VAL05": {"ranges": 100.0}} for {"VAL05.ranges": 100}."""
     known = {f"{rule.code}.{name}": (rule.code, name) for rule in RULES for name in rule.defaults}
     found: dict[str, dict[str, float]] = {}
     if not isinstance(settings, Mapping | None):

@@ -45,11 +45,11 @@ class Sample:
         return max(1, sum(map(len, self.batches)) // _QUANTILE_ROWS)
 
     def values(self, name: str) -> Array:
-        """Give rows of a field, at most about 10,000: `[D, S]`."""
+        """Return rows of a field, at most about 10,000: `[D, S]`."""
         return self._rows(name, Batch.columns)
 
     def steps(self, name: str) -> Array:
-        """Give sizes of steps between rows of a field, at most about 10,000: `[D, S]`."""
+        """Return sizes of steps between rows of a field, at most about 10,000: `[D, S]`."""
         return np.abs(self._rows(name, Batch.steps))
 
     def _rows(self, name: str, give: Any) -> Array:
@@ -245,7 +245,7 @@ def longest_runs(holds: Array, starts: Array) -> Array:
 
 
 def _quantile(ordered: Array, count: Array, level: float) -> Array:
-    """Give the quantile of the first `count` values of each row."""
+    """Return the quantile of the first `count` values of each row."""
     place = np.clip((level * (count - 1)).round().astype(np.int64), 0, max(0, ordered.shape[1] - 1))
     if not ordered.shape[1]:
         return np.zeros(len(ordered))
@@ -254,7 +254,7 @@ def _quantile(ordered: Array, count: Array, level: float) -> Array:
 
 
 def medians_of(parts: Array, values: Array) -> tuple[Array, Array]:
-    """Give the parts that there are, and the median (the upper one of two) of the values of each."""
+    """Return the parts that there are, and the median (the upper one of two) of the values of each."""
     order = np.lexsort((values, parts))
     found, first, count = np.unique(parts[order], return_index=True, return_counts=True)
     return found, values[order][first + count // 2]
@@ -267,6 +267,6 @@ def worst(numbers: Array, by: Array, aligned: bool = False) -> Array:
 
 
 def runs_of(mask: Any) -> list[tuple[int, int]]:
-    """Give (start, stop) of each run of True."""
+    """Return (start, stop) of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

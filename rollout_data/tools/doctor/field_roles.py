@@ -24,7 +24,7 @@ _NAMES = {"timestamp": "time", "quat": "quaternion"}
 
 
 def roles_of(metadata: Mapping[str, Any], schema: Schema) -> dict[str, list[str]]:
-    """Give the fields of each role; `metadata["roles"]` maps fields to roles, or roles to fields."""
+    """Return the fields of each role; `metadata["roles"]` maps fields to roles, or roles to fields."""
     told: dict[str, str] = {}
     roles = metadata.get("roles")
     for key, value in roles.items() if isinstance(roles, Mapping) else ():

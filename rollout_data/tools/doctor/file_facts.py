@@ -152,7 +152,7 @@ class Files:
 
     @cached_property
     def _cached(self) -> dict[str, list[int]]:
-        """Give the trajectories in each block, as the index cache tells; a bad cache tells nothing."""
+        """Return the trajectories in each block by the index cache; none if it is damaged."""
         path = self.path / INDEX_CACHE_NAME
         with suppress(*BAD_CACHE):
             if stamp_of(path) is not None and path.stat().st_size <= _MAX_CACHE_BYTES:
@@ -169,7 +169,7 @@ class Files:
         return {name: place for place, name in enumerate(found)}
 
     def named(self, names: Iterable[str]) -> dict[str, Any]:
-        """Give `trajectories` and `left_out` of a `Found` for episodes by their names."""
+        """Return `trajectories` and `left_out` of a `Found` for episodes by their names."""
         places, left_out = list[int](), list[str]()
         for name in dict.fromkeys(names):
             place = self._places.get(name)
@@ -207,7 +207,7 @@ class Files:
 
 
 def kind_of(problem: RolloutDataError) -> str:
-    """Say of what kind a problem is: by what its finder said, or else by its type."""
+    """Return the kind of a problem: as its finder noted, otherwise by its type."""
     if isinstance(problem, UnsafeFileError):
         return "unsafe"
     is_damage = isinstance(problem, (CorruptFileError, ForeignFileError)) and not isinstance(problem, UsageError)
@@ -215,7 +215,7 @@ def kind_of(problem: RolloutDataError) -> str:
 
 
 def usual(schemas: Iterable[Schema]) -> Schema:
-    """Give the most frequent of some schemas."""
+    """Return the most frequent of some schemas."""
     counts: dict[Schema, int] = {}
     for schema in schemas:
         counts[schema] = counts.get(schema, 0) + 1
@@ -223,7 +223,7 @@ def usual(schemas: Iterable[Schema]) -> Schema:
 
 
 def is_whole_hdf5(path: Path) -> bool:
-    """Tell whether a file begins as HDF5 does and is as long as it says there."""
+    """Return whether a file begins as HDF5 does and is as long as it says there."""
     try:
         with open(open_regular(path), "rb") as file:
             head = file.read(48)

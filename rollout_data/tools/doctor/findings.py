@@ -153,11 +153,11 @@ class Diagnosis:
     summary: dict[str, Any]
 
     def at_least(self, severity: str) -> list[Finding]:
-        """Give the findings of this severity or worse."""
+        """Return the findings of this severity or worse."""
         return [one for one in self.findings if SEVERITIES.index(one.severity) >= SEVERITIES.index(severity)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Give everything as JSON has it."""
+        """Return everything as JSON has it."""
         found: dict[str, Any] = plain(
             {
                 "rules": [rule.as_dict() for rule in self.rules],

@@ -44,7 +44,7 @@ def secrets_of(about: Any, key: str = "metadata", depth: int = 0) -> Iterator[tu
 
 
 def masked(about: Any, key: str = "") -> Any:
-    """Give nested metadata with `***` in place of what `secrets_of` finds."""
+    """Return nested metadata with `***` in place of what `secrets_of` finds."""
     if isinstance(about, Mapping):
         return {name: masked(value, str(name)) for name, value in about.items()}
     if isinstance(about, (list, tuple)):

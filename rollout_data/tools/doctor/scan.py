@@ -135,7 +135,7 @@ class Scan:
         return roles_of(self.metadata, self.schema)
 
     def role(self, name: str) -> list[str]:
-        """Give the fields of a role.
+        """Return the fields of a role.
 
         Raises:
             Inapplicable: There is none.
@@ -156,7 +156,7 @@ class Scan:
         return [name for name in self.schema if name not in self.pictures and self.schema[name].num_elements]
 
     def group(self, name: str) -> list[str]:
-        """Give the numeric fields called `name` or below it: those of "observation" or "action"."""
+        """Return the numeric fields called `name` or below it: those of "observation" or "action"."""
         return [one for one in self.schema.below(name) if one in self.numeric]
 
     @cached_property
@@ -177,7 +177,7 @@ class Scan:
         return {name: Facts(about, name, self.examined, self.sample) for name in self.numeric}
 
     def once(self, kind: type[Made]) -> Made:
-        """Give `kind(scan)`, which is made once for all rules that ask; or raise again that it does not apply."""
+        """Return `kind(scan)`, which is made once for all rules that ask; or raise again that it does not apply."""
         if kind not in self._made:
             try:
                 self._made[kind] = kind(self)  # type: ignore[call-arg]
@@ -189,7 +189,7 @@ class Scan:
         return found
 
     def collected(self, kind: type[Kind]) -> Kind:
-        """Give what a collector gathered."""
+        """Return what a collector gathered."""
         self._pass  # noqa: B018
         found = self._collectors[kind]
         assert isinstance(found, kind)
@@ -235,11 +235,11 @@ class Scan:
         return found
 
     def whole(self, numbers: Array) -> list[tuple[int, int, int]]:
-        """Give (episode, start, stop) of some episodes from start to end."""
+        """Return (episode, start, stop) of some episodes from start to end."""
         return [(number, 0, int(self.lengths[number])) for number in numbers[:MAX_FRAMES].tolist()]
 
     def declared(self, *keys: str) -> Any:
-        """Give the first positive number that the metadata have under one of some keys; None without any."""
+        """Return the first positive number that the metadata have under one of some keys; None without any."""
         told = (self.metadata.get(key) for key in keys)
         return next((one for one in told if isinstance(one, (int, float)) and one > 0), None)
 

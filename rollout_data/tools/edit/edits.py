@@ -114,7 +114,7 @@ def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: boo
 
 
 def tag(path: str | os.PathLike[str], ids: Ids, /, **said: Any) -> int:
-    """Say something of trajectories, as a writer's `episode=` does: `task`, `success`, or anything that JSON holds.
+    """Note something of trajectories, as a writer's `episode=` does: `task`, `success`, or anything that JSON holds.
 
     It goes over what was recorded under the same name; None says that it is unknown. `untag` takes it back.
 
@@ -168,7 +168,7 @@ def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool
 
 
 def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Give the edits of a folder: "dropped", names of trajectories, and "said", name -> what `tag` said of it."""
+    """Return the edits of a folder: "dropped", names of trajectories, and "said", name -> what `tag` said of it."""
     edits = read_edits(_folder(path, "edits_of"))
     said = {_name(key): told for key, told in sorted(edits.said.items())}
     return {"dropped": [_name(key) for key in sorted(edits.dropped)], "said": said}
@@ -299,7 +299,7 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
 
 
 def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
-    """Give (writer, number) of trajectories that are there, or that were dropped."""
+    """Return (writer, number) of trajectories that are there, or that were dropped."""
     action = _call(function)
     if not isinstance(ids, Iterable) and not is_whole(ids):
         raise UsageError(action, "", "ids as names or places of trajectories", repr(ids))

@@ -247,7 +247,7 @@ def _rates_of_episodes(selection: Recording, rate: float | None) -> dict[Key, fl
 
 
 def held_in(block: Block) -> set[Key]:
-    """Give the trajectories of which a block has a part."""
+    """Return the trajectories of which a block has a part."""
     return {(block.writer, number) for number in block.fragments["trajectory"].tolist()}
 
 
@@ -264,7 +264,7 @@ def finish(
 
 
 def newest_ns(folder: BlockFolder) -> int:
-    """Give the time of the newest frame: what is made of a folder has no other, so that it is the same each time."""
+    """Return the time of the newest frame: what is made of a folder has no other, so that it is the same each time."""
     return max((int(one.fragments["end_time_ns"].max(initial=0)) for one in folder.blocks.values()), default=0)
 
 
@@ -328,7 +328,7 @@ def _are_copies_damaged(folder: BlockFolder, names: Mapping[str, str]) -> bool:
 
 
 def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
-    """Give each writer of some blocks a name in `made`: its own, unless that is another one's there."""
+    """Return a name in `made` for each writer of some blocks: its own unless another writer has it."""
     found: dict[str, list[Block]] = {}
     for block in blocks:
         found.setdefault(block.writer, []).append(block)
@@ -368,7 +368,7 @@ def _take(block: Block, writer: str, target: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """Give a file a second name, or copy it where that cannot be; True if it was linked."""
+    """Link a file to a second name, or copy it where that is impossible; return whether it was linked."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -380,7 +380,7 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 def _common(found: Sequence[Metadata | None]) -> Metadata | None:
-    """Give metadata of several folders: what all say alike."""
+    """Return metadata of several folders: what all say alike."""
     known = [one for one in found if one is not None]
     if not known:
         return None

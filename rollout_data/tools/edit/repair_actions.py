@@ -89,13 +89,13 @@ class Draft:
         return (self.notes[name] if name in self.notes else self.fields[name])[start:stop]
 
     def chosen(self, rows: Any) -> Draft:
-        """Give the draft with some of its rows: a slice, or bool `[T]`."""
+        """Return the draft with some of its rows: a slice, or bool `[T]`."""
         places = np.arange(self.length)[rows].tolist()
         notes = {name: [texts[place] for place in places] for name, texts in self.notes.items()}
         return replace(self, fields={name: one[rows] for name, one in self.fields.items()}, notes=notes)
 
     def before(self, stop: int, is_end: bool) -> Draft:
-        """Give the rows before `stop`; where others follow, the next is the final observation, or it ended there."""
+        """Return the rows before `stop`; where others follow, the next is the final observation, or it ended there."""
         cut = self.chosen(slice(0, stop))
         if stop == self.length:
             return cut
@@ -132,7 +132,7 @@ class Case:
         return roles_of(self.recording.metadata, self.recording.schema)
 
     def typical(self, name: str, measure: Callable[[Array], Any]) -> Any:
-        """Give the median of a measure over the trajectories that the finding does not name."""
+        """Return the median of a measure over the trajectories that the finding does not name."""
         named = set(self.finding.places)
         rows = [
             np.asarray(episode.read(name), np.float64)
@@ -163,7 +163,7 @@ def _mapped(function: Callable[[Array, Case], Array], finals: bool = True) -> Ca
 
 
 def _size(values: Array) -> float:
-    """Give the median of the largest absolute value of each row; 0 is left out."""
+    """Return the median of the largest absolute value of each row; 0 is left out."""
     largest = np.abs(values.reshape(len(values), -1)).max(1)
     return float(np.median(largest[largest > 0])) if (largest > 0).any() else 0.0
 
@@ -286,7 +286,7 @@ def _without_repeats(draft: Draft, case: Case) -> list[Draft]:
 
 
 def _shifted(draft: Draft, case: Case) -> list[Draft]:
-    """Give each observation the action that it follows: leave out the first rows of the one, the last of the other."""
+    """Join each observation with the action before it: leave out the first and the last rows."""
     lag = int(case.finding.evidence["lag_frames"])
     if draft.length <= lag:
         return []

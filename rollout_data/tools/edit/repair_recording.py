@@ -317,7 +317,7 @@ def _fill(folder: BlockFolder, made: Path, damaged: Sequence[str], mends_gaps: b
 
 
 def _place_of(path: Path) -> tuple[str, int]:
-    """Give writer and sequence of a block, by its name where it cannot be read; ("", `FIRST_EDIT`) if that has none."""
+    """Return writer and sequence of a block, by its name if it is damaged; ("", `FIRST_EDIT`) if it has none."""
     try:
         header = read_header(path)
         return header.writer, header.sequence
@@ -327,7 +327,7 @@ def _place_of(path: Path) -> tuple[str, int]:
 
 
 def _kept(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:
-    """Give the trajectories of a new folder that count: not those that are left out or rewritten, nor lack a part."""
+    """Return the trajectories of a new folder that count: not those that are left out or rewritten, nor lack a part."""
     gone = {plan.ids[place] for place in {*plan.dropped, *plan.mends}}
     empty = {
         one.writer: one.sequence for one in sorted(index.blocks, key=lambda one: one.sequence) if not len(one.fragments)
@@ -368,7 +368,7 @@ def _write_anew(plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made:
 
 
 def checksum_of(path: Path) -> str | None:
-    """Give BLAKE2b of names and contents of the files of a recording; None of a URL."""
+    """Return BLAKE2b of names and contents of the files of a recording; None of a URL."""
     if isinstance(path, RemotePath):
         return None
     digest = blake2b(digest_size=16)

@@ -55,7 +55,7 @@ def packed(values: Array) -> dict[str, Any]:
 
 
 def digits(values: Any, count: int = 5) -> Any:
-    """Give numbers with `count` digits; None for what is not finite."""
+    """Return numbers with `count` digits; None for what is not finite."""
     if isinstance(values, (np.ndarray, list)):
         return [digits(value, count) for value in (values.tolist() if isinstance(values, np.ndarray) else values)]
     return float(f"{values:.{count}g}") if math.isfinite(values) else None
@@ -78,7 +78,7 @@ def is_picture(shape: tuple[int, ...]) -> bool:
 
 
 def pixels(rows: Array, low: float, high: float) -> Array:
-    """Give pictures as `[n, H, W, 3]` uint8.
+    """Return pictures as `[n, H, W, 3]` uint8.
 
     Args:
         rows: `[n, *shape]`, with axes that `axes_of` knows; of four channels the last one is left out.

@@ -69,7 +69,7 @@ class Closeups:
         return rows
 
     def pictures(self, number: int, frames: Sequence[int]) -> dict[str, list[tuple[int, str]]]:
-        """Give pictures of an episode, of some frames and of others spread over it: field -> (frame, data URL)."""
+        """Return pictures of an episode, of some frames and of others spread over it: field -> (frame, data URL)."""
         episode, found = self.survey.recording[number], dict[str, list[tuple[int, str]]]()
         spread = np.linspace(0, episode.length - 1, NUM_PICTURES).round().astype(int).tolist()
         for name in self.survey.pictures:
@@ -79,7 +79,7 @@ class Closeups:
         return found
 
     def picture(self, episode: Episode, name: str, frame: int) -> str | None:
-        """Give one picture as a data URL; None if there is none, or it cannot be read."""
+        """Return one picture as a data URL; None if there is none, or it cannot be read."""
         if name in episode.schema and is_picture(episode.schema[name].shape) and frame < episode.length:
             with suppress(DataFileError):
                 return picture(np.asarray(episode.read(name, frame, frame + 1))[0])

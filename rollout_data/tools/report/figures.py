@@ -23,7 +23,7 @@ _NUM_BINS, _MAX_GROUPS, _MAX_NAME, _PATTERNS = 40, 7, 40, ("", "/", "x", ".", "-
 
 
 def shown(text: str) -> str:
-    """Give a name as plotly shows it literally, cut if it is long."""
+    """Return a name as plotly shows it literally, cut if it is long."""
     return html.escape(text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…", quote=False)
 
 

@@ -263,7 +263,7 @@ class Page:
 
 
 def _without(paths: Sequence[Path], content: Any) -> Any:
-    """Give plain values whose texts do not name the folders that some paths lie in."""
+    """Return plain values whose texts do not name the folders that some paths lie in."""
     text = json.dumps(content)
     for path in paths:
         folder, name = str(path.parent).rstrip(os.sep) + os.sep, re.escape(json.dumps(path.name)[1:-1])
@@ -274,7 +274,7 @@ def _without(paths: Sequence[Path], content: Any) -> Any:
 
 @lru_cache(maxsize=1)  # compressing takes half a second
 def _plotly() -> tuple[str, str]:
-    """Give the script of plotly, compressed, and its checksum."""
+    """Return the script of plotly, compressed, and its checksum."""
     package = optional("plotly", "plotly", "report", "the charts of the page")
     text = resources.files(package).joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
     return compressed(text.encode()), _checksum(text)

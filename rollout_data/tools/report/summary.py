@@ -38,7 +38,7 @@ def rate_hz(survey: Survey) -> float | None:
 
 
 def counted(number: int, word: str) -> str:
-    """Say how many: "1 trajectory", "2 trajectories"."""
+    """Return how many: "1 trajectory", "2 trajectories"."""
     many = word[:-1] + "ies" if word.endswith("y") else word if word == "info" else word + "s"
     return f"{number:,} {word if number == 1 else many}"
 
@@ -104,7 +104,7 @@ def stored_bytes(path: Any) -> int:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Give a number in the largest unit that it reaches, else in the least."""
+    """Return a number in the largest unit that it reaches, else in the least."""
     unit, name = next((one for one in units if value >= one[0]), units[-1])
     return f"{value / unit:,.0f} {name}" if value >= 100 * unit else f"{value / unit:.3g} {name}"
 
@@ -167,7 +167,7 @@ def table(survey: Survey, findings: Findings, order: Array) -> tuple[list[dict[s
 
 
 def _facts(row: Mapping[str, Any], oddest: str) -> str:
-    """Say in a line what the table has of an episode."""
+    """Return the row of an episode in the table as one line."""
     listed = [counted(row["length"], "frame"), f"end: {row['end']}"]
     listed += [f"success: {row['success']}"] if row["success"] else []
     listed += [f"return {row['return']:,.7g}"] if row["return"] is not None else []
@@ -204,7 +204,7 @@ def marks(survey: Survey) -> dict[Column, list[str]]:
 
 
 def dimensions_of(finding: Mapping[str, Any]) -> set[int]:
-    """Give the dimensions that a finding names, if it does."""
+    """Return the dimensions that a finding names, if it does."""
     said = finding["evidence"].get("dimensions", finding["evidence"].get("dimension"))
     return {one for one in (said if isinstance(said, (list, tuple)) else [said]) if isinstance(one, int)}
 
@@ -212,7 +212,7 @@ def dimensions_of(finding: Mapping[str, Any]) -> set[int]:
 def marked_by(
     findings: Findings, column: Column, name: str, views: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, str]]:
-    """Give the marks of the findings that name a column, or show it as their evidence."""
+    """Return the marks of the findings that name a column, or show it as their evidence."""
     return [
         {"kind": f"mark {one['severity']}", "text": f"{SIGNS[one['severity']]} {one['code']}"}
         for one, view in zip(findings, views, strict=True)

@@ -85,7 +85,7 @@ def _levels(rows: Array) -> Array:
 
 
 def quantiles(rows: Array, shares: Sequence[float]) -> Array:
-    """Give nearest-rank quantiles of each row, without NaN: `[len(shares), rows]`."""
+    """Return nearest-rank quantiles of each row, without NaN: `[len(shares), rows]`."""
     if not rows.shape[1]:
         return np.full((len(shares), len(rows)), np.nan)
     ranked = np.sort(rows, 1)  # NaN last
@@ -142,7 +142,7 @@ class Survey:
         return f"{name}[{', '.join(map(str, np.unravel_index(place, shape)))}]" if math.prod(shape) > 1 else name
 
     def values(self, column: Column) -> Array:
-        """Give the finite values of a dimension in the sample, sorted."""
+        """Return the finite values of a dimension in the sample, sorted."""
         rows = self.scan.facts[column[0]].sorted
         rows = rows.reshape(-1) if column[1] == WHOLE else rows[column[1]]
         found: Array = rows[np.isfinite(rows)]

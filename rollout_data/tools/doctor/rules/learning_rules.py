@@ -196,13 +196,13 @@ def return_outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
 
 
 def _declared_tasks(scan: Scan) -> list[object]:
-    """Give what the metadata lists as tasks: texts, or indices where they are keys."""
+    """Return what the metadata lists as tasks: texts, or indices where they are keys."""
     tasks = scan.metadata.get("tasks")
     return list(tasks) if isinstance(tasks, (Mapping, list, tuple)) else []
 
 
 def _tasks(scan: Scan) -> list[object]:
-    """Give the task of each episode: its text, or its index; "" where neither is known."""
+    """Return the task of each episode: its text, or its index; "" where neither is known."""
     texts = scan.columns["task"].tolist()
     if not any(texts) and scan.roles["task_index"]:
         facts = scan.facts[scan.roles["task_index"][0]]

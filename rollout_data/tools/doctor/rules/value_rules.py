@@ -320,7 +320,7 @@ def drift(scan: Scan, settings: Settings) -> Iterator[Found]:
 
 
 def _halves(means: Array) -> tuple[Array, Array]:
-    """Give how far the later half of rows lies above the earlier one, and the deviation within the halves.
+    """Return how far the later half of rows lies above the earlier one, and the deviation within the halves.
 
     NaN where all values of a half are not finite.
     """
