@@ -372,6 +372,50 @@ def test_columns_of_language_keep_their_types_and_values(tmp_path: Path, way: st
     assert features["language_events"]["dtype"] == "language"
 
 
+EVENTS = pa.list_(pa.struct([("role", pa.string()), ("at", pa.int64())]))
+#: Column of language -> its array by episode and length.
+UNUSUAL_LANGUAGE: dict[str, Callable[[int, int], pa.Array]] = {
+    "plain texts": lambda episode, length: pa.array([f"take {episode} {row}" for row in range(length)]),
+    "large texts": lambda episode, length: pa.array([f"take {episode} {row}" for row in range(length)], "large_string"),
+    "no value in the first file": lambda episode, length: (
+        pa.array([[]] * length, pa.list_(pa.null()))
+        if not episode
+        else pa.array([[{"role": "user", "at": 2**62 + row}] for row in range(length)], EVENTS)
+    ),
+}
+
+
+@pytest.mark.parametrize("is_through_ours", [False, True])
+@pytest.mark.parametrize("name", ["language_events", "subtask"])
+@pytest.mark.parametrize("kind", UNUSUAL_LANGUAGE)
+def test_columns_of_language_of_other_types_keep_them(
+    tmp_path: Path, kind: str, name: str, is_through_ours: bool
+) -> None:
+    lengths, files = [4, 1, 3], [0, 1, 2]
+    made = LeRobotSet(tmp_path / "source", lengths, files=files)
+    columns = [UNUSUAL_LANGUAGE[kind](episode, length) for episode, length in enumerate(lengths)]
+    made.tables = [table.append_column(name, column) for table, column in zip(made.tables, columns, strict=True)]
+    source = made.write()
+    if is_through_ours:
+        rollout_data.convert(source, tmp_path / "own", progress=False)
+        source = tmp_path / "own"
+    for version in ("v3.0", "v2.1"):
+        target = tmp_path / version
+        written(source, target, version=version)
+        got = [pq.read_table(file)[name] for file in sorted((target / "data").rglob("*.parquet"))]
+        assert all(one.type == columns[-1].type for one in got)
+        assert [one.to_pylist() for one in got] == [one.to_pylist() for one in columns]
+
+
+def test_a_column_of_times_that_python_cannot_hold_is_left_out_and_named(tmp_path: Path) -> None:
+    made = LeRobotSet(tmp_path / "source", [4, 3])
+    times = [pa.array([10**18 + 1] * length, pa.timestamp("ns")) for length in made.lengths]
+    made.tables = [table.append_column("when", column) for table, column in zip(made.tables, times, strict=True)]
+    recording = rollout_data.open(made.write())
+    assert [str(problem) for problem in recording.problems if "'when'" in str(problem)]
+    assert len(recording) == 2 and "when" not in recording[0].schema
+
+
 def test_names_of_joints_stay(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "source", [2])
     made.info["features"]["observation.state"]["names"] = ["shoulder", "elbow", "wrist"]

@@ -17,6 +17,8 @@ _PRIMITIVES = (
     "null", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float", "double",
     "string", "large_string",
 )  # fmt: skip
+#: Types of columns of plain texts.
+TEXT_TYPES = ("string", "large_string")
 #: Arrow's extension type of JSON texts, and its description.
 _JSON_TYPE, _JSON = "arrow.json", "json"
 #: Name of a primitive in the package `datasets`, where it differs.
@@ -36,6 +38,13 @@ def describe(kind: Any) -> Any:
             values = describe(kind.value_type)
             return None if values is None else {name: values}
     return str(kind) if str(kind) in _PRIMITIVES else None
+
+
+def has_unknown(described: Any) -> bool:
+    """Return whether a part of a description is Arrow's null, the type of values that were all missing."""
+    if isinstance(described, Mapping):
+        return any(map(has_unknown, described.values()))
+    return bool(described == "null")
 
 
 def arrow_type(described: Any) -> Any:

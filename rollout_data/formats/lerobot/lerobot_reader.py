@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +25,8 @@ from storage.errors import CorruptFileError, DataFileError
 from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
 from ...sources.video_range import VideoRange
 from ..encoded_images import decode_picture
-from ..input_checks import KnownFiles, file_inside, read_object
-from ..parquet import as_rows, shared_texts
+from ..input_checks import KnownFiles, damage_named, file_inside, read_object
+from ..parquet import arrow, as_rows, first_row, shared_texts
 from ..video_frames import end_time, read_frames
 from .lerobot_index import SUCCESS, Entry, Index, Run
 from .lerobot_info import (
@@ -41,7 +41,7 @@ from .lerobot_info import (
     read_info,
     video_feature,
 )
-from .lerobot_language import ARROW_TYPES, describe
+from .lerobot_language import ARROW_TYPES, TEXT_TYPES, describe, has_unknown
 from .lerobot_subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, read_subtasks
 
 MODALITY_NAME = "meta/modality.json"
@@ -124,7 +124,7 @@ class Reader(ForeignReader):
             feature: Feature | None = None
             if about.get("dtype") == "video":
                 feature = video_feature(source, name, about)
-            elif source in row and encoded(row[source][0].as_py()) is not None:
+            elif source in row and has_picture(row[source]):
                 feature = self._describe_pictures(source, name, about, first)
             elif source in row:
                 feature = column_feature(source, name, row[source], about)
@@ -153,11 +153,25 @@ class Reader(ForeignReader):
         return {TABLE_NAME: described}
 
     def _arrow_types(self, index: Index) -> dict[str, Any]:
-        """Describe the columns of language: field -> Arrow type, None if JSON cannot hold all of it."""
-        first = next((runs[0] for runs in index.runs.values()), None)
-        types = self._files[first.file].declared_types if first else {}
-        languages = [one for one in self._features.values() if one.kind == "language"]
-        return {one.name: describe(types[one.source]) for one in languages}
+        """Describe the columns of language, and those of plain texts that would get another type otherwise.
+
+        Returns:
+            Field -> Arrow type, None if JSON cannot hold all of it. A file in which all values are missing may have
+            no type for them: the first file without such a part decides.
+        """
+        found: dict[str, Any] = {}
+        files = dict.fromkeys(run.file for runs in index.runs.values() for run in runs)
+        types_of_files = [self._files[file].declared_types for file in files]
+        for one in self._features.values():
+            if one.kind not in ("language", "text"):
+                continue
+            kinds = (describe(types[one.source]) for types in types_of_files if one.source in types)
+            first = next(kinds)
+            kind = next((kind for kind in chain([first], kinds) if not has_unknown(kind)), first)
+            is_default = kind != "large_string" and not one.source.startswith("language_")
+            if one.kind == "language" or (kind in TEXT_TYPES and not is_default):
+                found[one.name] = kind
+        return found
 
     def _describe_pictures(self, source: str, name: str, about: Mapping[str, Any], run: Run | None) -> Feature | None:
         """Describe a column of pictures by the first intact one of an episode; None if there is none."""
@@ -363,7 +377,8 @@ class Reader(ForeignReader):
         if feature.kind == "text":
             return shared_texts(array, texts)
         if feature.kind == "language":
-            written = (json.dumps(row.as_py(), ensure_ascii=False, default=str) for row in array)
+            with damage_named("read", where, "values that JSON can hold", ValueError):
+                written = [json.dumps(row.as_py(), ensure_ascii=False, default=str) for row in array]
             return [texts.setdefault(text, text) for text in written]
         if feature.kind == "image":
             decoded = [decode_picture(encoded(one) or b"", where, feature.shape) for one in array.to_pylist()]
@@ -377,6 +392,15 @@ class Reader(ForeignReader):
             numbered = self._subtasks if feature.source == NUMBER else self._tasks
             return [numbered.get(number, "") for number in rows.tolist()]
         return rows if feature.part is None else rows[:, slice(*feature.part)]
+
+
+def has_picture(row: Any) -> bool:
+    """Return whether an Arrow array of one row has the bytes of a picture, alone or in a structure with its path."""
+    pyarrow, _ = arrow()
+    if pyarrow.types.is_struct(row.type) and row.type.get_field_index("bytes") >= 0:
+        row = row.field("bytes")
+    sizes, leaf = first_row(row)
+    return not sizes and leaf.startswith("binary") and bool(row[0].is_valid)
 
 
 def encoded(value: Any) -> bytes | None:

@@ -50,7 +50,7 @@ from .lerobot_features import (
 )
 from .lerobot_index import SUCCESS, TASK
 from .lerobot_info import TEMPLATES, UNFINISHED, field_name, file_name
-from .lerobot_language import ARROW_TYPES, arrow_type, column_of_texts
+from .lerobot_language import ARROW_TYPES, TEXT_TYPES, arrow_type, column_of_texts
 from .lerobot_statistics import SetStatistics, Statistics
 from .lerobot_subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, numbers_of, stated_subtasks, subtask_table, with_pairs
 
@@ -234,18 +234,18 @@ class Writer(ForeignWriter):
             raise UsageError("write", where, expected, repr(codec))
         return column_of(field, units, codec, is_v3, about)
 
-    def _chosen_texts(self) -> tuple[list[str], dict[str, Any]]:
-        """Return the fields of plain texts, and those of language with the Arrow types of their columns."""
+    def _chosen_texts(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the fields of plain texts and those of language, with the Arrow types of their columns."""
         described = {**_LANGUAGE, **(self.metadata.get(ARROW_TYPES) or {})}
-        texts, languages = list[str](), dict[str, Any]()
+        texts, languages = dict[str, Any](), dict[str, Any]()
         for name in sorted(self._shared.texts):
             is_annotation = name == _ANNOTATION and self.options["groot"]
             if name == TEXT and self._has_subtask_texts:
                 continue
-            if name not in described and not is_annotation:
-                texts.append(name)
-            elif described.get(name) is not None:
-                languages[name] = arrow_type(described[name])
+            kind = described.get(name, None if is_annotation else "string")
+            if kind is not None:
+                chosen = texts if kind in TEXT_TYPES else languages
+                chosen[name] = arrow_type(kind)
         return texts, languages
 
     def _is_numbered_by_subtasks(self) -> bool:
@@ -464,8 +464,8 @@ class Writer(ForeignWriter):
             for column in in_rows:
                 parts = self._parts(episode, column, rows, statistics)
                 columns[column.name] = arrow_column(column, parts, start)
-            for name in self._texts:
-                columns[_feature_name(name)] = pyarrow.array(episode.read(name, *rows), pyarrow.string())
+            for name, kind in self._texts.items():
+                columns[_feature_name(name)] = pyarrow.array(episode.read(name, *rows), kind)
             for name, kind in self._languages.items():
                 where = f"of {name!r} in episode {episode.id!r}"
                 columns[_feature_name(name)] = column_of_texts(episode.read(name, *rows), kind, where)
