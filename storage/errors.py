@@ -57,7 +57,8 @@ class RolloutDataError(Exception):
 
     def of(self: _Self, kind: str, episode: str = "") -> _Self:
         """Note the `kind` of a defect and its `episode`, unless they are known; return itself."""
-        self.kind, self.episode = self.kind or kind, self.episode or episode
+        self.kind = self.kind or kind
+        self.episode = self.episode or episode
         return self
 
     @property
@@ -148,7 +149,8 @@ class WriteError(RolloutDataError, OSError):
         filename: str | None = None,
     ) -> None:
         super().__init__(action, where, expected, got, advice, message)
-        self.errno, self.filename = error_number, filename
+        self.errno = error_number
+        self.filename = filename
 
     def __reduce__(self) -> tuple[Any, ...]:
         parts = self.action, self.where, self.expected, self.got, self.advice, self._message
@@ -217,7 +219,8 @@ def _public_name(frame: FrameType, package: str) -> str:
     """Return "class.method", "class" or "function" for a frame of the public interface, else ""."""
     if frame.f_globals is globals():
         return ""
-    public, code = getattr(sys.modules[package], "__all__", ()), frame.f_code
+    public = getattr(sys.modules[package], "__all__", ())
+    code = frame.f_code
     is_nested = code.co_flags & inspect.CO_NESTED
     name = "" if code.co_name.startswith("_") or is_nested else code.co_name
     if code.co_varnames[:1] not in (("self",), ("cls",)):

@@ -173,13 +173,17 @@ class RemoteBuffer:
     def _end(self) -> None:
         import ray
 
-        links, self._links = self._links, []
+        links = self._links
+        self._links = []
         for link in links if self._is_owner else ():
             ray.kill(link.actor)
 
     def _set_up(self, actors: list[Any], options: RemoteOptions) -> None:
-        name, num = secrets.token_hex(8), len(actors)
-        self._options, self._num_pushes, self._rng = options, 0, generator_on(None)
+        name = secrets.token_hex(8)
+        num = len(actors)
+        self._options = options
+        self._num_pushes = 0
+        self._rng = generator_on(None)
         self._links = [Link(actor, name, f"shard {at} of {num}", options) for at, actor in enumerate(actors)]
         #: What is drawn -> batches that are here, and requests that are under way.
         self._ahead: dict[str, tuple[deque[Any], deque[Any]]] = {}
@@ -191,7 +195,8 @@ class RemoteBuffer:
         return [0 if link.told is None else link.told.num_rows for link in self._links]
 
     def _push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        home, num_shards = self._home, len(self._links)
+        home = self._home
+        num_shards = len(self._links)
         if home is None and num_shards > 1 and not self._options.whole_trajectories and self._traits.has_steps:
             advice = "Or push whole trajectories, and give whole_trajectories=True"
             raise UsageError("push steps", "to several shards", "a client after pin(shard)", "one without", advice)
@@ -226,7 +231,8 @@ class RemoteBuffer:
     def _request(self, asked: tuple[str, Any, tuple[Any, ...], dict[str, Any]]) -> list[Any]:
         """Ask each shard for its part of some batches; give (shard, reference to the answer, sizes of the parts)."""
         name, size, args, options = asked
-        links, sizes = self._links, [[size] * self._options.batches_per_reply]
+        links = self._links
+        sizes = [[size] * self._options.batches_per_reply]
         if len(links) > 1:
             unit = unit_of(self._traits, name, args, options)
             sizes = self._parts(size, size if size % unit else unit)
@@ -240,7 +246,9 @@ class RemoteBuffer:
             self.flush()
             rows = self._num_rows()
             rows[0] += not sum(rows)  # where there is nothing the first buffer says so in its way
-        num_batches, num_units, num_shards = self._options.batches_per_reply, size // unit, len(rows)
+        num_batches = self._options.batches_per_reply
+        num_units = size // unit
+        num_shards = len(rows)
         drawn = uniform(sum(rows), num_batches * num_units, self._rng).numpy()
         shard = np.searchsorted(np.cumsum(rows), drawn, side="right").reshape(num_batches, num_units)
         counts = [np.bincount(one, minlength=num_shards) for one in shard]
@@ -267,7 +275,8 @@ class RemoteBuffer:
 def _another_client(actors: list[Any], options: RemoteOptions, traits: Traits) -> RemoteBuffer:
     made = RemoteBuffer.__new__(RemoteBuffer)
     made._set_up(actors, options)
-    made._traits, made._is_owner = traits, False
+    made._traits = traits
+    made._is_owner = False
     return made
 
 

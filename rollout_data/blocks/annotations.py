@@ -103,7 +103,8 @@ class Notes:
 
     def columns(self, noted: Noted, names: Set[str]) -> dict[str, list[Any]]:
         """Return such a column for each of some names under which something was said."""
-        index, found = noted.index, dict[str, list[Any]]()
+        index = noted.index
+        found = dict[str, list[Any]]()
         order = np.lexsort((index.number, index.writer))
         bounds = np.searchsorted(index.writer[order], np.arange(len(index.writers) + 1))
         number_of = {writer: number for number, writer in enumerate(index.writers)}

@@ -64,8 +64,11 @@ class CodedRows:
     """
 
     def __init__(self, coding: Coding, table: ChunkTable, data: np.ndarray) -> None:
-        self.coding, self.table, self.data = coding, table, data
-        self.num_rows, self.row_bytes = len(data), 1
+        self.coding = coding
+        self.table = table
+        self.data = data
+        self.num_rows = len(data)
+        self.row_bytes = 1
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         return self.data[start:stop, None]
@@ -75,7 +78,8 @@ def _decoded(source: RowSource) -> RowSource:
     """Return rows as they are before coding."""
     if not isinstance(source, CodedRows):
         return source
-    table, data = source.table, source.data
+    table = source.table
+    data = source.data
     return ArrayRows(table.read(0, int(table.rows[-1]), lambda start, stop: data[start:stop]))
 
 
@@ -119,7 +123,8 @@ def code_tables(
     coded = {table: dict(columns) for table, columns in content.rows.items()}
     codings = {}
     for name, item in content.schema.items():
-        codec, error = codec_of(item), content.max_errors.get(name, 0.0)
+        codec = codec_of(item)
+        error = content.max_errors.get(name, 0.0)
         if codec.chunks is None:
             if not codec.is_lossless:
                 codings[name] = Coding(codec.name, error)
@@ -128,7 +133,8 @@ def code_tables(
         names = {source.coding.codec for source in own.values() if isinstance(source, CodedRows)}
         if len(names) != 1 or any(rows.num_rows for rows in own.values() if not isinstance(rows, CodedRows)):
             # A field has one codec in both tables: what was coded otherwise is decoded and coded anew.
-            names, own = set(), {table: _decoded(rows) for table, rows in own.items()}
+            names = set()
+            own = {table: _decoded(rows) for table, rows in own.items()}
         frames = {
             table: _Frames(rows, name, table, codec.name, content)
             for table, rows in own.items()
@@ -172,11 +178,14 @@ class _Frames:
 
     def __init__(self, source: RowSource, name: str, table: str, codec: str, content: BlockContent) -> None:
         layout = layouts_of(content.schema)[table]
-        self._source, self._field, self._row_bytes = source, layout.stored[name], layout.columns[name].row_bytes
+        self._source = source
+        self._field = layout.stored[name]
+        self._row_bytes = layout.columns[name].row_bytes
         self._per_chunk = per_chunk = frames_per_chunk(content, table, codec, self._field.row_bytes)
         ranges = row_ranges(table, content.fragments)
         #: First row of each chunk, and the end; which chunks a fragment names.
-        self._bounds, self._used = [0], list[int]()
+        self._bounds = [0]
+        self._used = list[int]()
         for low, high in sorted({(int(a), int(b)) for a, b in zip(*ranges, strict=True) if b > a}):
             self._bounds += [low] if low > self._bounds[-1] else []
             cuts = [*range(low + per_chunk, high, per_chunk), high]
@@ -205,7 +214,8 @@ class _Frames:
                 chunks[number], errors[number] = coding.chain.encode(self.read(number))
 
         each_part(code, len(self._used), self._bounds[-1] * self._row_bytes, num_threads)
-        rows, places = np.array(self._bounds, np.int64), np.cumsum([0, *map(len, chunks)])
+        rows = np.array(self._bounds, np.int64)
+        places = np.cumsum([0, *map(len, chunks)])
         sums = np.array([*map(crc32, chunks)], np.int64)
         table = ChunkTable(coding.chain, self._field, self._row_bytes, rows, places, sums)
         coding = replace(coding, max_error=max(coding.max_error, float(errors.max(initial=0.0))))
@@ -236,7 +246,8 @@ def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: i
     found = header.chunks[table][column]
     low, high = np.searchsorted(found.rows, [start, stop])
     places = found.places[low : high + 1]
-    data, bounds = header.read_bytes(int(places[0]), int(places[-1])), places - places[0]
+    data = header.read_bytes(int(places[0]), int(places[-1]))
+    bounds = places - places[0]
     sums = found.sums[low:high]
     if (sums < 0).any():  # of an older block
         sums = np.array([crc32(data[a:b]) for a, b in pairwise(bounds.tolist())], np.int64)

@@ -135,7 +135,8 @@ class BlockFolder:
         self._taken: object = None  # what was found when the blocks were last opened
         self._folder_is: object = None  # time of change and inode, of the folder
         self._changed_s = self._listed_s = self._due_s = -math.inf  # of the monotonic clock
-        self._use_cache, self._num_openers = not verify_on_open, 1
+        self._use_cache = not verify_on_open
+        self._num_openers = 1
         self.has_unknown_ends = self._is_schema_fixed = self._has_missed_edit = False
 
     @classmethod
@@ -153,7 +154,8 @@ class BlockFolder:
     def keep_only(self, blocks: Sequence[Block]) -> None:
         """Hold the intact blocks of an earlier look, edits included, in place of the present ones."""
         self.blocks = {block.path.name: block for block in blocks if block.path.name not in self.problems}
-        self.replaced, self.built = {}, None
+        self.replaced = {}
+        self.built = None
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
         # Absolute, as the process may change its working directory.
@@ -242,12 +244,15 @@ class BlockFolder:
         """Take the opened blocks that have the fields of this folder, each once."""
         held = {(block.writer, block.sequence): block for name, block in self.blocks.items() if name not in opened}
         for name, (schema, block) in sorted(opened.items(), key=lambda item: item[0]):
-            other, where = held.get((block.writer, block.sequence)), repr(str(block.path))
+            other = held.get((block.writer, block.sequence))
+            where = repr(str(block.path))
             if self.schema is not None and (difference := self.schema.difference(schema)):
-                expected, advice = "the fields of the blocks beside it", "Move it to a folder of its own"
+                expected = "the fields of the blocks beside it"
+                advice = "Move it to a folder of its own"
                 self.problems[name] = DataFileError("read the block", where, expected, difference, advice)
             elif other is not None:
-                got, advice = f"a second copy of {other.path.name!r}", "Remove one of them"
+                got = f"a second copy of {other.path.name!r}"
+                advice = "Remove one of them"
                 self.problems[name] = DataFileError("read the block", where, "each block once", got, advice)
             else:
                 self.blocks[name] = held[block.writer, block.sequence] = block
@@ -261,12 +266,14 @@ class BlockFolder:
         with suppress(OSError):  # listing it tells
             about = os.stat(self.data_dir)
             if self._folder_is != (about.st_mtime_ns, about.st_ino):
-                self._folder_is, self._changed_s = (about.st_mtime_ns, about.st_ino), start_s
+                self._folder_is = (about.st_mtime_ns, about.st_ino)
+                self._changed_s = start_s
             if self._listed_s >= self._changed_s + _COARSE_S and start_s < self._due_s:
                 return self._found
         is_full = start_s >= self._due_s
         found = self._list_files(is_full)
-        self._found, self._listed_s = self._found if found == self._found else found, start_s
+        self._found = self._found if found == self._found else found
+        self._listed_s = start_s
         if is_full:
             self._due_s = time.monotonic() + max(1.0, (time.monotonic() - start_s) / LOOK_SHARE)
         return self._found
@@ -274,7 +281,8 @@ class BlockFolder:
     def _list_files(self, is_full: bool) -> dict[str, FileStamp]:
         """Files that may be blocks, with their size and time, of known ones as before unless `is_full`."""
         known = {} if is_full else self._found
-        before, self._inodes = self._inodes, {entry.name: entry.inode() for entry in block_entries(self.data_dir)}
+        before = self._inodes
+        self._inodes = {entry.name: entry.inode() for entry in block_entries(self.data_dir)}
         stamps = {}
         for name in self._inodes | dict.fromkeys(self._found):  # a listing may be late: those found before may be there
             if name in known and before.get(name) == self._inodes.get(name, -1):
@@ -377,7 +385,9 @@ class BlockFolder:
                     return
         except BAD_CACHE:
             return
-        self.schema, self.blocks, self.built = schema, blocks, built if is_all else None
+        self.schema = schema
+        self.blocks = blocks
+        self.built = built if is_all else None
         self._stamps = {name: found[name] for name in blocks}
         self._keep_edits()
 

@@ -153,7 +153,8 @@ class BlockHeader:
         """Return where rows `start:stop`, of a fragment, are in the file: bounds of chunks, and their checksums."""
         if (chunks := self.chunks[table].get(column)) is not None:
             return chunks.chunks_of(start, stop)
-        offset, row_bytes = self.locations[table][column][0], self.layouts[table].columns[column].row_bytes
+        offset = self.locations[table][column][0]
+        row_bytes = self.layouts[table].columns[column].row_bytes
         return [offset + start * row_bytes, offset + stop * row_bytes], [-1]
 
     def read_notes(self, kind: str, key: int | None = None) -> Iterator[tuple[int, str]]:
@@ -244,10 +245,12 @@ def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeade
                 locations[table][name] = tables.locate(f"{table}/{name}", layout.numpy_dtype(column))
         checksums[table] = tables.read(f"checksums/{table}", np.dtype("<u4"), (len(fragments), len(layout.columns)))
     about = {name: attribute(file, name) for name in (*ABOUT, *([CODECS] if codings else []))}
-    offsets, expected = [one.offsets for of in chunks.values() for one in of.values()], attribute(file, "header_crc")
+    offsets = [one.offsets for of in chunks.values() for one in of.values()]
+    expected = attribute(file, "header_crc")
     if (crc := header_crc(fragments, reward_sums, about.values(), offsets)) != int(expected):
         raise _wrong(f"header checksum {int(expected):08x}", f"{crc:08x}")
-    writer, sequence = about["writer"], int(about["sequence"])
+    writer = about["writer"]
+    sequence = int(about["sequence"])
     if not isinstance(writer, str) or sequence < 0:
         raise _wrong("a writer's name and a sequence number", f"{writer!r} and {sequence}")
     sizes = {table: {rows for _, rows in columns.values()} for table, columns in locations.items()}
@@ -275,7 +278,8 @@ def _read_open_file(path: Path, file: h5py.File, guarded: Guarded) -> BlockHeade
 
 def _read_notes(tables: _Tables) -> dict[str, NoteTable]:
     """Read where the notes are; a file without a trace of them has none."""
-    expected, kinds = attribute(tables.file, NOTES_CRC), (EPISODES, TEXTS)
+    expected = attribute(tables.file, NOTES_CRC)
+    kinds = (EPISODES, TEXTS)
     if expected is None and not any(kind in tables.file for kind in kinds):
         return {}
     found = {f"{kind}/{TABLE}": tables.read(f"{kind}/{TABLE}", NOTE_DTYPE, (-1,)) for kind in kinds}
@@ -308,7 +312,9 @@ class _Tables:
     """The datasets of an open block. No declaration costs memory or leads out of the file: it is checked first."""
 
     def __init__(self, path: Path, file: h5py.File, guarded: Guarded) -> None:
-        self._path, self.file, self._guarded = path, file, guarded
+        self._path = path
+        self.file = file
+        self._guarded = guarded
         self.file_bytes = guarded.num_bytes
 
     def _find(self, name: str) -> h5py.Dataset:
@@ -340,7 +346,8 @@ class _Tables:
         dataset = self._find(name)
         if dataset.dtype != dtype or dataset.ndim != 1:
             raise _wrong(f"{name!r} as one row of {dtype} per frame", f"{dataset.dtype} in {dataset.ndim} dimensions")
-        num_rows, offset = int(dataset.shape[0]), dataset.id.get_offset()
+        num_rows = int(dataset.shape[0])
+        offset = dataset.id.get_offset()
         if num_rows == 0:
             return 0, 0
         if offset is None or offset % 64 or offset + num_rows * dtype.itemsize > self.file_bytes:
@@ -394,7 +401,8 @@ def damaged_fragments(header: BlockHeader) -> Iterator[tuple[int, DamagedRowsErr
 def _damage(header: BlockHeader, table: str, column: str, number: int, wrong: CorruptFileError) -> DamagedRowsError:
     """Build the error for damaged rows of a fragment; it names the field and the frame if one byte explains it."""
     advice = f"Run 'rollout-data verify --repair {header.path.parent}' to keep the intact trajectories"
-    fragment, stored = header.fragments[number], header.layouts[table].columns[column]
+    fragment = header.fragments[number]
+    stored = header.layouts[table].columns[column]
     low, stop = (int(bound[number]) for bound in row_ranges(table, header.fragments))
     is_coded = column in header.chunks[table]
     difference = 0 if is_coded else int(wrong.got, 16) ^ int(wrong.expected.removeprefix("checksum "), 16)
@@ -404,7 +412,8 @@ def _damage(header: BlockHeader, table: str, column: str, number: int, wrong: Co
     action = f"read frames {frames} of trajectory {int(fragment['trajectory'])}"
     where = f"in {str(header.path)!r}, field {' or '.join(map(repr, fields))}, column {table}/{column}"
     found = DamagedRowsError(action, where, wrong.expected, wrong.got, advice)
-    found.trajectory, found.fields = int(fragment["trajectory"]), fields
+    found.trajectory = int(fragment["trajectory"])
+    found.fields = fields
     found.frames = (first + start, last + start) if table == DATA else (start + low, start + low)
     return found
 
@@ -419,11 +428,13 @@ def row_ranges(table: str, fragments: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def _read_attributes(path: Path, file: h5py.File) -> tuple[Schema, dict[str, Coding]]:
     """Check format and version; give the fields and how they are coded."""
-    where, kind = repr(str(path)), attribute(file, "format")
+    where = repr(str(path))
+    kind = attribute(file, "format")
     if kind != FORMAT_NAME:
         raise ForeignFileError("read the block", where, f"format {FORMAT_NAME!r}", repr(kind))
     if (version := int(attribute(file, "version"))) != FORMAT_VERSION:
-        expected, advice = f"version {FORMAT_VERSION}", "Use the release that wrote it"
+        expected = f"version {FORMAT_VERSION}"
+        advice = "Use the release that wrote it"
         raise ForeignFileError("read the block", where, expected, str(version), advice)
     texts = {"a schema": attribute(file, "schema"), "codecs": attribute(file, CODECS) or ""}
     for name, text in texts.items():
@@ -439,7 +450,9 @@ def check_fragments(fragments: np.ndarray, num_rows: int | np.ndarray, num_final
     Raises:
         CorruptFileError: Without the place.
     """
-    row, length, final = fragments["row"], fragments["length"], fragments["final_row"]
+    row = fragments["row"]
+    length = fragments["length"]
+    final = fragments["final_row"]
     signs = row | length | (final + 1) | fragments["start"] | fragments["env"] | fragments["trajectory"]
     is_wrong = (signs < 0) | (row > num_rows - length) | (final >= num_finals)
     if is_wrong.any():

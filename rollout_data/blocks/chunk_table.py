@@ -56,7 +56,8 @@ def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
     found = {}
     for name, item in (json.loads(text) if text else {}).items():
         coding = Coding(str(item["codec"]), float(item["max_error"]), int(item["frames_per_chunk"]))
-        declared, actual = codec_of(schema[name]), codec_of(Field(name, (), schema[name].dtype, coding.codec))
+        declared = codec_of(schema[name])
+        actual = codec_of(Field(name, (), schema[name].dtype, coding.codec))
         is_same = coding.codec == declared.name or (declared.name == AUTO and actual.is_lossless)
         if not (is_same and coding.max_error >= 0 and coding.frames_per_chunk >= (declared.chunks is not None)):
             raise ValueError(f"field {name!r} coded as {coding}")
@@ -107,7 +108,8 @@ class ChunkTable:
         is_descending = (self.places[1:] < self.places[:-1]).any()
         if is_descending or self.places[0] != place or self.places[-1] != place + num_bytes:
             return f"chunks that fill {num_bytes} bytes one after the other"
-        counts, sizes = np.diff(self.rows), np.diff(self.places)
+        counts = np.diff(self.rows)
+        sizes = np.diff(self.places)
         is_used = sizes > 0
         most_rows = min(frames_per_chunk, most_chunk_frames(self.field.row_bytes))
         if (counts[is_used] > most_rows).any():
@@ -118,7 +120,8 @@ class ChunkTable:
             return "chunks as large as their rows need"
         used_before = np.append(0, np.cumsum(is_used))
         named = stop > first
-        low, high = np.searchsorted(self.rows, first[named]), np.searchsorted(self.rows, stop[named])
+        low = np.searchsorted(self.rows, first[named])
+        high = np.searchsorted(self.rows, stop[named])
         inside = np.minimum(high, len(self.rows) - 1)
         is_bound = (self.rows[np.minimum(low, len(self.rows) - 1)] == first[named]) & (self.rows[inside] == stop[named])
         if not is_bound.all() or (used_before[inside] - used_before[low] != inside - low).any():
@@ -140,7 +143,9 @@ class ChunkTable:
         Raises:
             CorruptFileError: Without the place, which the caller knows.
         """
-        frames, dtype, num_bytes = (num_rows, *self.field.shape), self.field.numpy_dtype, self.field.row_bytes
+        frames = (num_rows, *self.field.shape)
+        dtype = self.field.numpy_dtype
+        num_bytes = self.field.row_bytes
         is_padded = self.row_bytes != num_bytes
         if out is not None and not is_padded:
             self.codec.decode(chunk, out.reshape(-1).view(dtype).reshape(frames))
@@ -167,7 +172,8 @@ class ChunkTable:
             chunk = read_bytes(place, end)
             check_sum(chunk, int(self.sums[number]), f" of chunk {number}")
             decoded = self.decode(chunk, high - low)
-            begin, finish = max(low, start), min(high, stop)
+            begin = max(low, start)
+            finish = min(high, stop)
             rows[begin - start : finish - start] = decoded[begin - low : finish - low]
         return rows
 
@@ -180,11 +186,13 @@ def check_parts(
     Raises:
         CorruptFileError: Without the place.
     """
-    total, wrong = 0, ("", "")
+    total = 0
+    wrong = ("", "")
     for number, ((start, stop), known) in enumerate(zip(pairwise(bounds), sums, strict=True)):
         own = min(known, 0)
         for part in read(start, stop):
-            total, own = crc32(part, total), crc32(part, own) if known >= 0 else known
+            total = crc32(part, total)
+            own = crc32(part, own) if known >= 0 else known
         if own != known and not wrong[0]:
             wrong = f"{known:08x} of chunk {number}", f"{own:08x}"
     if total != expected:

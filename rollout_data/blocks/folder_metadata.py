@@ -188,7 +188,8 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
     if difference := present.schema.difference(mine.schema):
         raise SchemaError("record", where, "the fields that it already holds", difference, advice)
     for name in ("obs_segments", "obs_disassemble_mapping"):
-        there, here = getattr(present, name), getattr(mine, name)
+        there = getattr(present, name)
+        here = getattr(mine, name)
         if list(there.items()) != list(here.items()):
             raise SchemaError("record", where, f"{name} {dict(there)}", str(dict(here)), advice)
 

@@ -35,7 +35,8 @@ def with_stand_ins(pinned: Iterable[Block], folders: Mapping[str, Path], gone: L
     for (writer, number), length in gone.items():
         label = next((label for label in folders if writer.startswith(label)), next(iter(folders)))
         fragments = np.array([(number, 0, OPEN, 0, length, 0, -1, 0, -1)], FRAGMENT_DTYPE)
-        path, name = folders[label] / f"rollout_{writer.removeprefix(label)}_*.h5", f"trajectory {number}"
+        path = folders[label] / f"rollout_{writer.removeprefix(label)}_*.h5"
+        name = f"trajectory {number}"
         made.append(Block(path, writer, 0, fragments, file_bytes=_NUM_BYTES, name=name))
     return made
 

@@ -122,7 +122,8 @@ class RowLayout:
 
     def span_of(self, names: Sequence[str]) -> tuple[int, int, torch.dtype] | None:
         """Where fields stand in their row, (first byte, end, dtype); None unless adjacent, stored as users see them."""
-        column, dtype = self.column_of[names[0]], self._spans[names[0]][2]
+        column = self.column_of[names[0]]
+        dtype = self._spans[names[0]][2]
         start = stop = column.offsets[names[0]]
         for name in names:
             if self.column_of[name] is not column or column.offsets[name] != stop or self._spans[name][2] != dtype:
@@ -204,13 +205,17 @@ class FrameCut:
     """
 
     def __init__(self, layout: RowLayout, names: Sequence[str], is_joined: bool = False) -> None:
-        self._layout, self.names, self.column = layout, tuple(names), layout.column_of[names[0]].name
+        self._layout = layout
+        self.names = tuple(names)
+        self.column = layout.column_of[names[0]].name
         span = layout.span_of(names)
         self.parts = [FrameCut(layout, [name]) for name in names] if span is None and is_joined else []
-        self._is_coded, row_bytes = span is None, layout.columns[self.column].row_bytes
+        self._is_coded = span is None
+        row_bytes = layout.columns[self.column].row_bytes
         start, stop, self._dtype = span or (0, row_bytes, torch.uint8)  # coded values are decoded from bytes
         item_bytes = self._dtype.itemsize
-        self._begin, self._width = start // item_bytes, row_bytes // item_bytes
+        self._begin = start // item_bytes
+        self._width = row_bytes // item_bytes
         is_flat = is_joined or span is None
         self._shape = ((stop - start) // item_bytes,) if is_flat else layout.stored[names[0]].shape
         self._strides = torch.empty(self._shape, device="meta").stride()
@@ -219,7 +224,8 @@ class FrameCut:
         """Return the leaf as `[*grid.sizes, *shape]`; what has to be joined in memory that `allocate` gives."""
         if self.parts:
             return joined([part(rows, grid) for part in self.parts], len(grid.sizes), allocate)
-        typed, width = rows.as_type(self.column, self._dtype), self._width
+        typed = rows.as_type(self.column, self._dtype)
+        width = self._width
         strides = (*[step * width for step in grid.steps], *self._strides)
         begin = typed.storage_offset() + grid.first * width + self._begin
         view = typed.as_strided((*grid.sizes, *self._shape), strides, begin)

@@ -31,7 +31,9 @@ _NUM_NAMED = 3
 class End(IntEnum):
     """How a trajectory ended: UNKNOWN if it is in progress, was cut off, or its file does not tell."""
 
-    UNKNOWN, TERMINATED, TRUNCATED = 0, 1, 2
+    UNKNOWN = 0
+    TERMINATED = 1
+    TRUNCATED = 2
 
 
 class LostBlockError(DataFileError):
@@ -104,19 +106,23 @@ class TrajectoryIndex:
 
     def _build(self) -> None:
         """Choose the trajectories and their order; lay their frames one after the other."""
-        table, number = joined_fragments(self.blocks), {name: place for place, name in enumerate(self.writers)}
+        table = joined_fragments(self.blocks)
+        number = {name: place for place, name in enumerate(self.writers)}
         sizes = [len(block.fragments) for block in self.blocks]
         writer = np.repeat(np.array([number[block.writer] for block in self.blocks], np.int64), sizes)
         order = np.lexsort((table["end_time_ns"], table["start"], table["trajectory"], writer))
-        block, writer = np.repeat(np.arange(len(sizes)), sizes)[order], writer[order]
+        block = np.repeat(np.arange(len(sizes)), sizes)[order]
+        writer = writer[order]
         trajectory, env, flag, start, length, row, final_row, end_time_ns, _ = (
             np.ascontiguousarray(table[name])[order] for name in FRAGMENT_DTYPE.names or ()
         )
         # Fragments of one trajectory follow each other now; `first` is the first one of each.
         is_head = _changes(writer, trajectory)
-        first, group = np.flatnonzero(is_head), np.cumsum(is_head) - 1
+        first = np.flatnonzero(is_head)
+        group = np.cumsum(is_head) - 1
         flags = np.bitwise_or.reduceat(flag, first)
-        lengths, ends = np.add.reduceat(length, first), np.maximum.reduceat(end_time_ns, first)
+        lengths = np.add.reduceat(length, first)
+        ends = np.maximum.reduceat(end_time_ns, first)
         finals = np.maximum.reduceat(np.where(final_row >= 0, np.arange(len(group)), -1), first)
         before = np.cumsum(length) - length
         is_gap = (length > 0) & (start != before - before[first][group])
@@ -128,7 +134,8 @@ class TrajectoryIndex:
         kept = np.flatnonzero(~is_broken & ~is_dropped & ~is_undecided & (lengths > 0))
         heads = first[kept]
         order = np.lexsort((trajectory[heads], writer[heads], ends[kept]))
-        kept, heads = kept[order], heads[order]
+        kept = kept[order]
+        heads = heads[order]
         self.flags, self.end_time_ns, finals = flags[kept].astype(np.int64), ends[kept], finals[kept]
         self.env, self.writer, self.number = env[heads], writer[heads], trajectory[heads]
         self.final_block = np.where(finals >= 0, block[finals], -1)
@@ -138,9 +145,13 @@ class TrajectoryIndex:
         rank = rank[group]
         used = np.flatnonzero((rank >= 0) & (length > 0))
         used = used[stable_order(rank[used])]
-        rank, block, row, length = rank[used], block[used], row[used], length[used]
+        rank = rank[used]
+        block = block[used]
+        row = row[used]
+        length = length[used]
         # Fragments that follow each other in a trajectory and in a block are one.
-        frame, num_frames = np.cumsum(length) - length, int(length.sum())
+        frame = np.cumsum(length) - length
+        num_frames = int(length.sum())
         is_head = _changes(rank)
         is_start = is_head | _changes(block, row - frame)
         self.fragment_block, self.fragment_row = block[is_start], row[is_start]
@@ -156,9 +167,12 @@ class TrajectoryIndex:
 
     def is_valid(self, num_rows: Int64s, num_finals: Int64s) -> bool:
         """Check an index that was `built` elsewhere; int64 `[B]`, rows in the two tables of each block."""
-        sizes, block, row = np.diff(self.fragment_frame), self.fragment_block, self.fragment_row
+        sizes = np.diff(self.fragment_frame)
+        block = self.fragment_block
+        row = self.fragment_row
         per_trajectory = (self.env, self.writer, self.number, self.final_block, self.final_row, self.end_time_ns)
-        final_block, final_row = self.final_block[self.final_row >= 0], self.final_row[self.final_row >= 0]
+        final_block = self.final_block[self.final_row >= 0]
+        final_row = self.final_row[self.final_row >= 0]
         return (
             all(len(column) == len(self) == len(self.first_frame) - 1 for column in per_trajectory)
             and len(sizes) == len(block) == len(row)
@@ -262,7 +276,8 @@ class TrajectoryIndex:
         advice = "A stream goes on with other trajectories"
         advice += "; for windows, open the dataset again" if is_gone else ""
         lost = LostBlockError(action, f"in {str(self.blocks[block].path)!r}", expected, got, advice)
-        lost.key, lost.block = self.blocks[block].key, block
+        lost.key = self.blocks[block].key
+        lost.block = block
         return lost
 
     def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
@@ -311,7 +326,8 @@ class TrajectoryIndex:
 
     def keys(self, trajectories: Int64s | slice = _ALL) -> list[tuple[str, int]]:
         """Name trajectories so that another snapshot of the same folders can find them."""
-        writers, numbers = self.writer[trajectories].tolist(), self.number[trajectories].tolist()
+        writers = self.writer[trajectories].tolist()
+        numbers = self.number[trajectories].tolist()
         return [(self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)]
 
     def places_in(self, other: TrajectoryIndex, trajectories: Int64s) -> Int64s:
@@ -351,11 +367,15 @@ class TrajectoryIndex:
             fragment[later] = self.fragment_frame.searchsorted(start[later], side="right") - 1
         if (stop > self.fragment_frame[fragment + 1]).any():
             num_runs = self.fragment_frame.searchsorted(stop - 1, side="right") - fragment
-            piece, fragment = np.repeat(np.arange(len(start)), num_runs), counted_from(fragment, num_runs)
-            start, stop, target = start[piece], stop[piece], target[piece]
+            piece = np.repeat(np.arange(len(start)), num_runs)
+            fragment = counted_from(fragment, num_runs)
+            start = start[piece]
+            stop = stop[piece]
+            target = target[piece]
             low = np.maximum(self.fragment_frame[fragment], start)
             stop = np.minimum(self.fragment_frame[fragment + 1], stop)
-            target, start = target + low - start, low
+            target = target + low - start
+            start = low
         row = self.fragment_row[fragment] + start - self.fragment_frame[fragment]
         return Runs(target, self.fragment_block[fragment], row, stop - start)
 

@@ -79,7 +79,8 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, num_t
 
 def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: int | None) -> None:
     coded, codings = code_tables(content, num_threads)
-    content, header = replace(content, rows=coded), SparseFile()
+    content = replace(content, rows=coded)
+    header = SparseFile()
     plain = {"fragments": content.fragments, "reward_sums": content.reward_sums, **note_tables(content.notes)}
     with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
         offsets = _reserve_tables(file, content, plain)
@@ -101,14 +102,17 @@ def _write_rows(
     num_threads: int | None,
 ) -> dict[str, np.ndarray]:
     """Write all rows; give `checksums/<table>`: `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks."""
-    pieces, checksums, part_bytes = list[_Piece](), {}, PART_BYTES
+    pieces = list[_Piece]()
+    checksums = {}
+    part_bytes = PART_BYTES
     for table, columns in content.rows.items():
         values = checksums[f"checksums/{table}"] = np.zeros((len(content.fragments), len(columns)), "<u4")
         for position, (name, source) in enumerate(columns.items()):
             ranges = row_ranges(table, content.fragments)
             if isinstance(source, CodedRows):
                 ranges = source.table.byte_ranges(*ranges)
-            offset, num_bytes = offsets[f"{table}/{name}"], source.num_rows * source.row_bytes
+            offset = offsets[f"{table}/{name}"]
+            num_bytes = source.num_rows * source.row_bytes
             pieces += _cut(source, offset, ranges, values[:, position])
             part_bytes = max(part_bytes, source.row_bytes)
             # The disk's blocks are allocated at once, which makes writing a tenth faster. Not `os.posix_fallocate`,
@@ -146,14 +150,16 @@ class _Piece:
 
     def write(self, descriptor: int, memory: np.ndarray, starts_writeback: bool) -> None:
         """Gather, check and write the rows, a part after the other; `memory` holds at least one row."""
-        row_bytes, sums = self.source.row_bytes, [0] * len(self.spans)
+        row_bytes = self.source.row_bytes
+        sums = [0] * len(self.spans)
         rows_a_part = len(memory) // row_bytes
         for low in range(self.start, self.stop, rows_a_part):
             high = min(self.stop, low + rows_a_part)
             out = memory[: (high - low) * row_bytes].reshape(high - low, row_bytes)
             part = self.source.read(low, high, out).reshape(-1).data
             for number, (first, last) in enumerate(self.spans):
-                begin, end = max(first, low) - low, min(last, high) - low
+                begin = max(first, low) - low
+                end = min(last, high) - low
                 if begin < end:
                     sums[number] = crc32(part[begin * row_bytes : end * row_bytes], sums[number])
             write_at(descriptor, part, self.offset + low * row_bytes)
@@ -169,15 +175,19 @@ def _cut(source: RowSource, offset: int, ranges: tuple[np.ndarray, np.ndarray], 
     first, last = ranges
     order = np.flatnonzero(last > first)
     order = order[np.argsort(first[order], kind="stable")]
-    spans, ends = list(zip(first[order].tolist(), last[order].tolist(), strict=True)), last[order].tolist()
-    places, rows_a_part = order.tolist(), max(1, PART_BYTES // source.row_bytes)
-    numbers, rows = [0], [0]
+    spans = list(zip(first[order].tolist(), last[order].tolist(), strict=True))
+    ends = last[order].tolist()
+    places = order.tolist()
+    rows_a_part = max(1, PART_BYTES // source.row_bytes)
+    numbers = [0]
+    rows = [0]
     while numbers[-1] < len(spans):
         number = max(numbers[-1] + 1, bisect_right(ends, rows[-1] + rows_a_part))
         numbers.append(number)
         rows.append(spans[number][0] if number < len(spans) else source.num_rows)
     if not spans:
-        numbers, rows = [0, 0], [0, source.num_rows]
+        numbers = [0, 0]
+        rows = [0, source.num_rows]
     return [
         _Piece(source, offset, start, stop, spans[a:b], checksums, places[a:b])
         for (start, stop), (a, b) in zip(pairwise(rows), pairwise(numbers), strict=True)
@@ -204,7 +214,8 @@ def _reserve_tables(file: h5py.File, content: BlockContent, plain: Mapping[str, 
     offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in plain.items()}
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
-            shape, place = (content.rows[table][name].num_rows,), f"{table}/{name}"
+            shape = (content.rows[table][name].num_rows,)
+            place = f"{table}/{name}"
             inner = f"{place}/{CHUNKS}" if column.is_coded else place
             dtype = np.dtype("u1") if column.is_coded else layout.numpy_dtype(column)
             offsets[place] = reserve(file, inner, dtype, shape)
@@ -240,7 +251,8 @@ def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str,
                 offsets.append(source.table.offsets)
                 file.create_dataset(f"{table}/{name}/{OFFSETS}", data=offsets[-1])
                 file.create_dataset(f"{table}/{name}/{CHUNK_CHECKSUMS}", data=source.table.sums.astype("<u4"))
-                schema_field, coding = content.schema[name], codings[name]
+                schema_field = content.schema[name]
+                coding = codings[name]
                 file[f"{table}/{name}"].attrs.update(
                     codec=coding.codec,
                     dtype=schema_field.dtype,

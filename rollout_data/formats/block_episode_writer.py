@@ -78,7 +78,8 @@ class OwnWriter(ForeignWriter):
 
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
-        self._num_bytes, self._is_open = 0, False
+        self._num_bytes = 0
+        self._is_open = False
         about = [(_renamed(episode.schema), _noted_end(episode)) for episode in self.episodes]
         fit = common_fields([schema for schema, _ in about], keeps_episodes=True)
         self._fit: Fit = _without_inventions(fit)
@@ -176,7 +177,8 @@ class OwnWriter(ForeignWriter):
         for name in self._fit.lacking.get(schema, ()):
             value = "False" if self._fit.schema[name].dtype == "bool" else "NaN"
             self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
-        writer, size = self._opened(), max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
+        writer = self._opened()
+        size = max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
         num_bytes = episode.length * self._layout.frame_bytes
         if self._num_bytes + num_bytes > _PUBLISHED_BYTES:
             self._publish(writer)  # if it fills a block, no other episode is in that block
@@ -212,7 +214,8 @@ class OwnWriter(ForeignWriter):
 
     def _steps(self, episode: EpisodeToWrite, start: int, stop: int) -> dict[str, Any]:
         """Read steps as `add_rollout` takes them, `[T, 1, ...]`; with the last one, what is said of the episode."""
-        count, is_last = stop - start, stop == episode.length
+        count = stop - start
+        is_last = stop == episode.length
         flat: dict[str, Any] = {}
         names = {_free_name(name): name for name in episode.schema}
         for name, field in self._fit.schema.items():
@@ -262,7 +265,8 @@ class OwnWriter(ForeignWriter):
         said |= {name: value for name, value in known.items() if value is not None}
         end = _noted_end(episode)
         said |= {SOURCE_ID: episode.id, **({ENDS: end} if end else {})}
-        schema, noted = _renamed(episode.schema), said.pop(ABSENT, None)
+        schema = _renamed(episode.schema)
+        noted = said.pop(ABSENT, None)
         # By the conversion that wrote the source.
         earlier = [_free_name(name) for name in noted if isinstance(name, str)] if isinstance(noted, list) else []
         filled = [name for name in self._fit.schema if name not in schema or name in earlier]

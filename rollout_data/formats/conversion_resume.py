@@ -136,7 +136,8 @@ def _other_option(
         try:
             one, other = effective(there), effective(now)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # options are compared unchecked
-            one, other = there, now
+            one = there
+            other = now
         name = _first_other(plain(one), plain(other))
     return f"option {name}={_shown(now, name)} instead of {_shown(there, name)}" if name else ""
 

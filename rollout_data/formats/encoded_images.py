@@ -23,7 +23,8 @@ _ACTION = "decode the picture"
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
 #: Modes of pillow with more than 8 bits -> what is delivered.
 _DEEP = {"I;16": "uint16", "I;16B": "uint16", "I;16L": "uint16", "F": "float32"}
-_COMPRESSION_TAG, _UNCOMPRESSED = 259, 1
+_COMPRESSION_TAG = 259
+_UNCOMPRESSED = 1
 #: What damage makes pillow raise; its errors of the system are `OSError`, and of values `ValueError`.
 _DAMAGE = (OSError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, AttributeError)
 Pixels = np.ndarray[Any, Any]

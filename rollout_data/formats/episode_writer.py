@@ -139,7 +139,9 @@ class ForeignWriter(ABC):
         options: Mapping[str, Any],
         conversion: ConversionNote | None = None,
     ) -> None:
-        self.path, self.episodes, self.metadata = path, episodes, metadata
+        self.path = path
+        self.episodes = episodes
+        self.metadata = metadata
         self.options = self.all_options(options)
         self._noted: dict[str, list[str]] = {}
         self._casts: dict[tuple[str, str, str], _Cast] = {}
@@ -295,7 +297,8 @@ class ForeignWriter(ABC):
             DataFileError: A part of the episode that the writer did not read cannot be read.
         """
         summed = episode if isinstance(episode, SummedEpisode) else SummedEpisode(episode)
-        conversion, sums = self.conversion, summed.sums()
+        conversion = self.conversion
+        sums = summed.sums()
         conversion.rows.pop(episode.id, None)  # the episode that is noted last is the last one
         conversion.rows[episode.id] = sums
         conversion.files[episode.id] = {name: file_sum(path) for name, path in (files or {}).items()}
@@ -462,7 +465,8 @@ _EXACT_BITS = {2: 11, 4: 24, 8: 53}
 
 def _change(before: Array, after: Array) -> tuple[int, float]:
     """Count the values that differ after a conversion to another dtype; return the largest difference as well."""
-    old, new = before.reshape(-1), after.reshape(-1)
+    old = before.reshape(-1)
+    new = after.reshape(-1)
     if old.dtype.kind == "b":
         return 0, 0
     if old.dtype.kind == "f":
@@ -473,7 +477,8 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
     if new.dtype.kind == "f":
         limit = 2 ** _EXACT_BITS[new.dtype.itemsize]
         is_inexact = (old > limit) | (old < -limit) if old.dtype.kind == "i" else old > limit
-        old, new = old[is_inexact], new[is_inexact]
+        old = old[is_inexact]
+        new = new[is_inexact]
     # Python's integers: a difference of two numbers of 64 bits is exact in no dtype of numpy.
     pairs = zip(old.tolist(), new.tolist(), strict=True)
     differing = [abs(int(two) - one) if np.isfinite(two) else math.inf for one, two in pairs if one != two]
@@ -508,7 +513,8 @@ def _text_of(place: Path) -> str:
 
 def occupied(path: Path, got: str) -> UsageError:
     """Return the error of a target that is no target of an earlier conversion."""
-    expected, advice = "an empty folder, or one of an earlier conversion", "Choose another place, or remove it"
+    expected = "an empty folder, or one of an earlier conversion"
+    advice = "Choose another place, or remove it"
     return UsageError("write", repr(str(path)), expected, got, advice)
 
 
@@ -609,7 +615,8 @@ def shared_fields(
     for name in (*fields, *texts):
         for group in map(str, PurePosixPath(name).parents):
             if group in fields or group in texts:
-                where, expected = f"the field {name!r}", f"no field {group!r} in any episode"
+                where = f"the field {name!r}"
+                expected = f"no field {group!r} in any episode"
                 raise UsageError("write", where, expected, "both", "Rename one of them")
     for name, field in fields.items():
         if name in texts:

@@ -71,9 +71,11 @@ def load_expert_trajectories(
         TypeError: `obs_dict_mapper` was given, and a motion has no observation.
     """
     action = "call rollout_data.load_expert_trajectories"
-    motions, root = arguments.path(action, "motions", motions), arguments.path(action, "motions_root", motions_root)
+    motions = arguments.path(action, "motions", motions)
+    root = arguments.path(action, "motions_root", motions_root)
     seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
-    episodes, names = [], []
+    episodes = []
+    names = []
     for number, line in read_motion_list(motions):
         name, path = _motion_path(root, line, f"line {number} of {str(motions)!r}")
         for episode in read_motion(path):
@@ -185,7 +187,8 @@ def read_motion(path: Path) -> list[dict[str, Any]]:
         UnsafeFileError: A link leads out of the file.
     """
     with open_hdf5(path) as (file, handle):
-        allowance, num_episodes = Allowance(handle.num_bytes), attribute(file, "num_episodes")
+        allowance = Allowance(handle.num_bytes)
+        num_episodes = attribute(file, "num_episodes")
         if not isinstance(num_episodes, (np.integer, np.floating)) or not float(num_episodes).is_integer():
             expected = "the attribute 'num_episodes', a whole number"
             raise CorruptFileError("read", repr(str(path)), expected, repr(num_episodes))
@@ -231,7 +234,8 @@ def _motion_path(root: Path, line: str, place: str) -> tuple[str, Path]:
     """Return the name in a line that is there, and its file; refuse what leads out of the root."""
     names = dict.fromkeys([line, line.strip(), line.strip().replace(" ", "")])
     for name in names:
-        path, where = root / name, f"{name!r}, {place}"
+        path = root / name
+        where = f"{name!r}, {place}"
         if ".." in Path(name).parts or not path.resolve().is_relative_to(root.resolve()):
             raise UnsafeFileError("load the motion", where, f"a path in {str(root)!r}", "one that leads out of it")
         if os.path.exists(path):

@@ -56,14 +56,16 @@ def look_for_copies(reader: ForeignReader) -> None:
 
 def look_for_resets(reader: ForeignReader) -> None:
     """Report episodes that begin with the final observation of the one before, and go on elsewhere."""
-    infos, count = reader.episodes[: _NUM_ENDS + 1], 0
+    infos = reader.episodes[: _NUM_ENDS + 1]
+    count = 0
     for number in range(1, len(infos)):
         names = [name for name, one in _small(infos[number].schema, "observation") if name in infos[number - 1].final]
         rows = reader.read_fields(number, names, 0, min(2, infos[number].length))
         is_same = [np.array_equal(reader.read_final(number - 1, name), rows[name][0]) for name in names]
         count += any(is_same) and all(is_same) and any((one[0] != one[-1]).any() for one in rows.values())
     if count:
-        where, got = f"the ends of {str(reader.path)!r}", f"the first one of the next episode, {count} times"
+        where = f"the ends of {str(reader.path)!r}"
+        got = f"the first one of the next episode, {count} times"
         advice = "A step that only reset the simulator follows (autoreset), or the last observations are missing"
         reader.advise("believe", where, "observations of their own", got, advice)
 

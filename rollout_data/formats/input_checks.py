@@ -41,7 +41,8 @@ def file_inside(root: Path, name: str) -> Path:
         UnsafeFileError: It lies elsewhere.
         CorruptFileError: It is not there, or no regular file.
     """
-    path, real_root = type(root)(os.path.abspath(root / name)), os.path.realpath(root)
+    path = type(root)(os.path.abspath(root / name))
+    real_root = os.path.realpath(root)
     places = [real_root]
     if os.path.basename(os.path.dirname(real_root)) == "snapshots":
         places.append(os.path.join(os.path.dirname(os.path.dirname(real_root)), "blobs"))

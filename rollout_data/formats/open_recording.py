@@ -32,7 +32,8 @@ def open(path: DataDir, format: str | None = None, *, remote: RemoteOptions | No
     if not hasattr(path, "origin"):
         found = Origin(found.path, format, options, remote=remote)
     elif format is not None or options or remote is not None:
-        expected, got = "no other format or options", f"{format!r} and {options!r}"
+        expected = "no other format or options"
+        got = f"{format!r} and {options!r}"
         raise UsageError("call rollout_data.open", f"with path={path!r}", expected, got)
     return Recording(found, open_origin(found))
 

@@ -35,8 +35,15 @@ _TEXTS_AT_ONCE = 64
 _KINDS = {"halffloat": "float16", "float": "float32", "double": "float64", "string": "text", "string_view": "text"}
 #: Numbers of fields in a footer: of the file, a row group, a column in it, and its statistics; the kind of texts.
 _ROW_GROUPS, _COLUMNS, _ABOUT_COLUMN = 4, 1, 3
-_KIND, _NUM_VALUES, _NUM_BYTES, _STATISTICS, _NULL_COUNT, _LEAST_AND_LARGEST, _BYTES = 1, 5, 6, 12, 3, (6, 5), 6
-_NUM_STORED_BYTES, _FIRST_PAGES = 7, (9, 11)
+_KIND = 1
+_NUM_VALUES = 5
+_NUM_BYTES = 6
+_STATISTICS = 12
+_NULL_COUNT = 3
+_LEAST_AND_LARGEST = (6, 5)
+_BYTES = 6
+_NUM_STORED_BYTES = 7
+_FIRST_PAGES = (9, 11)
 #: The same in the header of a page: unpacked and stored bytes, and what says how many values it has.
 _PAGE_BYTES, _PAGE_STORED_BYTES, _PAGE_VALUES, _MAX_HEADER_BYTES = 2, 3, (5, 8), 1 << 16
 Array = np.ndarray[Any, Any]
@@ -73,12 +80,14 @@ class ParquetFile:
     """
 
     def __init__(self, path: Path, known: KnownFiles | None = None) -> None:
-        self.path, self._num_bytes = path, path.stat().st_size
+        self.path = path
+        self._num_bytes = path.stat().st_size
         self._known = KnownFiles() if known is None else known
         self._footer: Any = None
         self._known_sizes: dict[tuple[int, int], tuple[int, int, int]] = {}
         with self._opened() as file:
-            self._footer, schema = file.metadata, file.schema_arrow
+            self._footer = file.metadata
+            schema = file.schema_arrow
         self.num_rows: int = self._footer.num_rows
         self.declared_types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
         self.types: dict[str, Any] = {name: plain_type(kind) for name, kind in self.declared_types.items()}
@@ -114,7 +123,8 @@ class ParquetFile:
             while position < stop and groups:
                 if (batch := next(batches, None)) is None:
                     raise self._damaged(f"the rows {start}:{stop}", f"those up to {position}")
-                first, last = max(start - position, 0), min(stop - position, len(batch))
+                first = max(start - position, 0)
+                last = min(stop - position, len(batch))
                 if first < last:
                     yield {name: plain_array(batch.column(name)).slice(first, last - first) for name in columns}
                 position += len(batch)
@@ -174,7 +184,9 @@ class ParquetFile:
             about = self._columns[group][leaf]
             with self._footer_named(), self._known.open(self.path) as file:
                 position = min(about[first] for first in _FIRST_PAGES if first in about)
-                end, num_values, num_bytes = position + about[_NUM_STORED_BYTES], 0, 0
+                end = position + about[_NUM_STORED_BYTES]
+                num_values = 0
+                num_bytes = 0
                 while position < end:
                     file.seek(position)
                     page = _Thrift(file.read(min(_MAX_HEADER_BYTES, end - position)))
@@ -182,7 +194,8 @@ class ParquetFile:
                     position += page.position + max(0, header[_PAGE_STORED_BYTES])
                     num_values += sum(header[kind][1] for kind in _PAGE_VALUES if kind in header)
                     num_bytes += header[_PAGE_BYTES]
-                num_values, num_bytes = max(about[_NUM_VALUES], num_values), max(about[_NUM_BYTES], num_bytes)
+                num_values = max(about[_NUM_VALUES], num_values)
+                num_bytes = max(about[_NUM_BYTES], num_bytes)
                 self._known_sizes[group, leaf] = int(about[_KIND]), int(num_values), int(num_bytes)
         return self._known_sizes[group, leaf]
 
@@ -228,7 +241,8 @@ class ParquetFiles(dict[str, ParquetFile]):
     """
 
     def __init__(self, root: Path, known: KnownFiles | None = None) -> None:
-        self._root, self._known = root, KnownFiles() if known is None else known
+        self._root = root
+        self._known = KnownFiles() if known is None else known
 
     def __missing__(self, name: str) -> ParquetFile:
         if len(self) == _MAX_FOOTERS:
@@ -245,10 +259,16 @@ class _Thrift:
     """Values in Thrift's compact protocol, as Parquet's footers have them: a struct is a dict by numbers of fields."""
 
     STRUCT = 12
-    _TRUE, _BYTE, _LAST_INTEGER, _DOUBLE, _BINARY, _SET = 1, 3, 6, 7, 8, 10
+    _TRUE = 1
+    _BYTE = 3
+    _LAST_INTEGER = 6
+    _DOUBLE = 7
+    _BINARY = 8
+    _SET = 10
 
     def __init__(self, data: bytes) -> None:
-        self._data, self.position = data, 0
+        self._data = data
+        self.position = 0
 
     def value(self, kind: int) -> Any:
         """Read the next value, of a kind in the numbers of the protocol."""
@@ -266,11 +286,13 @@ class _Thrift:
         if kind > self._SET:
             raise LookupError(f"a value of kind {kind}, which such files have none of")
         head = self._bytes(1)[0]
-        num, kind = head >> 4 if head < 0xF0 else self._number(), max(head & 15, self._BYTE)
+        num = head >> 4 if head < 0xF0 else self._number()
+        kind = max(head & 15, self._BYTE)
         return [self.value(kind) for _ in range(num)]
 
     def _struct(self) -> dict[int, Any]:
-        found, field = dict[int, Any](), 0
+        found = dict[int, Any]()
+        field = 0
         while head := self._data[self.position]:
             self.position += 1
             field = field + (head >> 4) if head >> 4 else self.value(self._LAST_INTEGER)
@@ -281,7 +303,9 @@ class _Thrift:
     def _number(self) -> int:
         number = shift = 0
         while (byte := self._data[self.position]) & 128 and shift < 64:
-            number, shift, self.position = number | (byte & 127) << shift, shift + 7, self.position + 1
+            number = number | (byte & 127) << shift
+            shift = shift + 7
+            self.position = self.position + 1
         self.position += 1
         return number | byte << shift
 
@@ -377,7 +401,8 @@ def as_rows(arrays: Sequence[Any], shape: tuple[int, ...], where: str) -> Array:
 
 
 def _numbers(array: Any, shape: tuple[int, ...], where: str) -> Array:
-    num_rows, sizes = len(array), []
+    num_rows = len(array)
+    sizes = []
     while is_list(array):
         lengths = array.value_lengths()
         size = lengths[0].as_py() if len(lengths) else 0

@@ -38,7 +38,8 @@ Array = np.ndarray[Any, Any]
 class Writer(ForeignWriter):
     """A file; numbers become float64 scalars, pictures images, grey ones of other dtypes than uint8 depth images."""
 
-    format, HOLDS = "rerun", None
+    format = "rerun"
+    HOLDS = None
 
     MADE = ("*.rrd", "*.tmp")
 
@@ -92,7 +93,9 @@ class Writer(ForeignWriter):
         return stream
 
     def _log(self, stream: Any, episode: EpisodeToWrite) -> None:
-        rr, root, last = self._rr, self._rr.new_entity_path([episode.id]), episode.length - 1
+        rr = self._rr
+        root = self._rr.new_entity_path([episode.id])
+        last = episode.length - 1
         known = {name: getattr(episode, name) for name in ("terminated", "truncated", "success", "length")}
         about = {name: value for name, value in known.items() if value is not None}
         metadata = json.dumps(plain(episode.metadata))
@@ -129,7 +132,8 @@ class Writer(ForeignWriter):
         return [*lines, self._rr.TimeColumn("time", duration=times)] if is_known else lines
 
     def _send(self, stream: Any, episode: EpisodeToWrite, name: str, rows: Any, timelines: list[Any]) -> None:
-        rr, path = self._rr, self._rr.new_entity_path([episode.id, *filter(None, name.split("/"))])
+        rr = self._rr
+        path = self._rr.new_entity_path([episode.id, *filter(None, name.split("/"))])
         if name in episode.texts:
             stream.send_columns(path, timelines, rr.TextLog.columns(text=rows))
             return

@@ -70,7 +70,8 @@ class DepthCoding:
         share = np.arange(_MAX_CODE + 1) / _MAX_CODE
         metres = self.minimum + share * (self.maximum - self.minimum)
         if self.use_log:
-            low, high = np.log(self.minimum + self.shift), np.log(self.maximum + self.shift)
+            low = np.log(self.minimum + self.shift)
+            high = np.log(self.maximum + self.shift)
             metres = np.exp(low + share * (high - low)) - self.shift
         metres = np.clip(metres, self.minimum, self.maximum)
         scaled: Array = np.clip(np.rint(metres * 1000), 0, 65535) if self.unit == "mm" else metres
@@ -100,7 +101,8 @@ def _copy_packets(source: VideoRange, target: Path) -> bool:
         # Without `opaque` PyAV looks for an encoder called as the decoder, which AV1 does not have.
         copy = out.add_stream_from_template(stream, opaque=True)
         container.seek(int(max(0, source.start_s) / stream.time_base), stream=stream, backward=True)
-        num_copied, first = 0, 0
+        num_copied = 0
+        first = 0
         for packet in container.demux(stream):
             if packet.pts is None or packet.dts is None:
                 break
@@ -171,7 +173,8 @@ def _read_from(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...
 def end_time(path: Path) -> float:
     """Return when the video ends, in seconds; 0 if it has no frame."""
     with _opened(path) as (_, stream):
-        start, duration = stream.start_time or 0, stream.duration or 0
+        start = stream.start_time or 0
+        duration = stream.duration or 0
         return float((start + duration) * stream.time_base) if stream.frames else 0.0
 
 

@@ -28,7 +28,8 @@ from ..sources.remote_frames import RemoteFrames
 from .step_planner import Bools, Deal, DealPart, Pieces, Plan, StreamState, plan_steps
 from .transition import Transition
 
-OBSERVATION, PRIVILEGED = "observation", "privileged_observation"
+OBSERVATION = "observation"
+PRIVILEGED = "privileged_observation"
 #: Fields that have a place of their own in a `Transition`; all others are extras.
 _NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
 #: The last one only where an end may be unknown.
@@ -91,8 +92,10 @@ class BatchReader:
     def _gather(self, plan: Plan, valid: Bools) -> FrameRows:
         """Gather the rows of a plan on the target device; those of lost trajectories are zeros, and not `valid`."""
         store: FrameStore = plan.parts[0].deal.source
-        num_envs, length = len(plan.num_valid), plan.num_steps + 1
-        located, num_lost = [], 0
+        num_envs = len(plan.num_valid)
+        length = plan.num_steps + 1
+        located = []
+        num_lost = 0
         for source, pieces in ((part.deal.source, part.pieces) for part in plan.parts):
             lost = source.is_lost[pieces.trajectory]
             if lost.any():
@@ -124,13 +127,15 @@ class BatchReader:
     def _put_finals(self, part: DealPart, nexts: dict[str, Any], has_own: set[str], without_time: bool) -> None:
         """Put the true final observations of a part into next observations, which get memory of their own."""
         store: FrameStore = part.deal.source
-        index, ends = store.index, part.ends
+        index = store.index
+        ends = part.ends
         if not len(ends.trajectory):
             return
         which = ((index.final_row[ends.trajectory] >= 0) & ~store.is_lost[ends.trajectory]).nonzero()[0]
         if not len(which):
             return
-        trajectory, device = ends.trajectory[which], self.options.device
+        trajectory = ends.trajectory[which]
+        device = self.options.device
         columns = list(store.layouts[FINAL].columns)
         # Without a recorded privileged part, the next privileged observation is that of the stream.
         has_privileged = (index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0
@@ -218,7 +223,8 @@ def _flags(plan: Plan, mark_first_frame: bool) -> Bools:
 
 def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
     """The `text_id` of the task of each transition of a plan, int64 `[N, T]`; 0 where nothing is played."""
-    num_envs, length = len(plan.num_valid), plan.num_steps + 1
+    num_envs = len(plan.num_valid)
+    length = plan.num_steps + 1
     found = np.zeros(num_envs * length, np.int64)
     for part in plan.parts:
         env, time, trajectory, _, count = part.pieces
@@ -227,7 +233,8 @@ def _tasks(plan: Plan, notes: Notes) -> np.ndarray:
 
 
 def _transition(own: Mapping[str, Any], nexts: Mapping[str, Any], flags: Iterable[Any], stream_id: int = 0) -> Any:
-    tree, following = unflatten(own), unflatten(nexts)
+    tree = unflatten(own)
+    following = unflatten(nexts)
     named: dict[str, Any] = {name: tree.pop(name, None) for name in _NAMED}
     named |= {f"next_{name}": following.get(name) for name in (OBSERVATION, PRIVILEGED)}
     named |= zip(_FLAGS, flags, strict=False)
@@ -318,7 +325,9 @@ class ReadAhead:
         env, _, trajectory, frame, count = pieces
         start = index.first_frame[trajectory] + frame
         stop = index.first_frame[trajectory + 1]
-        begin, end, needed = self._begin[env], self._end[env], np.minimum(start + 2 * count, stop)
+        begin = self._begin[env]
+        end = self._end[env]
+        needed = np.minimum(start + 2 * count, stop)
         is_due = (start < begin) | (needed > end)
         if not is_due.any():
             return
@@ -332,7 +341,9 @@ class ReadAhead:
         first = np.where(is_next, self._end[env[new]], start[new])
         last = np.minimum(start[new] + stretch, stop[new])
         wanted = last > first
-        new, first, last = new[wanted], first[wanted], last[wanted]
+        new = new[wanted]
+        first = first[wanted]
+        last = last[wanted]
         self._begin[env[new]], self._end[env[new]] = start[new], last
         inside = first - index.first_frame[trajectory[new]]
         store.will_need(store.locate(trajectory[new], inside, last - first, np.arange(len(new)) * (1 << 32)))

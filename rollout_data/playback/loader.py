@@ -61,14 +61,16 @@ class PrefetchedBatches(Unique):
             del batch
 
     def __iter__(self) -> Iterator[Transition]:
-        dataset, collector = self.dataset, self._collector
+        dataset = self.dataset
+        collector = self._collector
         if dataset.lent_to is not None:
             dataset.lent_to.check()
             advice = "Leave that loop or close() it, or make another dataset"
             raise UsageError("prefetch", "from a dataset", "no other thread that reads ahead of it", "one", advice)
         if dataset.is_over():
             dataset.reset()
-        steps, ahead = dataset.num_transitions_per_env or 1, deque[Position]()
+        steps = dataset.num_transitions_per_env or 1
+        ahead = deque[Position]()
         self._plans.clear()
         collector.base_collector = self._read()
         items = self._items = dataset.lent_to = iter(collector)
@@ -116,7 +118,8 @@ class _WithLosses(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.stream:
-            losses, self.stream.losses = self.stream.losses, []
+            losses = self.stream.losses
+            self.stream.losses = []
             yield batch, losses
 
 
@@ -145,7 +148,8 @@ class RolloutLoader(Shown):
         if not isinstance(dataset, RolloutStream):
             advice = "WindowLoader reads windows"
             raise UsageError(action, "", "dataset as a RolloutDataset", type(dataset).__name__, advice)
-        self.dataset, self.num_workers = dataset, whole(action, "num_workers", num_workers, 0)
+        self.dataset = dataset
+        self.num_workers = whole(action, "num_workers", num_workers, 0)
         # A DataLoader without a generator draws from torch's own.
         self._options = {"generator": generator_on(None), **options}
         dataset.is_for_workers |= self.num_workers > 0
@@ -213,7 +217,8 @@ class RolloutLoader(Shown):
         except (OSError, EOFError, RuntimeError) as cause:
             if str(cause).startswith("Caught ") or isinstance(cause, RolloutDataError):  # of a worker that lives
                 raise
-            where, advice = f"of {self.dataset.data_dir!r}", "load_state_dict(state_dict()) goes on with the next batch"
+            where = f"of {self.dataset.data_dir!r}"
+            advice = "load_state_dict(state_dict()) goes on with the next batch"
             raise BackgroundError("read a batch", where, "living workers", str(cause), advice) from cause
 
 

@@ -40,8 +40,10 @@ class Undecided(Exception):
 CREATE = "create a RolloutDataset"
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
-_ORDER, _STARTS = 0, 1
-_MOST_FRAMES, _MOST_BATCHES = 1 << 62, 1 << 20
+_ORDER = 0
+_STARTS = 1
+_MOST_FRAMES = 1 << 62
+_MOST_BATCHES = 1 << 20
 _NONE = np.zeros(0, np.int64)
 #: Passes of different epochs must never share a number.
 _PASSES_AN_EPOCH = 1 << 20
@@ -113,7 +115,8 @@ def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] 
     if bounds is None:
         return found[-options.keep_latest_n_trajs :]
     (first_end, first_writer, first_number), (end, writer, number) = bounds
-    first, stop = index.num_before(first_end, first_writer, first_number), index.num_before(end, writer, number + 1)
+    first = index.num_before(first_end, first_writer, first_number)
+    stop = index.num_before(end, writer, number + 1)
     return found[found.searchsorted(first) : found.searchsorted(stop)]
 
 
@@ -179,7 +182,8 @@ def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, numbe
     seed = _seed(options, number, _ORDER)
     key = _keys(random_keys(name_keys([last[1]], np.zeros(1, np.int64), np.array([last[2]])), seed))[0]
     keys = _keys(index.random_keys(order, seed))
-    first, stop = np.searchsorted(keys, key), np.searchsorted(keys, key, side="right")
+    first = np.searchsorted(keys, key)
+    stop = np.searchsorted(keys, key, side="right")
     return int(first) + int(np.count_nonzero(order[first:stop] < index.num_before(*last)))
 
 
@@ -302,7 +306,8 @@ class Dealer:
         (rest, fresh), ordinal = sections, self.number_of(number)
         (order, starts), (new, new_starts) = (self._left_of(store.index, one, ordinal) for one in (rest, fresh))
         if len(new):
-            order, starts = np.concatenate([new, order]), np.concatenate([new_starts, starts])
+            order = np.concatenate([new, order])
+            starts = np.concatenate([new_starts, starts])
         store = self._kept(turn, store, (order, in_use), before)
         return Deal(store.index.lengths, order, starts, number, store, turn, sections, len(new))
 
@@ -371,7 +376,8 @@ class Dealer:
             advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"
             raise UsageError("begin the next pass", f"over {self._where}", expected, "a change", advice)
         if before is not None and index is not None and index is not store.index:
-            was_lost, in_use = before.source.is_lost[in_use], _found_again(index, store.index, in_use)
+            was_lost = before.source.is_lost[in_use]
+            in_use = _found_again(index, store.index, in_use)
             store.is_lost[in_use[was_lost & (in_use >= 0)]] = True
         return store, in_use, left
 

@@ -146,7 +146,8 @@ class RolloutDataset(RolloutStream):
         self.interpolation = _choice("interpolation", interpolation, get_args(Interpolation))
         self.even = _choice("even", even, get_args(Even))
         self.on_error = _choice("on_error", on_error, get_args(OnError))
-        self.drop_last, self.as_dict = _flag("drop_last", drop_last), _flag("as_dict", as_dict)
+        self.drop_last = _flag("drop_last", drop_last)
+        self.as_dict = _flag("as_dict", as_dict)
         self.verify_on_open = _flag("verify_on_open", verify_on_open)
         self._chunk_cache_bytes = _whole("chunk_cache_bytes", chunk_cache_bytes, 0)
         self._remote = checked_remote(CREATE, remote)
@@ -197,8 +198,10 @@ class RolloutDataset(RolloutStream):
         """Summarize each recorded field over all frames that there are now; see `WindowDataset.statistics`."""
         source = self.new_source()
         source.refresh()
-        store, folder = source.snapshot(), source.paths[0] if source.holds_blocks and not source.is_remote else None
-        parts, names = [(store, np.arange(len(store.index)))], list(store.layouts[DATA].schema)
+        store = source.snapshot()
+        folder = source.paths[0] if source.holds_blocks and not source.is_remote else None
+        parts = [(store, np.arange(len(store.index)))]
+        names = list(store.layouts[DATA].schema)
         return compute_statistics(
             arguments.calling(self, "statistics"), parts, folder, names, quantiles, use_cache, progress
         )

@@ -138,7 +138,8 @@ class RolloutFileBase(Shown, IterableDataset[Batch], ABC, Generic[Batch]):
         transition = self.get_batch()
         field = transition.get if isinstance(transition, Mapping) else partial(getattr, transition)
         done: Any = field("done", None)
-        time_outs, end_unknown = field("timeout", None), field("end_unknown", None)
+        time_outs = field("timeout", None)
+        end_unknown = field("end_unknown", None)
         if end_unknown is None:
             end_unknown = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         info: dict[str, Any] = {} if time_outs is None else {"time_outs": time_outs}
@@ -238,7 +239,8 @@ def refuse_collation() -> None:
         frame = frame.f_back
     loading = {} if frame is None else frame.f_locals
     if loading.get("auto_collation") and loading.get("collate_fn") is default_collate:
-        expected, got = "batch_size=None, as the dataset gives whole batches", "a DataLoader that collates them"
+        expected = "batch_size=None, as the dataset gives whole batches"
+        got = "a DataLoader that collates them"
         raise UsageError("read the dataset", "", expected, got, "Write DataLoader(dataset, batch_size=None)")
 
 

@@ -59,7 +59,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._travelled = process_group.ALONE  # the rank of the process that sent this copy to a worker
         self._epoch, self._is_used = 0, False  # whether a batch of that epoch was delivered
         self.lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
-        self._board, self._num_iterations = Board(), 0
+        self._board = Board()
+        self._num_iterations = 0
         self.agree: Agree = process_group.alone  # how this process learns what is in the folders
         self._is_told = False  # by the process with a `RolloutLoader`
         self.num_dropped_frames = 0
@@ -153,7 +154,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             return  # of which the state is: it goes on
         if self._saved is not None:
             self._forget()
-        self._epoch, self._is_used = epoch, False
+        self._epoch = epoch
+        self._is_used = False
         if self._noted() is not None:
             self._note(self._epoch, self._saved_name)
 
@@ -179,25 +181,30 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def reset_all(self) -> None:
         if not is_in_worker() and (noted := self._noted()) is not None:  # workers have read
-            self._epoch, self._is_used = noted[0], False
+            self._epoch = noted[0]
+            self._is_used = False
             self._note()
         if self._is_used:
-            self._epoch, self._is_used = self._epoch + 1, False
+            self._epoch = self._epoch + 1
+            self._is_used = False
         num_envs = self.num_envs * self._rank().total
         dealer = self._new_dealer(num_envs)
         deal = dealer.first()
         self._check_enough(deal, num_envs)
         state, deal = deal_next(StreamState.fresh(num_envs), np.arange(num_envs), deal, dealer.following)
-        self._saved, self.num_dropped_frames = None, 0
+        self._saved = None
+        self.num_dropped_frames = 0
         self._go_to(Position(state, deal, left=1))
 
     def _check_enough(self, deal: Deal, num_envs: int) -> None:
-        num, loops = len(deal.order), max(1, self._passes.dataset_loops)
+        num = len(deal.order)
+        loops = max(1, self._passes.dataset_loops)
         if num and (self._passes.is_endless or num * loops >= num_envs):
             return
         among = "" if self._shard.total == 1 else f" for {self._shard.total} ranks"
         left_out = f" ({len(self.problems)} problems, the first: {self.problems[0]})" if self.problems else ""
-        expected, got = f"at least {num_envs} trajectories{among}", f"{num}{left_out}"
+        expected = f"at least {num_envs} trajectories{among}"
+        got = f"{num}{left_out}"
         advice = "Use fewer envs, more passes (dataset_loops) or more data"
         raise UsageError(f"start {num_envs} envs", f"on {self.data_dir!r}", expected, got, advice)
 
@@ -242,7 +249,8 @@ class RolloutStream(RolloutFileBase[Transition]):
         plan, state, deal = plan_steps(state, deal, num_steps, following, envs, share)
         if self.drop_last and not plan.is_full:
             self.num_dropped_frames = int((plan.num_valid + state.left[self._mine]).sum())
-            got, advice = f"{self.num_dropped_frames} frames are left", "drop_last=False delivers them"
+            got = f"{self.num_dropped_frames} frames are left"
+            advice = "drop_last=False delivers them"
             raise DatasetExhausted("fill another batch", f"from {self.data_dir!r}", got=got, advice=advice)
         return plan, Position(state, deal, max(0, num_left - 1))
 
@@ -292,7 +300,9 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def commit(self, position: Position) -> None:
         """Count what lies before a position as delivered."""
-        self._position, self._saved, self._is_used = position, None, True
+        self._position = position
+        self._saved = None
+        self._is_used = True
 
     def next_position(self) -> Position | None:
         """Plan the next batch of iteration without reading it: the position behind it, None if there is none."""
@@ -360,7 +370,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             self._restore(state)
             self._saved, self._saved_name = dict(state), secrets.token_hex(8)
         else:
-            self._epoch, self._is_used = whole(_CONTINUE, "epoch", state.get("epoch", 0), 0), False
+            self._epoch = whole(_CONTINUE, "epoch", state.get("epoch", 0), 0)
+            self._is_used = False
         if is_in_worker():  # of torchdata's StatefulDataLoader; the next epoch has other workers
             self._is_continued = True
             self._note(self._epoch + self._is_used, "")
@@ -384,7 +395,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             expected, got = cause.args if isinstance(cause, Misfit) else what
             advice = "Load the state into a dataset like the one that gave it"
             raise UsageError(_CONTINUE, f"of {self.data_dir!r}", expected, got, advice) from cause
-        self._is_used, self._skip = True, skip
+        self._is_used = True
+        self._skip = skip
         self._go_to(position)
 
     def __iter__(self) -> Iterator[Transition]:
@@ -423,7 +435,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             self._ensure_started()
             self._is_continued = False
             return self
-        self._shard, self._skip = self._rank(), None
+        self._shard = self._rank()
+        self._skip = None
         while not self._board.write(f"{self._group()}_of_{current_worker().number}", None, is_final=True):
             self._num_iterations += 1  # it took part in that one: an earlier epoch, perhaps of the same seed
         if (sent := self._board.read(f"state_{self._shard.number}")) is not None:
@@ -444,8 +457,12 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def follow(self, saved: dict[str, Any], agree: Agree) -> None:
         """Be what a worker of `rollout_data.loader` reads: from a state on, as it is told."""
-        self._saved, self.agree, self._is_told, self._is_continued = saved, agree, True, True
+        self._saved = saved
+        self.agree = agree
+        self._is_told = True
+        self._is_continued = True
 
     def _go_to(self, position: Position) -> None:
-        self._position, self._is_started = position, True
+        self._position = position
+        self._is_started = True
         self._readahead, self.reader = ReadAhead(self.num_envs), BatchReader(BatchOptions(self.device, **self._look))

@@ -165,7 +165,8 @@ def share_of(plan: Plan, envs: Int64s) -> Plan:
 
     parts = tuple(DealPart(part.deal, mine(part.pieces), mine(part.ends)) for part in plan.parts)
     chosen = place[plan.first_env] >= 0
-    first_time, first_env = plan.first_time[chosen], place[plan.first_env[chosen]]
+    first_time = plan.first_time[chosen]
+    first_env = place[plan.first_env[chosen]]
     return Plan(plan.num_steps, parts, first_time, first_env, plan.num_valid[envs], plan.is_full)
 
 
@@ -190,7 +191,8 @@ def plan_steps(
 def _undisturbed(state: StreamState, deal: Deal, num_steps: int, share: slice) -> tuple[Plan, StreamState]:
     """Plan steps in which no trajectory ends: a batch of one step of 64 envs takes 100 us instead of 140."""
     trajectory = state.trajectory[share]
-    env, none = np.arange(len(trajectory)), np.zeros(len(trajectory), np.int64)
+    env = np.arange(len(trajectory))
+    none = np.zeros(len(trajectory), np.int64)
     pieces = Pieces(env, none, trajectory, state.frames(deal, share), none + (num_steps + 1))
     first = state.is_first[share].nonzero()[0]
     plan = Plan(num_steps, (DealPart(deal, pieces, _NO_ENDS),), none[: len(first)], first, none + num_steps, True)
@@ -213,8 +215,13 @@ class _Walk:
         envs: Int64s | None = None,
         share: slice = ALL,
     ) -> None:
-        self.deal, self.next_pass, self.num_steps, self.position = deal, next_pass, num_steps, state.position
-        self.before, self.trajectory, self.is_exhausted = state, state.trajectory.copy(), state.is_exhausted.copy()
+        self.deal = deal
+        self.next_pass = next_pass
+        self.num_steps = num_steps
+        self.position = state.position
+        self.before = state
+        self.trajectory = state.trajectory.copy()
+        self.is_exhausted = state.is_exhausted.copy()
         #: The time after the last frame of what each env plays; those that do not move have as many left at the end.
         self.end = state.left.copy()
         self.is_first = np.zeros(len(self.end), bool) if num_steps else state.is_first.copy()
@@ -237,9 +244,11 @@ class _Walk:
         """End segments in the order of (time, env) until all open ones outlast the last step."""
         while len(first := self._within()):
             ends, makers, made = self._in_order(first)
-            times, envs = ends >> _ENV_BITS, ends & _ENV
+            times = ends >> _ENV_BITS
+            envs = ends & _ENV
             stop = num_dealt = min(len(ends), len(self.deal.order) - self.position)
-            trajectory, is_last = self.trajectory[envs], np.ones(num_dealt, bool)
+            trajectory = self.trajectory[envs]
+            is_last = np.ones(num_dealt, bool)
             trajectory[made] = self.deal.order[self.position + makers]
             is_last[makers[made < num_dealt]] = False
             self._deal(envs[:num_dealt], times[:num_dealt], is_last)
@@ -271,7 +280,10 @@ class _Walk:
         Returns:
             All ends, sorted; which of them deal what ends in time, and where these ends are.
         """
-        ends, made, num_known, limit = first, _EMPTY, 0, (self.num_steps + 1) << _ENV_BITS
+        ends = first
+        made = _EMPTY
+        num_known = 0
+        limit = (self.num_steps + 1) << _ENV_BITS
         while True:
             if len(ends) > num_known:
                 num_known = len(ends) + len(ends) // 4
@@ -280,7 +292,8 @@ class _Walk:
                 short = (spans <= self.num_steps).nonzero()[0]
                 spans = spans[short] << _ENV_BITS
             num_short = int(np.searchsorted(short, len(ends)))
-            made_before, made = made, ends[short[:num_short]] + spans[:num_short]
+            made_before = made
+            made = ends[short[:num_short]] + spans[:num_short]
             in_time = made < limit
             made = made[in_time]
             if np.array_equal(made, made_before):
@@ -292,7 +305,8 @@ class _Walk:
     def _deal(self, envs: Int64s, times: Int64s, is_last: Any = ALL) -> None:
         """Move `envs` to the next trajectories of the pass, from `times` on; of each env one `is_last`."""
         chosen = slice(self.position, self.position + len(envs))
-        trajectory, frame = self.deal.order[chosen], self.deal.starts[chosen]
+        trajectory = self.deal.order[chosen]
+        frame = self.deal.starts[chosen]
         self.position += len(envs)
         self.begun.append((envs, times, trajectory, frame))
         envs, times, trajectory, frame = (column[is_last] for column in self.begun[-1])
@@ -329,7 +343,8 @@ class _Walk:
 
     def _open_part(self, time: int) -> None:
         """Go on with what is played, as part of the plan whose trajectory numbers are those of this deal."""
-        env, trajectory = self.shown, self.trajectory[self.share]
+        env = self.shown
+        trajectory = self.trajectory[self.share]
         frame = self.deal.lengths[trajectory] - self.end[self.share] + time
         #: Env, time, trajectory and frame where segments begin: those that go on, of the share; then `begun`, of all.
         self.played = env, np.full(len(env), time), trajectory[env], frame[env]
@@ -350,7 +365,8 @@ class _Walk:
         self.firsts.append(begun[:2])
         env, time, trajectory, frame = _joined([self.played, begun])
         order = stable_order(env)  # those of an env were begun one after the other
-        env, time = env[order], time[order]
+        env = env[order]
+        time = time[order]
         end = np.full(len(env), stop)
         np.copyto(end[:-1], time[1:], where=env[1:] == env[:-1])
         pieces = Pieces(env, time, trajectory[order], frame[order], end - time)
@@ -375,7 +391,8 @@ class _Walk:
         num_valid[envs] = times
         envs = self.shown[self.is_exhausted[self.share][self.shown]]
         count = self.num_steps + 1 - num_valid[envs]
-        env, time = np.repeat(envs + self.share.start, count), counted_from(num_valid[envs], count)
+        env = np.repeat(envs + self.share.start, count)
+        time = counted_from(num_valid[envs], count)
         trajectory = self.trajectory[env]
         self.begun.append((env, time, trajectory, self.deal.lengths[trajectory] - 1))
         within = time < self.num_steps
@@ -394,4 +411,5 @@ def _joined(rows: Sequence[tuple[Int64s, ...]]) -> tuple[Int64s, ...]:
 
 _EMPTY = np.zeros(0, np.int64)
 _NO_ENDS = Ends(_EMPTY, _EMPTY, _EMPTY)
-_NO_SEGMENTS, _NOWHERE = (_EMPTY,) * 4, (_EMPTY,) * 2
+_NO_SEGMENTS = (_EMPTY,) * 4
+_NOWHERE = (_EMPTY,) * 2

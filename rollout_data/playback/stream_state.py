@@ -90,7 +90,8 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
         Misfit: What it names is not there, or it contradicts itself.
     """
     live = saved.get("live", {"turn": saved["pass"], "left": 0, "upto": None, "fresh": None})
-    turn, left = operator.index(live["turn"]), operator.index(live["left"])
+    turn = operator.index(live["turn"])
+    left = operator.index(live["left"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
     store = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
     frame = np.array(saved["frame"], np.int64)
@@ -101,7 +102,8 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
         raise Misfit(f"{saved['settings']['num_envs']} numbers of each kind", str(sorted(shapes)))
     trajectory = _without_the_gone(trajectory, is_exhausted, store.index, keys)
     first, last = map(_name, saved["bounds"])
-    rest, fresh = Section([first, last], _optional_name(saved["dealt"]), live["upto"]), None
+    rest = Section([first, last], _optional_name(saved["dealt"]), live["upto"])
+    fresh = None
     if live["fresh"] is not None:
         bounds, dealt, since = live["fresh"]
         fresh = Section(bounds and [_name(bound) for bound in bounds], _optional_name(dealt), since=since)
@@ -116,7 +118,8 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
 
 def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
     """Return the lengths of the trajectories that the envs were at."""
-    lengths, is_exhausted = map(operator.index, saved["length"]), saved["is_exhausted"]
+    lengths = map(operator.index, saved["length"])
+    is_exhausted = saved["is_exhausted"]
     played = {key: length for key, length, ended in zip(keys, lengths, is_exhausted, strict=True) if not ended}
     if not all(0 < length <= _MOST_FRAMES for length in played.values()):
         raise Misfit(f"lengths from 1 to {_MOST_FRAMES}", str(saved["length"][:8]))

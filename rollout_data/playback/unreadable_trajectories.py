@@ -23,7 +23,8 @@ def leave_out(source: Source, plan: Plan, problem: DataFileError, skips: bool) -
         DataFileError: `problem`, if it is none of them.
     """
     for part in plan.parts:
-        played, store = np.union1d(part.pieces.trajectory, part.ends.trajectory), part.deal.source
+        played = np.union1d(part.pieces.trajectory, part.ends.trajectory)
+        store = part.deal.source
         try:
             lost = source.leave_out(store, played, problem, skips)
         except UnansweredError:

@@ -43,11 +43,14 @@ class Request:
     """A request on its way: `send` gives the answer, `action` and `where` tell what it is for."""
 
     def __init__(self, send: Callable[[], Any], action: str, where: str) -> None:
-        self.send, self.action, self.where = send, action, where
+        self.send = send
+        self.action = action
+        self.where = where
         self.is_done, self.value, self.error = False, None, None  # type: bool, Any, BaseException | None
         #: Counts attempts that have ended; what one that was given up brings is ignored.
         self.num_attempts = 0
-        self.begun_s, self.process = 0.0, os.getpid()
+        self.begun_s = 0.0
+        self.process = os.getpid()
 
     def forget(self) -> None:
         """Do not send it any more, unless it is under way."""
@@ -64,7 +67,9 @@ class Fetcher:
     """
 
     def __init__(self, num_requests: int, timeout_s: float, num_retries: int) -> None:
-        self._num_requests, self._timeout_s, self._num_retries = num_requests, timeout_s, num_retries
+        self._num_requests = num_requests
+        self._timeout_s = timeout_s
+        self._num_retries = num_retries
         self._begin()
 
     def _begin(self) -> None:
@@ -143,8 +148,11 @@ class Fetcher:
                 return self._send(request, _FIRST_PAUSE_S * 2 ** (request.num_attempts - 1))
             got = f"{type(error).__name__}: {error}".removesuffix(": ") + f", {request.num_attempts} times"
             advice = "Try again, or see to the connection and the rights"
-            cause, error = error, FetchError(request.action, request.where, "an answer", got, advice)
+            cause = error
+            error = FetchError(request.action, request.where, "an answer", got, advice)
             error.__cause__ = cause
-        request.value, request.error, request.is_done = value, error, True
+        request.value = value
+        request.error = error
+        request.is_done = True
         self._changed.notify_all()
         self._begin_attempts()

@@ -43,7 +43,8 @@ _REFUSED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
     ("rlinf", lambda name: name.suffix in (".pt", ".pkl")),
     ("motion (.json)", lambda name: name.suffix == ".json"),
 )
-_DONE_NAME, _LOCK_ENDING = ".complete", ".lock"
+_DONE_NAME = ".complete"
+_LOCK_ENDING = ".lock"
 _POLL_S = 0.1
 #: Locks of the copies that this process uses, which keep others from deleting them.
 _in_use: dict[Path, int] = {}
@@ -142,7 +143,8 @@ def _refused_format(listing: Listing) -> str | None:
 
 
 def _refused(where: str, form: str) -> ForeignFileError:
-    expected, advice = "block files, a LeRobot set or HDF5 files at a URL", "Copy the data to this machine first"
+    expected = "block files, a LeRobot set or HDF5 files at a URL"
+    advice = "Copy the data to this machine first"
     return ForeignFileError("open", where, expected, f"the format {form}", advice)
 
 
@@ -195,7 +197,8 @@ def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
 def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
     """Copy the listed files into a folder of their own, unless they are there; return it."""
     listing = {name: about for name, about in listing.items() if not _is_hidden(name)}
-    total, limit = sum(size for size, _ in listing.values()), files.options.cache_bytes
+    total = sum(size for size, _ in listing.values())
+    limit = files.options.cache_bytes
     if total > limit:
         advice = "Give RemoteOptions(cache_bytes=...), or copy the data to this machine"
         raise UsageError("open", repr(str(files.path)), f"at most cache_bytes = {limit} bytes", str(total), advice)
@@ -215,7 +218,8 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
                 (folder / _DONE_NAME).touch()
         os.utime(folder)
     except OSError as cause:
-        expected, advice = f"room for {total} bytes in {str(cache)!r}", "XDG_CACHE_HOME may name another folder"
+        expected = f"room for {total} bytes in {str(cache)!r}"
+        advice = "XDG_CACHE_HOME may name another folder"
         raise DataFileError("copy", repr(str(files.path)), expected, str(cause), advice) from cause
     return folder
 

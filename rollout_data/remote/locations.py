@@ -202,7 +202,8 @@ class RemoteFiles:
     """The files below one URL; a pickled copy connects anew."""
 
     def __init__(self, path: Path, options: RemoteOptions) -> None:
-        self.path, self.options = path, options
+        self.path = path
+        self.options = options
         self.fetcher = Fetcher(options.num_requests, options.timeout_s, options.num_retries)
         self._system: tuple[int, Any] | None = None
         self._listed_s = -math.inf  # of the monotonic clock
@@ -216,7 +217,8 @@ class RemoteFiles:
         if self._system is None or self._system[0] != os.getpid():
             import fsspec
 
-            protocol, options = str(self.path).partition(":")[0], dict(self.options.storage_options)
+            protocol = str(self.path).partition(":")[0]
+            options = dict(self.options.storage_options)
             try:
                 self._system = os.getpid(), fsspec.filesystem(protocol, **options)
             except ImportError as cause:
@@ -319,7 +321,8 @@ class RemoteFiles:
         except (FileNotFoundError, NotADirectoryError) as cause:
             raise MissingFolderError("open the data folder", repr(url), "a folder", "nothing there") from cause
         except OSError as cause:
-            expected, advice = "a folder that can be listed", "See to the connection and the rights to read"
+            expected = "a folder that can be listed"
+            advice = "See to the connection and the rights to read"
             raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
         self._listed_s = time.monotonic()
         names = [one["name"].rpartition("/")[2] for one in found]
@@ -341,7 +344,8 @@ class RemoteFiles:
         for number, entry in enumerate(entries):
             about = self.fetcher.wait(requests[number]) if number in requests else entry
             if about.get("size") is None:
-                expected, got = "a size in the answer of the store", "none"
+                expected = "a size in the answer of the store"
+                got = "none"
                 raise DataFileError("look up the file", repr(entry["name"]), expected, got, "Copy the data first")
             found.append((int(about["size"]), stamp_of_entry(about)))
         return found

@@ -109,7 +109,8 @@ def sums_of(path: Path, spans: list[Span]) -> bytes:
                 part = Span(0, len(data), span.unit_bytes, span.piece_bytes)
                 bounds = [part.first_byte(piece) for piece in range(part.num_pieces + 1)]
                 sums += [crc32(data[low:high]) for low, high in pairwise(bounds)]
-    listed, table = np.array(sums, "<u4").tobytes(), np.array(spans, _SPAN).tobytes()
+    listed = np.array(sums, "<u4").tobytes()
+    table = np.array(spans, _SPAN).tobytes()
     num_bytes = spans[-1].stop if spans else 0
     head = _HEAD.pack(_MAGIC, num_bytes, len(spans), crc32(listed), 0)[:-4]
     return head + crc32(head + table).to_bytes(4, "little") + table + listed
@@ -132,7 +133,8 @@ def parse(content: bytes, where: str) -> tuple[list[Span], np.ndarray]:
 def _parse_spans(content: bytes, where: str) -> tuple[list[Span], int]:
     """Check the beginning of a file of checksums; return the spans, and where the checksums begin."""
     stop = _stop_of_spans(content, where)
-    head, table = content[: _HEAD.size], content[_HEAD.size : stop]
+    head = content[: _HEAD.size]
+    table = content[_HEAD.size : stop]
     _, num_bytes, _, _, sum_of_head = _HEAD.unpack(head)
     if len(content) < stop or crc32(head[:-4] + table) != sum_of_head:
         raise _damaged(where)
@@ -174,7 +176,10 @@ class PieceSums:
     """
 
     def __init__(self, path: Path, num_bytes: int, file_bytes: int, load: Callable[[int, int], bytes]) -> None:
-        self._path, self._num_bytes, self._file_bytes, self._load = path, num_bytes, file_bytes, load
+        self._path = path
+        self._num_bytes = num_bytes
+        self._file_bytes = file_bytes
+        self._load = load
         self._lock = threading.Lock()
         self._known: tuple[list[Span], list[int], int, bytes] | None = None
 
@@ -196,7 +201,8 @@ class PieceSums:
                 if self._file_bytes != place + 4 * firsts[-1]:
                     raise _damaged(where)
                 if spans[-1].stop != self._num_bytes:
-                    expected, got = f"those of a block of {self._num_bytes} bytes", f"of {spans[-1].stop}"
+                    expected = f"those of a block of {self._num_bytes} bytes"
+                    got = f"of {spans[-1].stop}"
                     raise CorruptFileError("read the checksums", where, expected, got, "Push the block again")
                 self._known = spans, firsts, place, content
             return self._known
@@ -205,7 +211,8 @@ class PieceSums:
         """Yield each span that shares bytes with a range: the number of its first piece, and those that share bytes."""
         spans, firsts, _, _ = self._opened()
         for span, first in zip(spans, firsts, strict=False):
-            low, high = max(start, span.start), min(stop, span.stop)
+            low = max(start, span.start)
+            high = min(stop, span.stop)
             if low < high:
                 yield span, first, span.piece_at(low), span.piece_at(high - 1) + 1
 
@@ -218,7 +225,8 @@ class PieceSums:
 
     def inner(self, start: int, stop: int) -> tuple[int, int]:
         """Narrow a range of bytes to whole pieces; both numbers are the same if there is none."""
-        low, high = self.bounds(start, start + 1)[0], self.bounds(stop - 1, stop)[1]
+        low = self.bounds(start, start + 1)[0]
+        high = self.bounds(stop - 1, stop)[1]
         first = low if low == start else self.bounds(start, start + 1)[1]
         end = high if high == stop else self.bounds(stop - 1, stop)[0]
         return first, max(first, end)
@@ -244,7 +252,8 @@ class PieceSums:
         for span, _, first, last in self._pieces(start, start + len(data)):
             bounds = [span.first_byte(piece) for piece in range(first, last + 1)]
             for low, high in pairwise(bounds):
-                got, known = crc32(view[low - start : high - start]), next(expected)
+                got = crc32(view[low - start : high - start])
+                known = next(expected)
                 if got != known:
                     parse(self._load(0, self._file_bytes), repr(str(self.path)))
                     where = f"in bytes {low}:{high} of {str(self._path)!r}"

@@ -50,11 +50,13 @@ def push(
         FetchError: An upload failed each time.
     """
     action = "call rollout_data.push"
-    path, remote = arguments.path(action, "data_dir", data_dir), checked_remote(action, remote)
+    path = arguments.path(action, "data_dir", data_dir)
+    remote = checked_remote(action, remote)
     progress = arguments.flag(action, "progress", progress)
     if not arguments.is_url(url):
         raise UsageError(action, "", "url as a URL, such as 's3://bucket/walk'", repr(url))
-    folder, files = BlockFolder.at(path), RemoteFiles(remote_path(url, action), remote)
+    folder = BlockFolder.at(path)
+    files = RemoteFiles(remote_path(url, action), remote)
     for name, problem in folder.problems.items():
         if name != METADATA_NAME:
             raise problem
@@ -65,7 +67,8 @@ def push(
         raise SchemaError("push", f"to {url!r}", "the fields that it already holds", difference, "Push elsewhere")
     context = found.context if (found := load_metadata(folder.data_dir)) is not None else {}
     text = _json(Metadata.of_schema(folder.schema, context))
-    largest, options = max(block.file_bytes for block in folder.blocks.values()), files.options
+    largest = max(block.file_bytes for block in folder.blocks.values())
+    options = files.options
     fetcher = Fetcher(_NUM_THREADS, options.timeout_s * (1 + largest // _BYTES), options.num_retries)
     target = str(files.path / METADATA_NAME)
     if there is not None and ENDS in context and ENDS not in there.context:
@@ -75,7 +78,8 @@ def push(
     listed = there_now(files)
     puts = []
     for name, block in sorted(folder.blocks.items()):
-        path, spans = folder.data_dir / name, spans_of(block, folder.schema)
+        path = folder.data_dir / name
+        spans = spans_of(block, folder.schema)
         send = partial(_put_block, files, path, spans, name in listed)
         puts.append(fetcher.submit(send, "push", f"{str(path)!r} to {url!r}"))
     try:
@@ -84,7 +88,8 @@ def push(
             last = partial(files.system.pipe_file, target, text, mode="create")
             fetcher.wait(fetcher.submit(last, "push", f"to {target!r}"))
     except OSError as cause:
-        where, expected = f"{str(data_dir)!r} to {url!r}", "blocks that stay, and a place where they may be put"
+        where = f"{str(data_dir)!r} to {url!r}"
+        expected = "blocks that stay, and a place where they may be put"
         raise DataFileError("push", where, expected, f"{type(cause).__name__}: {cause}") from cause
     finally:
         for put in puts:
@@ -120,7 +125,8 @@ def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: boo
 
 def _check_same(files: RemoteFiles, path: Path) -> None:
     """Raise unless the block of this name at the URL is the same."""
-    target, head = files.path / path.name, np.fromfile(path, np.uint8, HEAD_BYTES)
+    target = files.path / path.name
+    head = np.fromfile(path, np.uint8, HEAD_BYTES)
     is_same = files.system.size(str(target)) == path.stat().st_size
     if not is_same or not np.array_equal(files.read(target, 0, len(head)), head):
         raise DataFileError("push", f"to {str(target)!r}", "nothing, or the same block", "another file")

@@ -45,8 +45,12 @@ class RemoteFile(Guarded):
     def __init__(self, files: RemoteFiles, path: Path, num_bytes: int, sums: PieceSums | None = None) -> None:
         super().__init__()
         self._sums = sums
-        self._files, self._path, self._num_bytes, self._position = files, path, num_bytes, 0
-        head, tail = min(HEAD_BYTES, num_bytes), max(HEAD_BYTES, num_bytes - TAIL_BYTES)
+        self._files = files
+        self._path = path
+        self._num_bytes = num_bytes
+        self._position = 0
+        head = min(HEAD_BYTES, num_bytes)
+        tail = max(HEAD_BYTES, num_bytes - TAIL_BYTES)
         if sums is not None:
             head, tail = files.wait_for(partial(_narrowed, sums, head, tail, num_bytes), sums.path)
         bounds = ((0, head), (tail, num_bytes))
@@ -76,7 +80,8 @@ class RemoteFile(Guarded):
         for first, part in self._parts:
             if first <= start and stop <= first + len(part):
                 return part[start - first : stop - first]
-        low, end = start, min(max(stop, start + _MORE_BYTES), self._num_bytes)
+        low = start
+        end = min(max(stop, start + _MORE_BYTES), self._num_bytes)
         if self._sums is not None:
             low, least = self._sums.bounds(start, stop)
             end = max(least, self._sums.inner(low, end)[1])
@@ -107,7 +112,8 @@ class RemoteFolder(BlockFolder):
 
     def __init__(self, files: RemoteFiles, verify_on_open: bool = False, label: str = "") -> None:
         super().__init__(files.path, verify_on_open, label)
-        self.files, self._num_openers = files, files.options.num_requests
+        self.files = files
+        self._num_openers = files.options.num_requests
         self._use_cache = False
         self._listed: dict[str, FileStamp] = {}
         self._unlisted: set[str] = set()  # blocks that a listing lacked, for which none is asked for again

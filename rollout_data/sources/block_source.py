@@ -34,7 +34,8 @@ from .source_kind import BlocksInUse, Choice, Kind, Origins, control_modes
 class Blocks(Kind):
     """Folders of block files."""
 
-    format, about = "rollout-data", "block files"
+    format = "rollout-data"
+    about = "block files"
 
     def __init__(self, source: Origins) -> None:
         self._source = source
@@ -134,13 +135,15 @@ class Blocks(Kind):
         if not has_changed:
             return
         blocks = self._blocks()
-        present, before = {block.key for block in blocks}, self._last.index if self._last is not None else None
+        present = {block.key for block in blocks}
+        before = self._last.index if self._last is not None else None
         if before is not None:
             self._source.count_lost({block.key for block in before.blocks[: before.num_present]} - present, present)
         mapped = self._files.mapped if self._files is not None else ()
         gone = [one for one in in_use() if one.key not in present and (one.identity in mapped or is_stand_in(one))]
         if gone != self._pinned or before is None or _identities(before.blocks) != _identities(blocks):
-            self._pinned, self._last = gone, None
+            self._pinned = gone
+            self._last = None
         self._source.lost.intersection_update(key for key, *_ in mapped)
 
     def _warn_without_sums(self) -> None:
@@ -148,7 +151,8 @@ class Blocks(Kind):
         num = sum(folder.num_without_sums for folder in self.remote)
         if num and not self._has_warned:
             self._has_warned = True
-            where, expected = repr(", ".join(map(str, self._source.paths))), "checksums of their pieces beside them"
+            where = repr(", ".join(map(str, self._source.paths)))
+            expected = "checksums of their pieces beside them"
             advice = "'rollout-data push' writes them"
             action = f"compare what is fetched of {num} blocks"
             self._source.advise(DataFileError(action, f"of {where}", expected, "none", advice))
@@ -233,7 +237,8 @@ class Blocks(Kind):
         self, blocks: list[Block], pinned: list[Block], built: Mapping[str, np.ndarray] | None = None
     ) -> TrajectoryIndex:
         """Return the index of some blocks: the one that is shared, if it is of these."""
-        shared, wanted = self._shared[0], (*blocks, *pinned)
+        shared = self._shared[0]
+        wanted = (*blocks, *pinned)
         if shared is not None and (shared.blocks, shared.num_present) == (wanted, len(blocks)):
             return shared
         return TrajectoryIndex(wanted, len(blocks), built)

@@ -66,12 +66,15 @@ class CachedFrames(FrameStore):
         memory: SharedMemory | None = None,
     ) -> None:
         super().__init__(source.index, source.layouts, device)
-        self.is_lost, is_there = source.is_lost, memory is not None
-        self.read_header, self.told_tasks = source.read_header, source.told_tasks
+        self.is_lost = source.is_lost
+        is_there = memory is not None
+        self.read_header = source.read_header
+        self.told_tasks = source.told_tasks
         self.told_texts = source.told_texts
         self.told_names = source.told_names
         trajectories = trajectories if is_there else trajectories[~self.is_lost[trajectories]]
-        self._trajectories, lengths = trajectories, source.index.lengths[trajectories]
+        self._trajectories = trajectories
+        lengths = source.index.lengths[trajectories]
         self._first_row = np.full(len(source.index), -1, np.int64)
         self._first_row[trajectories] = np.cumsum(lengths) - lengths
         has_final = trajectories[source.index.final_row[trajectories] >= 0]
@@ -85,7 +88,8 @@ class CachedFrames(FrameStore):
         needed = int(lengths.sum()) * self.layouts[DATA].frame_bytes
         free = free_memory_bytes() if device.type == "cpu" and not is_there else None
         if free is not None and needed > 0.9 * free:
-            expected, got = f"at most 90 % of the free {free / 2**30:.1f} GiB", f"{needed / 2**30:.1f} GiB"
+            expected = f"at most 90 % of the free {free / 2**30:.1f} GiB"
+            got = f"{needed / 2**30:.1f} GiB"
             raise UsageError("cache the dataset in memory", "", expected, got, "Use cache='none'")
         self._memory = self._shared(shapes.values()) if is_shared else memory
         self._rows: dict[Place, torch.Tensor] = {}
@@ -94,7 +98,8 @@ class CachedFrames(FrameStore):
             rows = self._empty(shape)
             for first in range(0, 0 if is_there or table == FINAL else len(runs.target), _NUM_RUNS):
                 part = Runs(*(values[first : first + _NUM_RUNS] for values in runs))
-                start, stop = int(part.target[0]), int(part.target[-1] + part.num_rows[-1])
+                start = int(part.target[0])
+                stop = int(part.target[-1] + part.num_rows[-1])
                 source.copy((DATA, name), part._replace(target=part.target - start), 1, rows[start:stop])
             if table == FINAL and not is_there:
                 rows.copy_(source.finals(name, has_final).view(torch.int32))
@@ -173,8 +178,10 @@ class FileFrames(FrameStore):
         file_of: Callable[[Block, Place, int], Path] | None = None,
     ) -> None:
         super().__init__(index, layouts)
-        self._read_rows, self._losses = read_rows, losses
-        self._read_part, self._told_file_of = read_part, file_of
+        self._read_rows = read_rows
+        self._losses = losses
+        self._read_part = read_part
+        self._told_file_of = file_of
         #: Damaged rows of blocks whose other rows were read.
         self._damaged: dict[tuple[int, Place], dict[int, DataFileError]] = {}
         self._broken: set[tuple[int, Place]] = set()  # of which no row can be read
@@ -225,7 +232,8 @@ class FileFrames(FrameStore):
 
     def _intact_rows(self, block: int, place: Place) -> np.ndarray | None:
         """Read the intact rows of a damaged block, zeros for the others, which are noted; None if there are none."""
-        about, read_part = self.index.blocks[block], self._read_part
+        about = self.index.blocks[block]
+        read_part = self._read_part
         num_rows = int(about.fragments["length"].sum())
         if read_part is None or place[0] != DATA or num_rows < 2:
             return None

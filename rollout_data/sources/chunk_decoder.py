@@ -35,7 +35,9 @@ class RowCache:
     """
 
     def __init__(self, max_bytes: int = CHUNK_CACHE_BYTES, keeps_last: bool = False) -> None:
-        self.max_bytes, self.keeps_last, self._num_bytes = max_bytes, keeps_last, 0
+        self.max_bytes = max_bytes
+        self.keeps_last = keeps_last
+        self._num_bytes = 0
         self._kept: OrderedDict[Any, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -72,8 +74,10 @@ class ChunkFiles:
     """
 
     def __init__(self, place: tuple[str, str], row_bytes: int, mapped: Arena, cache: RowCache) -> None:
-        self.place, self.row_bytes = place, row_bytes
-        self._mapped, self._cache = mapped, cache
+        self.place = place
+        self.row_bytes = row_bytes
+        self._mapped = mapped
+        self._cache = cache
         self._files: dict[int, tuple[Path, ChunkTable]] = {}
         self._num_files = 0
         #: int64 `[C + 1]`, first row of every chunk, and the number of rows.
@@ -84,7 +88,8 @@ class ChunkFiles:
     def add(self, header: BlockHeader, first_byte: int) -> int:
         """Take the chunks of one more block, mapped from `first_byte` on; give the number of its first row."""
         table = header.chunks[self.place[0]][self.place[1]]
-        start, number = int(self._rows[-1]), np.full(len(table.sums), self._num_files)
+        start = int(self._rows[-1])
+        number = np.full(len(table.sums), self._num_files)
         self._rows = np.concatenate([self._rows[:-1], table.rows + start])
         spots = np.stack([number, table.places[:-1] + first_byte, table.places[1:] + first_byte, table.sums])
         self._spots = np.concatenate([self._spots, spots], axis=1)
@@ -140,10 +145,13 @@ class ChunkFiles:
         stop = first + runs.num_rows
         begin = np.searchsorted(self._rows, first, side="right") - 1
         num = np.searchsorted(self._rows, stop, side="left") - begin
-        run, chunk = np.repeat(np.arange(len(first)), num), counted_from(begin, num)
+        run = np.repeat(np.arange(len(first)), num)
+        chunk = counted_from(begin, num)
         order = np.argsort(chunk, kind="stable")
-        run, chunk = run[order], chunk[order]
-        low, high = np.maximum(self._rows[chunk], first[run]), np.minimum(self._rows[chunk + 1], stop[run])
+        run = run[order]
+        chunk = chunk[order]
+        low = np.maximum(self._rows[chunk], first[run])
+        high = np.minimum(self._rows[chunk + 1], stop[run])
         columns = low - self._rows[chunk], high - low, runs.target[run] + low - first[run]
         return chunk, list(zip(*(column.tolist() for column in columns), strict=True))
 

@@ -70,13 +70,19 @@ class Episode:
     """
 
     def __init__(self, reader: ForeignReader, number: int, info: EpisodeInfo) -> None:
-        self._reader, self._number, self._info = reader, number, info
+        self._reader = reader
+        self._number = number
+        self._info = info
         self._read: dict[str, Any] = {}
-        self.id, self.length, self.schema = info.name, info.length, info.schema
+        self.id = info.name
+        self.length = info.length
+        self.schema = info.schema
         self.texts: Collection[str] = info.texts
         self.final: Collection[str] = info.final.below(OBSERVATION)
-        self.terminated, self.truncated = info.terminated, info.truncated
-        self.success, self.task = info.success, info.task
+        self.terminated = info.terminated
+        self.truncated = info.truncated
+        self.success = info.success
+        self.task = info.task
         told = {"task": info.task or None, "success": info.success}
         self.metadata: Mapping[str, Any] = {
             **{name: value for name, value in told.items() if value is not None},
@@ -110,7 +116,8 @@ class Episode:
         action = "call Episode.read"
         self._check_name(action, name)
         if not (is_whole(start) and is_whole(end) and 0 <= start <= end <= self.length):
-            where, expected = f"of episode {self.id!r}", f"0 <= start <= stop <= {self.length}"
+            where = f"of episode {self.id!r}"
+            expected = f"0 <= start <= stop <= {self.length}"
             raise UsageError(action, where, expected, f"{start!r}:{end!r}")
         return self._reader.read(self._number, name, start, end)
 

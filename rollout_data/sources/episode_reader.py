@@ -142,7 +142,8 @@ class ForeignReader(ABC):
 
     def read_final(self, number: int, name: str) -> Any:
         """Read a field of the observation after the last step, of those in `EpisodeInfo.final`: `[*shape]` or a str."""
-        where, got = f"of episode {self.episodes[number].name!r} of {str(self.path)!r}", "no such observation"
+        where = f"of episode {self.episodes[number].name!r} of {str(self.path)!r}"
+        got = "no such observation"
         raise UsageError("read the final observation", where, f"a format with {name!r}", got)
 
     def video(self, number: int, name: str) -> VideoRange | None:

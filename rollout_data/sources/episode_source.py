@@ -59,7 +59,8 @@ _Found = tuple[int, int]
 class Readers(Kind):
     """Files of other systems; a piece of an episode is a block."""
 
-    format, about = "", "files of another system"
+    format = ""
+    about = "files of another system"
 
     def __init__(self, source: Origins) -> None:
         self._source = source
@@ -133,8 +134,10 @@ class Readers(Kind):
 
         def read_part(block: Block, place: Place, first: int, stop: int) -> np.ndarray:
             number, episode = places[block.key]
-            reader, column = self._readers[number], layouts[place[0]].columns[place[1]]
-            start, length = int(block.fragments["start"][0]) + first, stop - first
+            reader = self._readers[number]
+            column = layouts[place[0]].columns[place[1]]
+            start = int(block.fragments["start"][0]) + first
+            length = stop - first
             table = np.zeros(length if place[0] == DATA else 1, layouts[place[0]].numpy_dtype(column))
             info = reader.episodes[episode]
             names = [name for name in column.offsets if name in info.schema or name in texts]
@@ -150,7 +153,8 @@ class Readers(Kind):
 
         def file_of(block: Block, place: Place, row: int) -> Path:
             number, episode = places[block.key]
-            reader, step = self._readers[number], int(block.fragments["start"][0]) + row
+            reader = self._readers[number]
+            step = int(block.fragments["start"][0]) + row
             names = [
                 name for name in layouts[DATA].columns[place[1]].offsets if name in reader.episodes[episode].schema
             ]
@@ -178,7 +182,8 @@ class Readers(Kind):
                 found[name] = Field(name, (), "int64", is_text=True)
                 continue
             expected = "texts in all episodes" if is_free else "a name that no other field and no batch has"
-            where, advice = f"of {str(self._source.paths[0])!r}", "Read it from the episodes of rollout_data.open"
+            where = f"of {str(self._source.paths[0])!r}"
+            advice = "Read it from the episodes of rollout_data.open"
             self._source.report(DataFileError(f"stream the texts {name!r}", where, expected, "another", advice))
         return found
 
@@ -204,17 +209,20 @@ class Readers(Kind):
             expected = "the fields of most episodes"
             self._source.report(DataFileError(action, f"of {where}", expected, got, advice))
         for name, why in fit.dropped.items():
-            action, advice = f"stream the field {name!r}", "Read it from the episodes of rollout_data.open"
+            action = f"stream the field {name!r}"
+            advice = "Read it from the episodes of rollout_data.open"
             self._source.report(DataFileError(action, f"of {where}", why, "another", advice))
 
     def _pieces(self, place: int, key: _Found, info: EpisodeInfo, size: int, finals: Sequence[str]) -> list[Block]:
         """Cut an episode, the `place`-th of all, into blocks of `size` steps."""
         number, episode = key
-        reader, starts = self._readers[number], range(0, info.length, size)
+        reader = self._readers[number]
+        starts = range(0, info.length, size)
         has_final = bool(finals) and all(name in info.final for name in finals)
         blocks: list[Block] = []
         for start in starts:
-            length, is_last = min(size, info.length - start), start + size >= info.length
+            length = min(size, info.length - start)
+            is_last = start + size >= info.length
             flags = (0 if start else FIRST) | (end_flags(info) if is_last else 0)
             row = (episode, 0, flags, start, length, 0, 0 if is_last and has_final else -1, place, -1)
             writer = f"{self._source.labels[number]}{reader.format}"

@@ -95,7 +95,8 @@ def compute_statistics(
         checked = (np.nan,)
     if not all(0 <= level <= 1 for level in checked):
         raise UsageError(action, "", "quantiles as a list of levels in [0, 1]", repr(levels))
-    use_cache, progress = flag(action, "use_cache", use_cache), flag(action, "progress", progress)
+    use_cache = flag(action, "use_cache", use_cache)
+    progress = flag(action, "progress", progress)
     parts = [(store, trajectories) for store, trajectories in parts if store.index.lengths[trajectories].sum()]
     if not parts:
         raise UsageError(action, "", "at least one frame", "none")
@@ -150,7 +151,9 @@ def _portions(store: FrameStore, trajectories: Int64s, column: str, row_bytes: i
         begin = np.maximum(stops[which] - lengths[which], start)
         count = np.minimum(stops[which], stop) - begin
         kept = np.flatnonzero(count > 0)
-        which, begin, count = which[kept], begin[kept], count[kept]
+        which = which[kept]
+        begin = begin[kept]
+        count = count[kept]
         frame = begin - (stops[which] - lengths[which])
         runs = store.locate(trajectories[which], frame, count, begin - start)
         out = memory[: stop - start]
@@ -171,9 +174,12 @@ class _Summary:
         self._quantiles: Quantiles = quantiles_of(
             num_frames * field.num_elements // num_columns, num_columns, self._dtype
         )
-        self._num_frames, self._count = 0, 0
-        self._sum, self._squares = np.zeros(num_columns), np.zeros(num_columns)
-        self._min, self._max = np.full(num_columns, np.inf), np.full(num_columns, -np.inf)
+        self._num_frames = 0
+        self._count = 0
+        self._sum = np.zeros(num_columns)
+        self._squares = np.zeros(num_columns)
+        self._min = np.full(num_columns, np.inf)
+        self._max = np.full(num_columns, -np.inf)
 
     def add(self, values: torch.Tensor) -> None:
         """Take `[n, *shape]` values. Portions are joined as in Chan et al. 1979."""
@@ -187,7 +193,8 @@ class _Summary:
             mean = total / len(wide)
             self._min, self._max = np.minimum(self._min, wide.min(axis=0)), np.maximum(self._max, wide.max(axis=0))
             wide -= mean
-            shift, share = mean - self._sum / max(1, self._count), len(wide) / (self._count + len(wide))
+            shift = mean - self._sum / max(1, self._count)
+            share = len(wide) / (self._count + len(wide))
             self._squares += np.einsum("nc,nc->c", wide, wide) + shift**2 * self._count * share
             self._sum += total
         self._count += len(wide)

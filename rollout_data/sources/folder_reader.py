@@ -57,7 +57,9 @@ class FolderReader(ForeignReader):
     format = ""
 
     def __init__(self, origin: Origin, kind: type[Kind], snapshot: Snapshot | None = None) -> None:
-        self.format, self._origin, self.kind = kind.format, origin, kind
+        self.format = kind.format
+        self._origin = origin
+        self.kind = kind
         self._snapshot = snapshot
         super().__init__(origin.path, {})
 
@@ -101,7 +103,8 @@ class FolderReader(ForeignReader):
                 return store
             except FileNotFoundError:
                 continue
-        where, got = repr(str(self.path)), "edits that were replaced at each look"
+        where = repr(str(self.path))
+        got = "edits that were replaced at each look"
         raise DataFileError("open", where, "edits that stay while they are read", got, "Open it again later")
 
     def removed(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
@@ -146,7 +149,8 @@ class FolderReader(ForeignReader):
         if self._texts is None:
             self._texts = self.notes.texts(self.store)
         if lost := sorted(set(numbers.tolist()) - self._texts.keys()):
-            where, expected = f"of {name!r} in {str(self.path)!r}", "the text of each number"
+            where = f"of {name!r} in {str(self.path)!r}"
+            expected = "the text of each number"
             raise DataFileError("read the texts", where, expected, f"none of {lost[0]}", "It was damaged and set aside")
         return [self._texts[one] for one in numbers.tolist()]
 
@@ -161,7 +165,8 @@ class FolderReader(ForeignReader):
 
     def read_many(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
         self.check_there(numbers.tolist())
-        column_of, found = self.store.layouts[DATA].column_of, dict[str, Any]()
+        column_of = self.store.layouts[DATA].column_of
+        found = dict[str, Any]()
         for column in {column_of[name].name: column_of[name] for name in names}.values():
             rows = self.store.rows(column.name, numbers, starts, counts)
             found |= {name: self.store.array((DATA, name), rows) for name in names if name in column.offsets}
@@ -239,7 +244,10 @@ class _Infos(Sequence[EpisodeInfo]):
     """Descriptions of trajectories, each made when it is asked for."""
 
     def __init__(self, store: FrameStore, notes: Notes, problems: list[RolloutDataError]) -> None:
-        self._store, self._index, self._notes, self._problems = store, store.index, notes, problems
+        self._store = store
+        self._index = store.index
+        self._notes = notes
+        self._problems = problems
         self._unsaid = set[int]()
         fields = list(store.layouts[DATA].schema.values())
         self._schema = Schema(field for field in fields if not field.is_text)
@@ -259,11 +267,15 @@ class _Infos(Sequence[EpisodeInfo]):
             return [self[one] for one in range(len(self))[number]]
         labelled, within = index.keys(np.array([number]))[0]
         writer = labelled[labelled.find(":") + 1 :]
-        end, final = index.end[number], self._final if index.final_row[number] >= 0 else NO_FIELDS
-        is_known, is_open = end != End.UNKNOWN, not index.is_end_unknown(np.array([number]))[0]
+        end = index.end[number]
+        final = self._final if index.final_row[number] >= 0 else NO_FIELDS
+        is_known = end != End.UNKNOWN
+        is_open = not index.is_end_unknown(np.array([number]))[0]
         said = self._said(number)
         said.pop(ENDS, None)
-        absent, task, success = said.pop(ABSENT, ()), said.pop("task", None), said.pop("success", None)
+        absent = said.pop(ABSENT, ())
+        task = said.pop("task", None)
+        success = said.pop("success", None)
         about = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
         # Flags of the end, and parts of a joined observation, are no fields that could be left out.
         others = [name for name in absent or () if name not in self._schema]

@@ -64,12 +64,18 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     if not length:
         _copy_rows(words, counted_from(first, runs.num_rows), counted_from(runs.target, runs.num_rows), windows)
         return
-    width, num_words, num_windows = words.shape[1], words.shape[0], windows.shape[0]
-    size, starts, broken, num_rows = length, first, _NO_PIECES, num_windows * length
+    width = words.shape[1]
+    num_words = words.shape[0]
+    num_windows = windows.shape[0]
+    size = length
+    starts = first
+    broken = _NO_PIECES
+    num_rows = num_windows * length
     is_whole = len(first) == num_windows  # each window is one run
     if words.device.type != "cpu" or (not is_whole and (num_rows <= _FEW_ROWS or num_words < length)):
         # A device gathers single rows as fast as pieces, and one array of numbers is one copy to it.
-        size, starts = 1, counted_from(first, runs.num_rows)
+        size = 1
+        starts = counted_from(first, runs.num_rows)
     elif not is_whole:
         size = _piece_size(runs.target, length, num_rows, 4 * width)
         begin = -(-runs.target // size)  # the first piece that begins in each run, or later
@@ -80,7 +86,8 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         starts[broken] = 0
     rows = torch.from_numpy(starts)
     if size == 1 and (by_time := windows.transpose(0, 1)).is_contiguous():
-        rows, windows = rows.view(num_windows, length).t().reshape(-1), by_time
+        rows = rows.view(num_windows, length).t().reshape(-1)
+        windows = by_time
     rows = sent(rows, words.device)
     if windows.is_contiguous():  # a piece is one copy
         pieces = words.as_strided((num_words - size + 1, size * width), (width, 1))
@@ -115,13 +122,15 @@ def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> i
     Large pieces move at the speed of a memcpy, but more of them lie in several runs and are moved
     again, row by row.
     """
-    best, lowest = 1, 1 + _BYTES_A_PIECE / row_bytes
+    best = 1
+    lowest = 1 + _BYTES_A_PIECE / row_bytes
     for size in range(2, length + 1):
         if length % size == 0:
             broken = np.count_nonzero(target % size) * size / num_rows
             cost = 1 + _BYTES_A_PIECE / (size * row_bytes) + _PATCH_COST * broken
             if cost < lowest:
-                best, lowest = size, cost
+                best = size
+                lowest = cost
     return best
 
 
@@ -140,7 +149,9 @@ class FrameStore:
     """
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU) -> None:
-        self.index, self.layouts, self.device = index, layouts, device
+        self.index = index
+        self.layouts = layouts
+        self.device = device
         self.is_lost = np.zeros(len(index), bool)
         self.read_header: Callable[[Block], BlockHeader] = _header_of
         self.told_tasks: Sequence[str] | None = None
@@ -193,7 +204,8 @@ class FrameStore:
 
     def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
         """Final observation rows `[K, row_bytes]` uint8 of trajectories that have one; new memory."""
-        block, row = self.index.final_block[trajectories], self.index.final_row[trajectories]
+        block = self.index.final_block[trajectories]
+        row = self.index.final_row[trajectories]
         runs = Runs(np.arange(len(trajectories)), block, row, np.ones(len(trajectories), np.int64))
         width = self.layouts[FINAL].columns[column].row_bytes // 4
         out = torch.empty((len(trajectories), width), dtype=torch.int32, device=self.device)
@@ -293,12 +305,14 @@ class MappedFrames(FrameStore):
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
         super().__init__(index, layouts)
-        self.files, nowhere = files, (None, [0] * len(files.places))
+        self.files = files
+        nowhere = (None, [0] * len(files.places))
         rows = np.array([files.mapped.get(block.identity, nowhere)[1] for block in index.blocks], np.int64)
         #: For each kind of row, the number of each block's first row, int64 `[B]`.
         rows = rows.reshape(len(index.blocks), len(files.places)).T.copy()
         self._first_rows: dict[Place, Int64s] = dict(zip(files.places, rows, strict=True))
-        self._num_unmapped, self._num_read_once = -1, 0
+        self._num_unmapped = -1
+        self._num_read_once = 0
         self._is_unmapped: np.ndarray | None = None  # of each block, if one is
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
@@ -346,7 +360,8 @@ def _advise(files: Arena | ChunkFiles, first: Int64s, num_rows: Int64s) -> None:
         if all(map(files.is_resident, middle[:: max(1, len(middle) // _NUM_PROBES)])):
             return
         is_away = [not files.is_resident(row) for row in middle]
-        first, num_rows = first[is_away], num_rows[is_away]
+        first = first[is_away]
+        num_rows = num_rows[is_away]
     # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
     num_parts = 1 if len(first) <= _FEW_RUNS else _NUM_ADVISERS
     parts = [(first[part::num_parts], num_rows[part::num_parts]) for part in range(num_parts)]

@@ -23,7 +23,8 @@ class Sights:
 
     def news(self, sight: Any) -> Any:
         """Shorten a sight to tell it: ranges `(start, stop)` of blocks of the last one heard; None: no change."""
-        told, heard = sight, self.heard
+        told = sight
+        heard = self.heard
         if sight is heard:
             told = None
         elif heard is not None and sight[0] is heard[0] and len(sight) == len(heard) == 4:

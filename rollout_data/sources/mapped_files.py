@@ -27,7 +27,9 @@ from ..blocks.trajectory_index import Int64s
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10
 _MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: addresses alone
-_MADV_RANDOM, _MADV_WILLNEED, _MADV_DONTNEED = 1, 3, 4
+_MADV_RANDOM = 1
+_MADV_WILLNEED = 3
+_MADV_DONTNEED = 4
 #: Address space costs nothing, but a process has only 128 TiB of it: room for growth, not for everything.
 _MIN_RESERVED_BYTES = 1 << 36
 _GROWTH = 4
@@ -67,7 +69,8 @@ def _reserve(needed_bytes: int) -> tuple[int, int]:
             return _map(None, num_bytes, _MAP_NOTHING), num_bytes
         except OSError as cause:
             if num_bytes // 2 < max(_LEAST_RESERVED_BYTES, 2 * needed_bytes):
-                expected, advice = f"{num_bytes >> 30} GiB of address space", "Raise the limit (ulimit -v)"
+                expected = f"{num_bytes >> 30} GiB of address space"
+                advice = "Raise the limit (ulimit -v)"
                 advice += " or close other datasets"
                 raise UsageError("map the dataset", "", expected, str(cause), advice) from cause
             num_bytes //= 2
@@ -116,7 +119,8 @@ class Arena:
         start = self._first_page(inner)
         length = inner + num_rows * self.row_bytes
         with open(path, "rb", buffering=0) as file:
-            size, needed = os.fstat(file.fileno()).st_size, offset + num_rows * self.row_bytes
+            size = os.fstat(file.fileno()).st_size
+            needed = offset + num_rows * self.row_bytes
             if needed > size:  # beyond the end of a file a mapping does not read as zeros, it kills the process
                 raise CorruptFileError("map the block", repr(str(path)), f"{needed} bytes", f"{size}")
             if start + length + PAGE_BYTES > self._base + self._bytes:
@@ -145,7 +149,8 @@ class Arena:
 
     def is_resident(self, row: int) -> bool:
         """Return whether the page where a row begins is in memory, or the kernel does not tell."""
-        page, state = self._pages(row, 0)[0], ctypes.c_ubyte()
+        page = self._pages(row, 0)[0]
+        state = ctypes.c_ubyte()
         return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
 
     def _pages(self, first_row: int, num_rows: int) -> tuple[int, int]:

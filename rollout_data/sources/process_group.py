@@ -211,7 +211,8 @@ class Board:
 
     def agree(self, group: str, number: int | str, look: Look, is_told: bool = False) -> Any:
         """Agree with the workers of one epoch: the first one looks for all, unless the loader's process tells."""
-        name, parent = f"{group}_{number}", multiprocessing.parent_process()
+        name = f"{group}_{number}"
+        parent = multiprocessing.parent_process()
         while (note := self.read(name)) is None:
             if not is_told:
                 with self._locked(_LOOKING):  # what is found may be large: only one process makes it

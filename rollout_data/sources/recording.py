@@ -50,7 +50,8 @@ class Recording(Sequence[Episode]):
     """
 
     def __init__(self, origin: Origin, reader: ForeignReader, numbers: Int64s | None = None) -> None:
-        self._origin, self._reader = replace(origin, opened=None), reader
+        self._origin = replace(origin, opened=None)
+        self._reader = reader
         if numbers is not None:
             self._numbers = numbers
 
@@ -256,7 +257,8 @@ class Recording(Sequence[Episode]):
             UsageError: There is none of a name.
         """
         instance("call Recording.select", "ids", ids, "as names of episodes", Iterable)
-        wanted, there = {ids} if isinstance(ids, str) else set(map(str, ids)), self.ids
+        wanted = {ids} if isinstance(ids, str) else set(map(str, ids))
+        there = self.ids
         for one in wanted - set(there):
             expected = f"ids with {_some(one, there)}"
             raise UsageError("call Recording.select", f"of {str(self.path)!r}", expected, repr(one))
@@ -334,7 +336,8 @@ class Recording(Sequence[Episode]):
         store = source.snapshot()
         names = [name for name, field in store.layouts[DATA].schema.items() if not field.is_text]
         chosen = np.arange(len(store.index))
-        parts, action = [(store, chosen)], "call Recording.statistics"
+        parts = [(store, chosen)]
+        action = "call Recording.statistics"
         return compute_statistics(action, parts, None, names, quantiles, use_cache, progress)
 
 

@@ -51,7 +51,8 @@ class Stock:
 
     def __init__(self, store: RemoteFrames, place: Place, runs: Runs) -> None:
         self.place = place
-        self._store, row_bytes = store, store.layouts[place[0]].columns[place[1]].row_bytes
+        self._store = store
+        row_bytes = store.layouts[place[0]].columns[place[1]].row_bytes
         first = runs.block * _ROWS + runs.row
         order = np.argsort(first, kind="stable")
         first, stop = first[order], np.maximum.accumulate((first + runs.num_rows)[order])
@@ -59,7 +60,8 @@ class Stock:
         is_head[1:] = first[1:] > stop[:-1] + int(_GAP * store.options.chunk_bytes / row_bytes)
         heads = np.flatnonzero(is_head)
         #: int64 `[E]`, first row of each piece, its end, and where it lies in `words`.
-        self._first, self._stop = first[heads], stop[np.append(heads[1:], len(first)) - 1]
+        self._first = first[heads]
+        self._stop = stop[np.append(heads[1:], len(first)) - 1]
         counts = self._stop - self._first
         self._base = np.cumsum(counts) - counts
         self.words = store.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
@@ -114,7 +116,8 @@ class Stock:
         except BaseException:
             self.is_lost = True
             raise
-        self._requests, self._passing = [], []
+        self._requests = []
+        self._passing = []
 
     def drop(self) -> None:
         """Ask for nothing more."""
@@ -177,20 +180,24 @@ class RemoteFrames(FrameStore):
 
     def request(self, place: Place, block: int, start: int, stop: int, out: torch.Tensor) -> Request | None:
         """Ask for rows `start:stop` of a block; they are put into `out`. None where nothing is stored of them."""
-        at, rows = self.index.blocks[block], out.numpy().view(np.uint8)
+        at = self.index.blocks[block]
+        rows = out.numpy().view(np.uint8)
         if is_stand_in(at):
             raise self.index.lost_block(block, "it was removed")
         folder = self._folders[at.path.parent]
-        ask, sums = partial(folder.files.ask, at.path), folder.sums_of(at.path, at.file_bytes)
+        ask = partial(folder.files.ask, at.path)
+        sums = folder.sums_of(at.path, at.file_bytes)
         column = self.layouts[place[0]].columns[place[1]]
         if not column.is_coded:
             offset = at.places[place][0]
-            first, last = offset + start * column.row_bytes, offset + stop * column.row_bytes
+            first = offset + start * column.row_bytes
+            last = offset + stop * column.row_bytes
             return ask(first, last, partial(_put, rows), sums)
         table = self._table(block, place)
         first = int(table.rows.searchsorted(start, side="right")) - 1
         last = int(table.rows.searchsorted(stop))
-        low, high = int(table.places[first]), int(table.places[last])
+        low = int(table.places[first])
+        high = int(table.places[last])
         if low == high:
             rows[:] = 0
             return None
@@ -225,7 +232,8 @@ class RemoteFrames(FrameStore):
 
     def _passing_of(self, block: int, place: Place) -> PassingRows | None:
         """Return what compares a column of a block; None where pieces or chunks are compared, or nothing is known."""
-        at, columns = self.index.blocks[block], self.layouts[place[0]].columns
+        at = self.index.blocks[block]
+        columns = self.layouts[place[0]].columns
         if at.fragment_sums is None or columns[place[1]].is_coded:
             return None
         fragments, sums = at.fragment_sums
@@ -284,8 +292,11 @@ class PassingRows:
         first, stop = ranges
         order = np.flatnonzero(stop > first)
         order = order[np.argsort(first[order], kind="stable")]
-        self._path, self._place = path, place
-        self._first, self._stop, self._sums = first[order], stop[order], sums[order]
+        self._path = path
+        self._place = place
+        self._first = first[order]
+        self._stop = stop[order]
+        self._sums = sums[order]
         #: Fragment -> the row up to which it passed, and the CRC-32 of the rows before.
         self._passed: dict[int, tuple[int, int]] = {}
         self._damaged: dict[int, CorruptFileError] = {}
@@ -293,7 +304,8 @@ class PassingRows:
     def take(self, row: int, rows: np.ndarray) -> None:
         """Add rows `[n, row_bytes]` uint8 from `row` on; those that passed before, or out of order, are ignored."""
         end = row + len(rows)
-        begin, behind = int(self._stop.searchsorted(row, side="right")), int(self._first.searchsorted(end))
+        begin = int(self._stop.searchsorted(row, side="right"))
+        behind = int(self._first.searchsorted(end))
         for number in range(begin, behind):
             if number in self._damaged:  # parts of it, read again in another order, would pass
                 raise self._damaged[number]

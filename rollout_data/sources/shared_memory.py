@@ -18,7 +18,9 @@ import numpy as np
 
 #: Where shared memory is found: a process that has it open, its descriptor there, and the first bytes in it.
 Spot = tuple[int, int, bytes]
-_NAME, _TOKEN_BYTES, _ALIGNMENT = "rollout_data", 16, 64
+_NAME = "rollout_data"
+_TOKEN_BYTES = 16
+_ALIGNMENT = 64
 
 
 class SharedMemory:
@@ -41,7 +43,8 @@ class SharedMemory:
         if spot is not None and token != spot[2]:
             raise FileNotFoundError(f"{name} is another file now")
         self.spot: Spot = os.getpid(), self._file, token
-        self._bytes, self._used = mmap.mmap(self._file, 0), _ALIGNMENT
+        self._bytes = mmap.mmap(self._file, 0)
+        self._used = _ALIGNMENT
 
     def take(self, num_bytes: int) -> np.ndarray:
         """Return the next part, uint8; all processes see what one writes."""

@@ -186,8 +186,10 @@ class Source(Origins):
                 return
             except DataFileError as problem:
                 self.leave_out(store, np.array([trajectory]), problem, skips)
-        where, cause = repr(", ".join(map(str, self.paths))), self.problems[-1] if self.problems else None
-        expected, got = "a trajectory that can be read", f"none of {len(trajectories)}"
+        where = repr(", ".join(map(str, self.paths)))
+        cause = self.problems[-1] if self.problems else None
+        expected = "a trajectory that can be read"
+        got = f"none of {len(trajectories)}"
         raise DataFileError("read another frame", f"of {where}", expected, got, str(cause or "")) from cause
 
     def note_loss(self, store: FrameStore, keys: Sequence[tuple[str, int]], problem: DataFileError) -> None:

@@ -65,7 +65,8 @@ class Origins:
         self.origins = [local_origin(origin, self.remote) for origin in given]
         self.paths = [origin.path for origin in self.origins]
         self.labels = [""] if len(self.paths) == 1 else [f"{number}:" for number in range(len(self.paths))]
-        self.verify_on_open, self.chunk_cache_bytes = verify_on_open, chunk_cache_bytes
+        self.verify_on_open = verify_on_open
+        self.chunk_cache_bytes = chunk_cache_bytes
         self.schema: Schema | None = None
         self.problems: list[RolloutDataError] = []
         self.advice: list[RolloutDataError] = []
@@ -112,7 +113,8 @@ class Origins:
         if self.schema is None:
             self.schema = schema
         elif difference := self.schema.difference(schema):
-            expected, advice = f"the fields of {str(self.paths[0])!r}", "Open them as separate datasets"
+            expected = f"the fields of {str(self.paths[0])!r}"
+            advice = "Open them as separate datasets"
             raise DataFileError("open the folders together", repr(str(where)), expected, difference, advice)
 
 
@@ -233,7 +235,8 @@ class Choice:
                 ends = {}
             except CorruptFileError:  # reading the notes tells
                 ends = {**dict.fromkeys(fragments["trajectory"].tolist(), UNKNOWN), **ends}
-            flags, is_end = fragments["flags"], (fragments["flags"] & (OPEN | TRUNCATED)) > 0
+            flags = fragments["flags"]
+            is_end = (fragments["flags"] & (OPEN | TRUNCATED)) > 0
             for noted, marks in ((UNKNOWN, OPEN | END_UNKNOWN), (OPEN_END, OPEN)):
                 these = [key for key, end in ends.items() if end == noted]
                 is_noted = np.isin(fragments["trajectory"], these) & is_end

@@ -67,7 +67,8 @@ class Window:
 
     def __init__(self, entries: list[Entry], numbers: npt.NDArray[np.void], layouts: list[RowLayout]) -> None:
         size, layout, source_of, first_of = (np.ascontiguousarray(numbers[name]) for name in _NUMBERS.names or ())
-        is_start, ends = np.ones(len(size), bool), np.cumsum(size)
+        is_start = np.ones(len(size), bool)
+        ends = np.cumsum(size)
         is_start[1:] = (np.diff(layout) != 0) | (source_of[1:] != CACHED) | (source_of[:-1] != CACHED)
         is_start[1:] |= first_of[1:] != first_of[:-1] + size[:-1]
         starts = np.flatnonzero(is_start)
@@ -75,7 +76,8 @@ class Window:
         self._shift = (first_of - ends + size)[starts]
         self.num_samples = int(ends[-1])
         self.entries = [entries[place] for place in starts.tolist()]
-        self.layout, self.source = layout[starts], source_of[starts]
+        self.layout = layout[starts]
+        self.source = source_of[starts]
         self.layouts = {number: layouts[number] for number in self.layout.tolist()}
         first, *others = self.layouts.values()
         self.names = tuple(name for name in first.schema if all(name in one.schema for one in others))
@@ -123,14 +125,19 @@ class LiveTrajectories:
     """
 
     def __init__(self, window_size: int, capacity: int, cache: TrajectoryCache | None, trusted: bool) -> None:
-        self._window_size, self.capacity, self.cache, self._trusted = window_size, capacity, cache, trusted
+        self._window_size = window_size
+        self.capacity = capacity
+        self.cache = cache
+        self._trusted = trusted
         self.entries: dict[int, Entry] = {}
         self.fields: dict[str, Field] = {}
         self.num_samples = 0
         self.pool = BufferPool(16)
         self._layouts: dict[RowLayout, int] = {}
         #: The numbers of all entries end at `_stop`; there were `_offset` trajectories before the first of them.
-        self._numbers, self._stop, self._offset = np.zeros(_FIRST_ROOM, _NUMBERS), 0, 0
+        self._numbers = np.zeros(_FIRST_ROOM, _NUMBERS)
+        self._stop = 0
+        self._offset = 0
         self._window: tuple[int | None, Window] | None = None
         self._files: dict[RowLayout, FileMap] = {}
 
@@ -141,7 +148,8 @@ class LiveTrajectories:
             start = self._stop - len(self.entries)
             room = np.zeros(max(_FIRST_ROOM, len(self.entries)), _NUMBERS)
             self._numbers = np.concatenate([self._numbers[start:], room])
-            self._stop, self._offset = len(self.entries), self._offset + start
+            self._stop = len(self.entries)
+            self._offset = self._offset + start
         entry.place = self._offset + self._stop
         self._stop += 1
         self.entries[entry.trajectory_id] = entry
@@ -162,9 +170,11 @@ class LiveTrajectories:
     def note_moved(self, trajectory_ids: Iterable[int]) -> None:
         """Note where the rows of trajectories are now, of those that are live."""
         for entry in filter(None, map(self.entries.get, trajectory_ids)):
-            source, first = MAPPED if entry.block is not None and mapped_files.is_supported else ELSEWHERE, 0
+            source = MAPPED if entry.block is not None and mapped_files.is_supported else ELSEWHERE
+            first = 0
             if self.cache is not None and entry.trajectory_id in self.cache:
-                source, first = CACHED, self.cache.find(entry.trajectory_id)[0].first
+                source = CACHED
+                first = self.cache.find(entry.trajectory_id)[0].first
             layout = self._layouts.setdefault(entry.layout, len(self._layouts))
             self._numbers[entry.place - self._offset] = entry.num_samples, layout, source, first
         self._window = None
@@ -195,7 +205,8 @@ class LiveTrajectories:
             numbers = self._numbers[self._stop - size : self._stop]
             if min_weights_version is not None:
                 is_recent = [entry.is_recent(min_weights_version) for entry in entries]
-                numbers, entries = numbers[np.array(is_recent, bool)], list(compress(entries, is_recent))
+                numbers = numbers[np.array(is_recent, bool)]
+                entries = list(compress(entries, is_recent))
             if not entries:
                 got = "none" if min_weights_version is None else f"none of version {min_weights_version} or later"
                 raise BufferEmptyError("call TrajectoryReplayBuffer.sample", "", "at least one trajectory", got)
@@ -275,7 +286,8 @@ class LiveTrajectories:
 
     def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Arrays:
         """Copy rows from the cache, from mapped files, or of one trajectory that is elsewhere."""
-        entry, source = window.entries[run[0]], window.source[run[0]]
+        entry = window.entries[run[0]]
+        source = window.source[run[0]]
         if source == MAPPED:
             return self._mapped_rows(window, run, row, columns)
         if source == CACHED and self.cache is not None:
@@ -288,10 +300,12 @@ class LiveTrajectories:
         used, which = np.unique(run, return_inverse=True)
         entries = [window.entries[one] for one in used.tolist()]
         files = self._files_of(entries)
-        firsts, found = np.array([files.mapped[one.block.identity][1] for one in entries if one.block]), {}
+        firsts = np.array([files.mapped[one.block.identity][1] for one in entries if one.block])
+        found = {}
         for place, (_, name) in enumerate(files.places):
             if name in columns:
-                mapped, rows = files.arenas[DATA, name], firsts[which, place] + row
+                mapped = files.arenas[DATA, name]
+                rows = firsts[which, place] + row
                 if not all(map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())):
                     mapped.will_need(np.sort(rows), np.ones_like(rows))  # for all before waiting for the first
                 found[name] = self._taken(mapped.words_view, rows)
@@ -299,12 +313,14 @@ class LiveTrajectories:
 
     def _files_of(self, entries: list[Entry]) -> FileMap:
         """Map the files of entries of one layout."""
-        layout, blocks = entries[0].layout, [entry.block for entry in entries if entry.block is not None]
+        layout = entries[0].layout
+        blocks = [entry.block for entry in entries if entry.block is not None]
         files = self._files.get(layout)
         new = blocks if files is None else [block for block in blocks if block.identity not in files.mapped]
         if files is None or len(files.mapped) + len(new) > MAX_MAPPED_FILES or (new and not files.has_room(new)):
             self._files.pop(layout, None)  # and with it what it has mapped
-            files, new = FileMap({DATA: layout}, blocks), blocks
+            files = FileMap({DATA: layout}, blocks)
+            new = blocks
             self._files[layout] = files
         for block in new:
             with naming(block.sequence, block.path):

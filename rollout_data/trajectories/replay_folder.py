@@ -24,10 +24,12 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, 
 from .trajectory_files import FORMATS, Entry, find_block, find_files, read_whole
 from .trajectory_rows import Rows, layout_of
 
-INDEX_NAME, METADATA_NAME = "trajectory_index.json", "metadata.json"
+INDEX_NAME = "trajectory_index.json"
+METADATA_NAME = "metadata.json"
 #: What an earlier system called the index.
 LEGACY_INDEX_NAME = "trajector_index.json"
-_FORMAT, _VERSION = "rollout-data trajectories", 1
+_FORMAT = "rollout-data trajectories"
+_VERSION = 1
 #: Of some millions of trajectories.
 _MAX_INDEX_BYTES = 1 << 30
 #: The names of files have room for 18 digits.
@@ -114,7 +116,8 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
     taken: set[int] = set()
     for entry in entries:
         if entry.trajectory_id in taken:
-            entry.trajectory_id, next_id = next_id, next_id + 1
+            entry.trajectory_id = next_id
+            next_id = next_id + 1
         taken.add(entry.trajectory_id)
     return entries, found[0][1]._replace(next_id=next_id)
 
@@ -141,7 +144,9 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         is_ours = index.get("format") == _FORMAT
         counters = _counters_of((index.get("counters") if is_ours else about.exists() and read_json(about)) or {})
         ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # each once
-        files, entries, missing = find_files(folder), [], []
+        files = find_files(folder)
+        entries = []
+        missing = []
         for one in ids:
             formats = (counters.file_format, *FORMATS)
             path = next((files[one, each] for each in formats if (one, each) in files), None)
@@ -163,7 +168,8 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
 
 def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted: bool, verify: bool) -> Entry:
     (num_steps, num_envs), num_samples = map(int, item["shape"][:2]), int(item["num_samples"])
-    shape, block = (num_steps, num_envs), None
+    shape = (num_steps, num_envs)
+    block = None
 
     def wrong(expected: str, got: tuple[int, int]) -> CorruptFileError:
         return CorruptFileError("read the trajectory", repr(str(path)), expected, f"shape {list(got)}")
@@ -177,8 +183,10 @@ def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted
         found = read_whole(path, trusted)
         if found.shape != shape:
             raise wrong(f"shape {list(shape)}", found.shape)
-        layout, info = layout_of(found.tensors, f"of {str(path)!r}"), found.info
-    version, name = item.get("weights_version"), str(item.get("uuid") or uuid.uuid4().hex)
+        layout = layout_of(found.tensors, f"of {str(path)!r}")
+        info = found.info
+    version = item.get("weights_version")
+    name = str(item.get("uuid") or uuid.uuid4().hex)
     version = None if version is None else int(version)
     return Entry(trajectory_id, layout, shape, info, name, version, path, block=block)
 

@@ -68,7 +68,8 @@ class RowBlock:
 
     def _place(self, num_rows: int) -> int:
         """Find room: behind the last piece, in the first gap that is large enough, or in more memory."""
-        end, before = self._end, 0
+        end = self._end
+        before = 0
         if end + num_rows <= self.capacity:
             return end
         for first, stop in self._pieces.items():

@@ -53,7 +53,8 @@ def naming(trajectory_id: int, path: Path) -> Iterator[None]:
     except FileNotFoundError as cause:
         if path.exists():  # something else was not found
             raise
-        where, expected = f"{trajectory_id} in {str(path)!r}", "the file that it was saved to or loaded from"
+        where = f"{trajectory_id} in {str(path)!r}"
+        expected = "the file that it was saved to or loaded from"
         advice = "Put it back, or load a checkpoint that has it; files stay where they are while a buffer uses them"
         raise MissingTrajectoryError(_READ, where, expected, "no file", advice) from cause
 
@@ -208,7 +209,8 @@ def find_block(path: Path, trajectory_id: int, shape: tuple[int, int], verify: b
         header = open_block(path, verify)
         stamp = os.stat(path)
     num_steps, num_envs = shape
-    fragments, layout = header.fragments, layout_for(header.schema.values())
+    fragments = header.fragments
+    layout = layout_for(header.schema.values())
     is_whole = (
         header.sequence == trajectory_id
         and len(fragments) == num_envs  # before the lists below, whose length only the index states

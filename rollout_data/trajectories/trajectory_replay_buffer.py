@@ -91,7 +91,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
             if auto_save_path and os.fspath(auto_save_path) != os.fspath(save_path):
                 got = f"{str(save_path)!r} and {str(auto_save_path)!r}"
                 raise UsageError(what, "", "save_path or auto_save_path", got)
-            auto_save, auto_save_path = True, save_path
+            auto_save = True
+            auto_save_path = save_path
         self.trajectory_format = arguments.choice(what, "trajectory_format", trajectory_format, FORMATS)
         self.trusted = arguments.flag(what, "trusted", trusted)
         auto_save = arguments.flag(what, "auto_save", auto_save)
@@ -115,7 +116,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
         self._cache_size = cache_size if enable_cache else None
         max_pending_saves = arguments.whole(what, "max_pending_saves", max_pending_saves, 1)
         rank, world_size = self._next_id, self._id_step = _rank_of(what, rank, world_size)
-        self._monitor, self._is_closed = monitor, False
+        self._monitor = monitor
+        self._is_closed = False
         self._owner = Owner("a buffer with auto_save")
         self._lock: Any = OwnCondition(self._owner) if auto_save else threading.RLock()
         self._live = self._empty_state()
@@ -284,7 +286,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
     def close(self) -> None:
         """Save what is not saved yet, stop the thread, free all; raises a failure. Idempotent."""
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
+            was_closed = self._is_closed
+            self._is_closed = True
         if was_closed:
             return
         try:
@@ -368,7 +371,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
                     self._saver.warn_of_earlier()
                 if counters.rng is not None:
                     self.rng.set_state(folded(counters.rng, rank, step) if step > 1 else counters.rng)
-                self._next_id, self._id_step = max(counters.next_id, self._next_id) + rank, step
+                self._next_id = max(counters.next_id, self._next_id) + rank
+                self._id_step = step
 
     def _take(self, one: Leaves, layout: RowLayout, weights_version: int | None) -> int:
         """Copy a checked trajectory in; give its id."""

@@ -59,12 +59,17 @@ class TrajectorySaver:
         counters: Callable[[], Counters],
         timed: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self.folder, self.file_format, self._capacity = folder, file_format, capacity
+        self.folder = folder
+        self.file_format = file_format
+        self._capacity = capacity
         folder.mkdir(parents=True, exist_ok=True)
         #: Ids of the files of an earlier run that were neither loaded nor warned of.
         self._earlier = {number for number, _ in find_files(folder)}
         self.first_free_id = max(self._earlier, default=-1) + 1
-        self._lock, self._on_saved, self._counters, self._timed = lock, on_saved, counters, timed
+        self._lock = lock
+        self._on_saved = on_saved
+        self._counters = counters
+        self._timed = timed
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
         #: What the index is to name, oldest first; the ids that wait for their files, and whether it is to name them;
         #: the files to delete once an index that does not name them is written.
@@ -73,11 +78,13 @@ class TrajectorySaver:
         self._superfluous: set[Path] = set()
         self._unsaved: list[Entry] = []
         self._failure: BaseException | None = None
-        self._index_due_s, self._num_in_index = 0.0, 0
+        self._index_due_s = 0.0
+        self._num_in_index = 0
 
     def warn_of_earlier(self) -> None:
         """Warn once, at the call of the caller's caller, that the index will not name the files of an earlier run."""
-        number, self._earlier = len(self._earlier), set()
+        number = len(self._earlier)
+        self._earlier = set()
         if number:
             text = f"{number} trajectories of an earlier run are in {str(self.folder)!r}"
             advice = "the index will not name them. Load that folder first to go on with them"
@@ -137,7 +144,8 @@ class TrajectorySaver:
     def check(self) -> None:
         """Raise what an earlier save failed with, once."""
         with self._lock:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
         if failure is not None:
             got = str(failure).rstrip(".") or repr(failure)
             advice = "It stays in memory and is tried again at the next checkpoint or close()"
@@ -151,7 +159,8 @@ class TrajectorySaver:
         """Wait until everything is written, what failed before included; raise a failure."""
         self.wait()
         with self._lock:
-            again, self._unsaved = self._unsaved, []
+            again = self._unsaved
+            self._unsaved = []
             if again:
                 self._failure = None
         for entry in again:
@@ -172,7 +181,8 @@ class TrajectorySaver:
 
     def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, Block | None] | None:
         """Return the file here of a loaded entry, made if need be; None if its id is that of another."""
-        number, source = entry.trajectory_id, entry.path
+        number = entry.trajectory_id
+        source = entry.path
         assert source is not None
         path = there[0] if there else self.folder / entry.file_name(source.suffix[1:])
         if not there and number not in self._expected:
@@ -194,7 +204,9 @@ class TrajectorySaver:
             is_block = path.suffix == ".h5"
             block = find_block(path, entry.trajectory_id, entry.shape, verify=False)[1] if is_block else None
             with self._lock:
-                entry.path, entry.block, entry.rows = path, block, None
+                entry.path = path
+                entry.block = block
+                entry.rows = None
                 is_kept = self._note_saved(entry)
                 self._on_saved(entry.trajectory_id)
             if not is_kept:

@@ -41,16 +41,19 @@ class ChunkedOrder:
         self._seed = None if seed is None else np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
         place = np.arange(len(place)) if seed is None else place
         counts = np.diff(windows.first_window)[place]
-        place, counts = place[counts > 0], counts[counts > 0]
+        place = place[counts > 0]
+        counts = counts[counts > 0]
         # Anchors of a trajectory, counted over all of them one after the other.
         stop = np.cumsum(windows.lengths[place])
         anchor = stop - windows.lengths[place] + windows.first_anchor
-        first, last = anchor // num_frames, (anchor + (counts - 1) * windows.stride) // num_frames
+        first = anchor // num_frames
+        last = (anchor + (counts - 1) * windows.stride) // num_frames
         part = np.repeat(np.arange(len(place)), last - first + 1)
         chunk = counted_from(first, last - first + 1)
         low = -(-(chunk * num_frames - anchor[part]) // windows.stride)
         high = -(-((chunk + 1) * num_frames - anchor[part]) // windows.stride)
-        low, high = np.maximum(low, 0), np.minimum(high, counts[part])
+        low = np.maximum(low, 0)
+        high = np.minimum(high, counts[part])
         part, chunk, low, high = (column[high > low] for column in (part, chunk, low, high))
         _, chunk = np.unique(chunk, return_inverse=True)  # with a stride some have no anchor
         num_all = int(chunk[-1]) + 1 if len(chunk) else 0
@@ -59,7 +62,9 @@ class ChunkedOrder:
         order = np.argsort(rank[chunk], kind="stable")
         group = rank[chunk][order] // num_chunks
         #: int64 `[P]`: place of the trajectory, and which of its windows, in the order of groups.
-        self._place, self._low, self._high = place[part][order], low[order], high[order]
+        self._place = place[part][order]
+        self._low = low[order]
+        self._high = high[order]
         self._first_window = windows.first_window[self._place]
         self._parts = np.searchsorted(group, np.arange(-(-num_all // num_chunks) + 1))
         self.bounds: Int64s = np.append(0, np.cumsum(self._high - self._low))[self._parts]
@@ -94,7 +99,10 @@ class Route:
     """
 
     def __init__(self, store: RemoteFrames, plan: WindowPlan, windows: WindowIndex, order: ChunkedOrder) -> None:
-        self._store, self._plan, self._windows, self._order = store, plan, windows, order
+        self._store = store
+        self._plan = plan
+        self._windows = windows
+        self._order = order
         self._stocks: dict[int, list[Stock]] = {}
 
     def advance(self, start: int, stop: int) -> None:
@@ -112,18 +120,25 @@ class Route:
 
     def _ask(self, group: int) -> list[Stock]:
         place, low, high = self._order.ranges(group)
-        trajectory, lengths = self._windows.trajectories[place], self._windows.lengths[place]
-        stride, first_anchor, index = self._windows.stride, self._windows.first_anchor, self._store.index
+        trajectory = self._windows.trajectories[place]
+        lengths = self._windows.lengths[place]
+        stride = self._windows.stride
+        first_anchor = self._windows.first_anchor
+        index = self._store.index
         stocks = []
         for name, number in self._plan.columns.items():
             first, last = self._plan.shapes[number].reach
             if stride > last - first + 1:  # the frames between windows are not needed
                 which = np.repeat(np.arange(len(low)), high - low)
                 begin = first_anchor + counted_from(low, high - low) * stride
-                end, played, limit = begin, trajectory[which], lengths[which]
+                end = begin
+                played = trajectory[which]
+                limit = lengths[which]
             else:
-                begin, end = first_anchor + low * stride, first_anchor + (high - 1) * stride
-                played, limit = trajectory, lengths
+                begin = first_anchor + low * stride
+                end = first_anchor + (high - 1) * stride
+                played = trajectory
+                limit = lengths
             begin = np.clip(begin + first, 0, limit - 1)
             count = np.clip(end + last + 1, 1, limit) - begin
             runs = index.locate(played, begin, count, np.cumsum(count) - count)
@@ -134,9 +149,11 @@ class Route:
         return stocks
 
     def _ask_finals(self, trajectory: Int64s) -> list[Stock]:
-        index, layout = self._store.index, self._store.layouts[FINAL]
+        index = self._store.index
+        layout = self._store.layouts[FINAL]
         sources = {name for field in self._plan.fields if field.is_next for name in field.sources}
         columns = sorted({layout.column_of[name].name for name in sources}) if len(trajectory) else []
-        block, row = index.final_block[trajectory], index.final_row[trajectory]
+        block = index.final_block[trajectory]
+        row = index.final_row[trajectory]
         runs = Runs(np.arange(len(row)), block, row, np.ones(len(row), np.int64))
         return [Stock(self._store, (FINAL, name), runs) for name in columns]

@@ -23,7 +23,9 @@ _LEAST_PART = 1e-6
 #: A feature whose quantiles lie closer together than this part of the larger one counts as constant: scaled by their
 #: distance, a value at rest outside of them would become larger than 1000.
 _LEAST_QUANTILE_PART = 1 / 500
-_OFFSET, _SCALE, _NEXT = "offset:", "scale:", "next_"
+_OFFSET = "offset:"
+_SCALE = "scale:"
+_NEXT = "next_"
 _CREATE = "create a Normalizer"
 #: Modules do not take names with dots.
 _DOT = "%2E"
@@ -147,7 +149,8 @@ class Normalizer(torch.nn.Module):
             return values._replace(**moved, **({"extras": self._of_batch(extras, prefix, function)} if extras else {}))
         out = values.copy()
         for key in list(values.keys()):
-            value, name = values[key], f"{prefix}{key}"
+            value = values[key]
+            name = f"{prefix}{key}"
             if isinstance(value, Tensor) and (found := self._numbers(name)) is not None:
                 out[key] = _moved(value, name, *found, function)
             elif hasattr(value, "items") and not isinstance(value, Tensor):
@@ -185,18 +188,22 @@ def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[s
 def _offset_and_scale(
     name: str, statistics: FieldStatistics, mode: str, min_range: float | None
 ) -> tuple[Tensor, Tensor]:
-    offset, scale = statistics.mean, statistics.std
+    offset = statistics.mean
+    scale = statistics.std
     is_constant = torch.zeros_like(scale, dtype=torch.bool)
     if mode != "mean_std":
         levels = torch.tensor(statistics.levels)
         if mode == "quantiles" and len(levels) < 2:
             raise UsageError("normalize the field", repr(name), "at least two quantiles", str(statistics.levels))
-        low, high = statistics.min, statistics.max
+        low = statistics.min
+        high = statistics.max
         if mode == "quantiles":
-            low, high = statistics.quantiles[levels.argmin()], statistics.quantiles[levels.argmax()]
+            low = statistics.quantiles[levels.argmin()]
+            high = statistics.quantiles[levels.argmax()]
             least = _LEAST_QUANTILE_PART * torch.maximum(low.abs(), high.abs())
             is_constant = high - low < (least if min_range is None else min_range)
-        offset, scale = low / 2 + high / 2, high / 2 - low / 2
+        offset = low / 2 + high / 2
+        scale = high / 2 - low / 2
     if not (offset.isfinite().all() and scale.isfinite().all()):
         advice = "Leave the field out, or the frames in which it is NaN or infinite"
         raise UsageError("normalize the field", repr(name), "finite statistics", "NaN or infinite ones", advice)

@@ -21,7 +21,8 @@ class WindowLosses:
 
     def __init__(self) -> None:
         self.known: set[str] = set()
-        self._board, self._num_heard = Board(), 0
+        self._board = Board()
+        self._num_heard = 0
 
     def add(self, name: Sequence[Any], problem: DataFileError) -> None:
         """Note that the window of a name cannot be read."""

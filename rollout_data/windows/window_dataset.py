@@ -125,7 +125,8 @@ class WindowDataset(WindowBatches):
     ) -> None:
         self.on_error = choice(CREATE, "on_error", on_error, get_args(OnError))
         self.losses, self._intact = WindowLosses(), 0  # the last window that was found to be readable
-        self.data_dir, self._origins = data_dir, present_origins_of(data_dir, CREATE, "data_dir")
+        self.data_dir = data_dir
+        self._origins = present_origins_of(data_dir, CREATE, "data_dir")
         self.padding = choice(CREATE, "padding", padding, get_args(Padding))
         self.length = whole(CREATE, "length", length, 1, MAX_FRAMES)
         self.stride = whole(CREATE, "stride", stride, 1, MAX_FRAMES)
@@ -135,7 +136,8 @@ class WindowDataset(WindowBatches):
         self._next_observations = flag(CREATE, "next_observations", next_observations)
         self._contiguous = flag(CREATE, "contiguous", contiguous)
         self._flatten_observations = flag(CREATE, "flatten_observations", flatten_observations)
-        self._has_texts, self._notes = flag(CREATE, "texts", texts), Notes()
+        self._has_texts = flag(CREATE, "texts", texts)
+        self._notes = Notes()
         self._verify_on_open = flag(CREATE, "verify_on_open", verify_on_open)
         self._remote = checked_remote(CREATE, remote)
         self._chunk_cache_bytes = whole(CREATE, "chunk_cache_bytes", chunk_cache_bytes, 0)
@@ -162,14 +164,18 @@ class WindowDataset(WindowBatches):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
             raise UsageError(CREATE, f"of {self.data_dir!r}", "recorded trajectories", found)
         if not len(self._store.index) and self.problems and self.opened_as is None:
-            expected, cause = "a trajectory that can be read", self.problems[0]
+            expected = "a trajectory that can be read"
+            cause = self.problems[0]
             raise DataFileError("read windows", f"of {self.data_dir!r}", expected, "none", str(cause)) from cause
-        may_lack, self._may_lack = self._may_lack and upto is not None, False
+        may_lack = self._may_lack and upto is not None
+        self._may_lack = False
         found_now = _fingerprint(self._store, self.trajectories)
         if self.opened_as is not None and found_now != fingerprint and not may_lack:
-            what, expected = f"of {self.data_dir!r}", "the trajectories that it was opened with"
+            what = f"of {self.data_dir!r}"
+            expected = "the trajectories that it was opened with"
             raise DataFileError("open the windows again", what, expected, "others", "Open the dataset anew")
-        layout, next_observations = self._store.layouts[DATA], self._next_observations
+        layout = self._store.layouts[DATA]
+        next_observations = self._next_observations
         self.plan: WindowPlan = plan_windows(
             layout, self.length, self._delta, self._fields, next_observations, self._flatten_observations
         )
@@ -197,11 +203,13 @@ class WindowDataset(WindowBatches):
         return {**super().__getstate__(), "_spot": self._source.shared(self._store) if is_for_worker else None}
 
     def _why_empty(self) -> str:
-        where, num = f"there is no window in {str(self.data_dir)!r}", len(self.trajectories)
+        where = f"there is no window in {str(self.data_dir)!r}"
+        num = len(self.trajectories)
         if not num and self._split.split is None:
             return f"{where}: no trajectory was kept"
         if not num:
-            total, fraction = int(self._store.index.is_present().sum()), self._split.validation_fraction
+            total = int(self._store.index.is_present().sum())
+            fraction = self._split.validation_fraction
             return f"{where}: split {self._split.split!r} has none of {total} trajectories ({fraction} for validation)"
         needed = f"the {self._windows.least_length} frames that one needs (length {self.length}, stride {self.stride})"
         longest = f"the longest of {num} has {int(self._windows.lengths.max())}"
@@ -320,7 +328,8 @@ class WindowDataset(WindowBatches):
         """Frames of a chunk, the rows beyond its end left out, and chunks of a group; nothing without a network."""
         if not self._source.is_remote:
             return []
-        columns, reaches = self._store.layouts[DATA].columns, [shape.reach for shape in self.plan.shapes]
+        columns = self._store.layouts[DATA].columns
+        reaches = [shape.reach for shape in self.plan.shapes]
         row_bytes = sum(columns[name].row_bytes for name in self.plan.columns)
         beyond = max(high for _, high in reaches) - min(low for low, _ in reaches) if reaches else 0
         return [max(1, self._remote.chunk_bytes // max(1, row_bytes) - beyond), self._remote.num_chunks]
@@ -372,7 +381,8 @@ class WindowDataset(WindowBatches):
                 return
             if isinstance(problem, LostBlockError) and not isinstance(problem.__cause__, DataFileError):  # gone
                 self._store.is_lost[self._store.index.trajectories_in([problem.block])] = True
-        where, got = repr(", ".join(map(str, self._source.paths))), f"none of {len(self)}"
+        where = repr(", ".join(map(str, self._source.paths)))
+        got = f"none of {len(self)}"
         cause = self.problems[-1]
         raise DataFileError("read windows", f"of {where}", "a window that can be read", got, str(cause)) from cause
 
@@ -401,7 +411,8 @@ class WindowDataset(WindowBatches):
         if problem is None:
             return None
         place, anchor = self._windows.find(np.array([window]))
-        trajectory, length = int(self.trajectories[place[0]]), int(self._windows.lengths[place[0]])
+        trajectory = int(self.trajectories[place[0]])
+        length = int(self._windows.lengths[place[0]])
         return damaged_frame(self._store, self.plan, trajectory, int(anchor[0]), length) or problem
 
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:

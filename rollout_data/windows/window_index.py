@@ -87,7 +87,9 @@ class WindowIndex:
     def __init__(
         self, index: TrajectoryIndex, trajectories: Int64s, first_delta: int, last_delta: int, stride: int, pads: bool
     ) -> None:
-        self._index, self.trajectories, self.stride = index, trajectories, stride
+        self._index = index
+        self.trajectories = trajectories
+        self.stride = stride
         self.lengths = index.lengths[trajectories]
         self.first_anchor = 0 if pads else max(0, -first_delta)
         #: Frames that a trajectory has at least, of which there is a window.
@@ -205,7 +207,8 @@ def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows:
         raise UsageError(action, "", "windows as a list of whole numbers", f"{windows.dtype}, shape {windows.shape}")
     if windows.dtype == np.int64 and int(windows.view(np.uint64).max()) < num_windows:  # none is negative
         return windows
-    low, high = int(windows.min()), int(windows.max())
+    low = int(windows.min())
+    high = int(windows.max())
     if low < -num_windows or high >= num_windows:
         wrong = high if high >= num_windows else low
         raise OutOfRangeError(action, "", f"windows in {-num_windows}:{num_windows}", str(wrong))
@@ -268,7 +271,8 @@ class WindowShape:
         lengths = np.repeat(lengths, len(self.first))
         is_cut = (start < 0) | (start + counts > lengths)
         num_pieces = np.where(is_cut, counts, 1)
-        run, target = np.repeat(np.arange(len(counts)), num_pieces), counted_from(target, num_pieces)
+        run = np.repeat(np.arange(len(counts)), num_pieces)
+        target = counted_from(target, num_pieces)
         frame = np.clip(counted_from(start, num_pieces), 0, lengths[run] - 1)
         return trajectory[run], frame, np.where(is_cut, 1, counts)[run], target
 

@@ -136,7 +136,8 @@ class WindowMixture(WindowBatches):
 
         It is kept in a file of the user's cache folder; see `WindowDataset.statistics`.
         """
-        parts, names = [dataset.frames for dataset in self.datasets], self.datasets[0].field_names
+        parts = [dataset.frames for dataset in self.datasets]
+        names = self.datasets[0].field_names
         return compute_statistics("call WindowMixture.statistics", parts, None, names, quantiles, use_cache, progress)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
@@ -164,7 +165,8 @@ class WindowMixture(WindowBatches):
         member, numbers = self.locate(windows)
         kept = np.ones(len(member), bool)
         for one in np.unique(member).tolist():
-            dataset, places = self.datasets[one], np.flatnonzero(member == one)
+            dataset = self.datasets[one]
+            places = np.flatnonzero(member == one)
             if (on_error or dataset.on_error) == "skip":
                 kept[places] = np.isin(numbers[places], dataset.readable(numbers[places]))
         return (self._first[member] + numbers)[kept]
@@ -202,7 +204,8 @@ class WindowMixture(WindowBatches):
 
     def _arrivals(self, seed: Sequence[int], turn: int) -> tuple[Int64s, Int64s]:
         """Draw windows for one turn: their numbers, and their times, ascending."""
-        windows, times = [], []
+        windows = []
+        times = []
         for member, dataset in enumerate(self.datasets):
             place, time = arrivals(dataset.random_keys([*seed, member, turn]), self._means[member], turn)
             windows.append(self._first[member] + place)
@@ -260,10 +263,12 @@ class MixtureSampler(Shown, Sampler[int]):
     """
 
     def __init__(self, mixture: WindowMixture, num_samples: int, seed: int, even: Even, shard: ShardChoice) -> None:
-        self.mixture, self.num_samples = mixture, num_samples
+        self.mixture = mixture
+        self.num_samples = num_samples
         self.seed = whole(_SAMPLER, "seed", seed, 0)
         self.even = choice(_SAMPLER, "even", even, get_args(Even))
-        self._shard, self.epoch = checked_shard(shard, _SAMPLER), 0
+        self._shard = checked_shard(shard, _SAMPLER)
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of another epoch, and count on from there."""
@@ -293,7 +298,8 @@ def num_upto_draw(windows: Any, draws: Int64s, keys: Int64s, last: Sequence[Any]
         last: Key of the draw, and the name of its window.
     """
     key, *name = last
-    first, stop = np.searchsorted(keys, key), np.searchsorted(keys, key, side="right")
+    first = np.searchsorted(keys, key)
+    stop = np.searchsorted(keys, key, side="right")
     return int(first + np.count_nonzero(draws[first:stop] < windows.num_upto(name)))
 
 
@@ -346,10 +352,8 @@ class WindowLoader(Shown):
     ) -> None:
         self.on_error = None if on_error is None else choice(_CREATE, "on_error", on_error, get_args(OnError))
         if not isinstance(dataset, WindowBatches):
-            expected, advice = (
-                "dataset as a WindowDataset or a WindowMixture",
-                "A RolloutDataset gives its batches itself",
-            )
+            expected = "dataset as a WindowDataset or a WindowMixture"
+            advice = "A RolloutDataset gives its batches itself"
             raise UsageError(_CREATE, "", expected, type(dataset).__name__, advice)
         self.batch_size = whole(_CREATE, "batch_size", batch_size, 1)
         self.even = choice(_CREATE, "even", even, get_args(Even))
@@ -375,7 +379,8 @@ class WindowLoader(Shown):
 
     def _go_to(self, epoch: int) -> None:
         self.epoch = epoch  #: The epoch that the next batch belongs to.
-        self._position, self._windows = 0, self.dataset
+        self._position = 0
+        self._windows = self.dataset
         self._until: Any = None  # the last key of an epoch that was begun elsewhere
         self._is_of_version_2 = False
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
@@ -394,7 +399,8 @@ class WindowLoader(Shown):
 
     def __getitem__(self, window: Any) -> Any:
         """Raise `UsageError`: a loader is iterated over; a `DataLoader` takes its `dataset`."""
-        expected, advice = "a loop over it", "A DataLoader takes the WindowDataset, with collate_fn=dataset.collate"
+        expected = "a loop over it"
+        advice = "A DataLoader takes the WindowDataset, with collate_fn=dataset.collate"
         raise UsageError("take an item of a WindowLoader", "", expected, f"[{window!r}]", advice)
 
     @property
@@ -420,11 +426,13 @@ class WindowLoader(Shown):
         return rank_batches(start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        epoch, start = self.epoch, self._position
+        epoch = self.epoch
+        start = self._position
         self._ordered = self._ordered or self._order(epoch)
         order = self._ordered[0]
         self._turn += 1
-        turn, global_size = self._turn, self.batch_size * current_shard(self._shard).total
+        turn = self._turn
+        global_size = self.batch_size * current_shard(self._shard).total
         windows, bounds = self._windows, self._bounds(start, len(order))
         ahead_of = windows.ahead([self.seed, epoch] if self.shuffle else None)
 

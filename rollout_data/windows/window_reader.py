@@ -25,7 +25,8 @@ from ..blocks.trajectory_index import Int64s, LostBlockError
 from ..sources.frame_store import FrameStore
 from .window_index import CREATE, WindowShape
 
-MASK, NEXT_MASK = "mask", "next_mask"
+MASK = "mask"
+NEXT_MASK = "next_mask"
 #: Fields that are not stored: they follow from where a trajectory ends, and how.
 DONE, TIMEOUT = "done", "timeout"
 FLAGS = (DONE, TIMEOUT)
@@ -250,11 +251,16 @@ class WindowReader:
         mask_is_one: bool,
         contiguous: bool,
     ) -> None:
-        self.store, self.plan = store, plan
+        self.store = store
+        self.plan = plan
         self._trajectories = trajectories
-        self._is_zero, self._mask_is_one, self._contiguous = padding == "zero", mask_is_one, contiguous
-        self._layout, index = store.layouts[DATA], store.index
-        self._lengths, self._is_timeout = index.lengths[trajectories], index.is_timeout()[trajectories]
+        self._is_zero = padding == "zero"
+        self._mask_is_one = mask_is_one
+        self._contiguous = contiguous
+        self._layout = store.layouts[DATA]
+        index = store.index
+        self._lengths = index.lengths[trajectories]
+        self._is_timeout = index.is_timeout()[trajectories]
         final = index.final_row[trajectories] >= 0
         is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
         self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
@@ -308,7 +314,8 @@ class WindowReader:
         return rows
 
     def _cut(self, field: WindowField) -> tuple[list[Any], bool]:
-        cut, parts = FrameCut(self._layout, field.sources, field.is_joined), []
+        cut = FrameCut(self._layout, field.sources, field.is_joined)
+        parts = []
         for part, chosen in zip(cut.parts or [cut], field.rows, strict=False):
             width = len(self.plan.shapes[self.plan.columns[part.column]].deltas)
             if isinstance(chosen, slice):
@@ -348,7 +355,8 @@ class WindowReader:
 
     def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
         """`done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
-        flag, last = np.zeros((len(at.anchor), len(field.deltas)), bool), field.reach[1] + 1
+        flag = np.zeros((len(at.anchor), len(field.deltas)), bool)
+        last = field.reach[1] + 1
         if at.least_after <= last or self._has_single_frames:
             near = np.flatnonzero((at.after <= last) | (at.length == 1))
             after = at.after[near, None] - 1
@@ -370,7 +378,10 @@ class _Places:
     """
 
     def __init__(self, place: Int64s, anchor: Int64s, length: Int64s) -> None:
-        self.place, self.anchor, self.length, self.after = place, anchor, length, length - anchor
+        self.place = place
+        self.anchor = anchor
+        self.length = length
+        self.after = length - anchor
         self.least_after = int(self.after.min(initial=MAX_FRAMES))
 
     def reaches_outside(self, low: int, high: int) -> bool:

@@ -193,7 +193,8 @@ class WorkerMemory:
         def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             """Return the next bytes of the place; ordinary memory where they do not suffice."""
             nonlocal num_bytes
-            start, size = num_bytes, prod(shape) * dtype.itemsize
+            start = num_bytes
+            size = prod(shape) * dtype.itemsize
             num_bytes += -(-size // _ALIGNMENT) * _ALIGNMENT
             if size and num_bytes <= len(memory):
                 return memory[start : start + size].view(dtype).view(tuple(shape))
@@ -230,7 +231,8 @@ class _SharedPlace:
     """Shared memory for one batch. All of it is taken from the system at once, so there are as few as will do."""
 
     def __init__(self, memory: SharedMemory, num_bytes: int) -> None:
-        self.memory, self.num_bytes = memory, num_bytes
+        self.memory = memory
+        self.num_bytes = num_bytes
         self._bytes = memory.take(_HEADER_BYTES + num_bytes)
         self.flags = self._bytes[:_HEADER_BYTES]
         self._part: weakref.ref[np.ndarray] | None = None
@@ -274,7 +276,8 @@ class _SharedBatch(WindowBatch):
 
 
 def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
-    place, batch.place = batch.place, None
+    place = batch.place
+    batch.place = None
     if place is None:  # sent before: the receiver may drop it, which frees the place
         return batch.__reduce__()
     form = map_leaves(place.spot, batch)

@@ -103,7 +103,8 @@ def episode_notes(action: str, given: Any, marks: np.ndarray, is_step: bool) -> 
     Raises:
         UsageError: It has another form, cannot be JSON, or is said of an env that has no frame.
     """
-    num_envs, found = marks.shape[1], []
+    num_envs = marks.shape[1]
+    found = []
     for step, of_step in enumerate([given] if is_step else _listed(action, given, len(marks), "step")):
         one_by_one = [of_step] if num_envs == 1 and isinstance(of_step, Mapping) else of_step
         for env, said in enumerate(() if of_step is None else _listed(action, one_by_one, num_envs, "environment")):
@@ -174,13 +175,16 @@ class NoteCount:
         self._is_used |= bool(notes.episodes)
         if not self._is_used:
             return
-        counts, start, is_end = self._num_bytes.copy(), 0, marks & ENDS > 0
+        counts = self._num_bytes.copy()
+        start = 0
+        is_end = marks & ENDS > 0
         for step, env, data in notes.episodes:
             counts[is_end[start:step].any(axis=0)] = 0
             start = step
             counts[env] += len(data)
             if counts[env] > MAX_NOTE_BYTES:
-                expected, got = f"at most {MAX_NOTE_BYTES} bytes said of an episode", f"{counts[env]} of env {env}"
+                expected = f"at most {MAX_NOTE_BYTES} bytes said of an episode"
+                got = f"{counts[env]} of env {env}"
                 raise UsageError(action, "with episode=", expected, got, "Record what is large as a field")
         counts[is_end[start:].any(axis=0)] = 0
         self._num_bytes = counts

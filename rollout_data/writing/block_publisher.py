@@ -66,9 +66,14 @@ class BlockPublisher:
         frames_per_chunk: int | None,
         retention: Mapping[str, Any] | None,
     ) -> None:
-        self._journal, self._folder, self._writer = journal, journal.path.parent, journal.writer
-        self._max_pending, self._durable, self._is_tentative = max_pending, durable, is_tentative
-        self._frames_per_chunk, self._retention = frames_per_chunk, retention
+        self._journal = journal
+        self._folder = journal.path.parent
+        self._writer = journal.writer
+        self._max_pending = max_pending
+        self._durable = durable
+        self._is_tentative = is_tentative
+        self._frames_per_chunk = frames_per_chunk
+        self._retention = retention
         #: What "auto" chose for each field on the first block.
         self._codecs: dict[str, str] = {}
         self.failure: BaseException | None = None
@@ -102,7 +107,8 @@ class BlockPublisher:
         """Raise what made a block fail, if one did; again at every call. Raise in a forked child."""
         self.owner.check()
         if self.failure is not None:
-            where, expected = f"in {str(self._folder)!r}", "a writable folder with room"
+            where = f"in {str(self._folder)!r}"
+            expected = "a writable folder with room"
             advice = "What was published before is intact; close this writer and start another one"
             raise BackgroundError("publish a block", where, expected, str(self.failure), advice) from self.failure
 
@@ -129,12 +135,14 @@ class BlockPublisher:
         try:
             content, carry = staging.content(self._writer, self._sequence, self._carry, self._is_tentative)
             if len(content.fragments):
-                content.codecs, content.frames_per_chunk = self._codecs, self._frames_per_chunk
+                content.codecs = self._codecs
+                content.frames_per_chunk = self._frames_per_chunk
                 if self._durable and not self._num_blocks:
                     sync_path(self._folder / METADATA_NAME)
                 self._journal.announce(self._sequence, num_accepted)
                 write_block(self._folder, content, self._durable, None if self._is_awaited else 1)
-                self._sequence, self._num_blocks = self._sequence + 1, self._num_blocks + 1
+                self._sequence = self._sequence + 1
+                self._num_blocks = self._num_blocks + 1
                 self._num_uncached += 1
             self._carry = carry
             self._journal.publish(num_accepted)
@@ -177,13 +185,16 @@ def check_storable(schema: Schema) -> None:
         types = [layout.numpy_dtype(column) for column in layout.columns.values()]
         sizes += [len(h5py.h5t.py_create(dtype, logical=True).encode()) for dtype in types]
     if max(sizes) > _MAX_ENTRY_BYTES:
-        expected, got = f"a description of at most {_MAX_ENTRY_BYTES} bytes", f"{max(sizes)} bytes"
+        expected = f"a description of at most {_MAX_ENTRY_BYTES} bytes"
+        got = f"{max(sizes)} bytes"
         raise SchemaError("store", f"{len(schema)} fields", expected, got, "Join fields to wider ones")
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
     """Find where the numbering of a writer goes on: sequence, trajectories, time in ns."""
-    sequence, trajectory, last_ns = 0, 0, 0
+    sequence = 0
+    trajectory = 0
+    last_ns = 0
     for path in sorted(folder.glob(f"rollout_{writer}_*.h5")):
         try:
             header = read_header(path)

@@ -63,11 +63,13 @@ def split_components(
     parts = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] == head}
     others = {name: leaf for name, leaf in leaves.items() if name not in parts}
     if head in parts:
-        flat, width = parts[head], sum(map(prod, wanted.values()))
+        flat = parts[head]
+        width = sum(map(prod, wanted.values()))
         if flat.ndim < 2 or flat.shape[-1] != width:
             expected = f"{width} values in the last dimension, as obs_segments add up to"
             raise SchemaError(action, f"with the field {head!r}", expected, f"shape {tuple(flat.shape)}")
-        parts, start = {}, 0
+        parts = {}
+        start = 0
         for name, shape in wanted.items():
             stop = start + prod(shape)
             parts[name] = flat[..., start:stop].reshape(*flat.shape[:-1], *shape)
@@ -75,7 +77,8 @@ def split_components(
     elif parts:
         check_same_names(wanted, parts, action)
         for name, shape in wanted.items():
-            leaf, forms = parts[name], (shape, (prod(shape),))
+            leaf = parts[name]
+            forms = (shape, (prod(shape),))
             leads = [num for num in num_leads if leaf.ndim >= num and leaf.shape[num:] in forms]
             if not leads:
                 expected = f"shape [..., {shape}] as in obs_segments"

@@ -180,7 +180,9 @@ class ConversionNote:
 
     def resume(self, there: ConversionNote) -> None:
         """Copy the episodes of an earlier note; files of all episodes only where they are blocks of ours."""
-        self.rows, self.files, self.stored = there.rows, there.files, there.stored
+        self.rows = there.rows
+        self.files = there.files
+        self.stored = there.stored
         self.published = there.published
         self.unplaced = there.unplaced
         self.files_of_all = there.files_of_all if there.published else {}

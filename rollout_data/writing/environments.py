@@ -50,21 +50,26 @@ class Simulator:
         if autoreset not in (None, *_MODES.values()):
             raise UsageError(action, "", f"autoreset {nearest(str(autoreset), _MODES.values())}", repr(autoreset))
         self.action = action
-        self.env, self.num_envs, self.seen = env, 1 if self._is_single else int(num_envs), dict[str, Any]()
+        self.env = env
+        self.num_envs = 1 if self._is_single else int(num_envs)
+        self.seen = dict[str, Any]()
         #: Where the env has its tensors; None where it has arrays.
         self._device: torch.device | None = None
         self.name = str(getattr(_attribute(env, "spec"), "id", None) or type(getattr(env, "unwrapped", env)).__name__)
-        self.is_over, self.infos = np.zeros(self.num_envs, bool), dict[str, Any]()
+        self.is_over = np.zeros(self.num_envs, bool)
+        self.infos = dict[str, Any]()
         mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
         mode = _MODES.get(str(getattr(mode, "value", mode)).replace("_", "").lower())
         mode = autoreset or mode or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
-        self._is_mode_told, self._mode = mode is not None, mode or ("disabled" if self._is_single else None)
+        self._is_mode_told = mode is not None
+        self._mode = mode or ("disabled" if self._is_single else None)
         #: Whether the space of actions is that of all envs; stable-baselines3's is that of one.
         self._is_space_of_all = self._is_single or _attribute(env, "single_action_space") is not None
 
     def start(self, seed: int | None) -> Any:
         """Reset all envs; give the observation as the env gives it."""
-        options, observation = {}, None
+        options = {}
+        observation = None
         if seed is not None and self._is_space_of_all:
             options = {"seed": seed}
         elif seed is not None and hasattr(self.env, "seed"):
@@ -120,7 +125,8 @@ class Simulator:
             advice = "Give autoreset='next_step' if the environment resets itself"
             raise UsageError("step", repr(self.name), "reset() after the end of an episode", "none", advice)
         observation, *middle, infos = result
-        infos, privileged = joined(infos), None
+        infos = joined(infos)
+        privileged = None
         if len(middle) == 3 and not self._is_gymnasium(*middle):
             privileged, *middle = middle
         reward, *flags = middle
@@ -174,7 +180,8 @@ class Simulator:
         is_group = hasattr(observation, "items") and "policy" in dict(observation.items())
         if is_told or (is_group and isinstance(_leaf(observation), torch.Tensor)):
             return "same_step"
-        expected, got = "metadata['autoreset_mode'] or infos['final_obs']", "nothing that tells when an env is reset"
+        expected = "metadata['autoreset_mode'] or infos['final_obs']"
+        got = "nothing that tells when an env is reset"
         advice = "Give autoreset='next_step', 'same_step' or 'disabled'"
         raise UsageError("record the end of an episode", f"of {self.name!r}", expected, got, advice)
 
@@ -410,7 +417,8 @@ def _as_arrays(value: Any, space: Any, is_of_all: bool) -> Any:
         return {key: _as_arrays(item, space[key], is_of_all) for key, item in value.items()}
     if isinstance(value, tuple) and isinstance(getattr(space, "spaces", None), tuple):
         return tuple(_as_arrays(item, part, is_of_all) for item, part in zip(value, space.spaces, strict=True))
-    array, shape = on_host(value), getattr(space, "shape", None)
+    array = on_host(value)
+    shape = getattr(space, "shape", None)
     if is_of_all and shape is not None and array.shape != shape and array.size == int(np.prod(shape)):
         array = array.reshape(shape)
     return np.array(array, dtype=getattr(space, "dtype", None))

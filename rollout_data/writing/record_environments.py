@@ -272,19 +272,27 @@ class _Recorder:
         self._default_limit = max(1000, 10 * num_envs)
         self._limit = self._default_limit if max_dropped is None else max_dropped
         arguments.real(action, "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1)
-        self._goes_on, self._has_warned = is_in_loop and max_dropped is None, False
-        self.simulator, self._success_only, self._keep = simulator, success_only, keep
+        self._goes_on = is_in_loop and max_dropped is None
+        self._has_warned = False
+        self.simulator = simulator
+        self._success_only = success_only
+        self._keep = keep
         self._names = (success_key, f"is_{success_key}")
         self._is_choosing = success_only or keep is not None
         context = {"env": simulator.name, "success_traj_only": success_only, **(metadata or {})}
         self.writer = RolloutWriter(
             data_dir, num_envs, metadata=context, success_only=self._is_choosing, **writer_options
         )
-        self._lengths, self._rewards = np.zeros(num_envs, np.int64), np.zeros(num_envs)
-        self._has_succeeded, self._is_success_told = np.zeros(num_envs, bool), False
-        self._sum_of_rewards, self._num_ended, self._num_dropped_in_a_row = 0.0, 0, 0
+        self._lengths = np.zeros(num_envs, np.int64)
+        self._rewards = np.zeros(num_envs)
+        self._has_succeeded = np.zeros(num_envs, bool)
+        self._is_success_told = False
+        self._sum_of_rewards = 0.0
+        self._num_ended = 0
+        self._num_dropped_in_a_row = 0
         #: What the env showed before the next step to be recorded, and the same of a step to come after a reset.
-        self._before, self._fresh = simulator.seen, simulator.seen
+        self._before = simulator.seen
+        self._fresh = simulator.seen
         self._action: Any = None
         self._reset: Any = slice(None)
         self._seed: Any = None
@@ -329,7 +337,8 @@ class _Recorder:
 
     def _take(self, result: Any) -> None:
         """Record a step; one with tensors on a GPU when it has arrived on the host."""
-        fresh, self._fresh = self._fresh, {}
+        fresh = self._fresh
+        self._fresh = {}
         *values, infos = result
         step = (fresh, self._action, (*values, needed_infos(infos, {*self._names, TASK, "observations"})))
         if has_device_tensors(step):
@@ -414,7 +423,8 @@ class _Recorder:
         success, is_told = told(infos, self._names, len(done))
         if (final := infos.get("final_info")) is not None:
             last, is_last_told = told(joined(final), self._names, len(done))  # the rest is of the next episode
-            success, is_told = np.where(done, last, success), np.where(done, is_last_told, is_told)
+            success = np.where(done, last, success)
+            is_told = np.where(done, is_last_told, is_told)
         return success, is_told
 
     def _chosen(
@@ -441,7 +451,8 @@ class _Recorder:
         limit = self._limit if is_told else min(self._limit, self._default_limit)
         if self._num_dropped_in_a_row < limit or (is_told and self._has_warned):
             return
-        why, advice = "keep is false of them", "Change the policy or keep, or raise max_dropped"
+        why = "keep is false of them"
+        advice = "Change the policy or keep, or raise max_dropped"
         if self._success_only and is_told:
             why = "they ended without success" + (" or keep is false of them" if self._keep else "")
         elif not is_told:
@@ -486,7 +497,8 @@ def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
         return torch.no_grad()(act), name
 
     def to_tensor(value: Any) -> torch.Tensor:
-        tensor, parameter = as_given(value), next(policy.parameters(), torch.zeros((), device="cpu"))
+        tensor = as_given(value)
+        parameter = next(policy.parameters(), torch.zeros((), device="cpu"))
         return tensor.to(parameter.device, parameter.dtype if tensor.is_floating_point() else tensor.dtype)
 
     return torch.no_grad()(lambda observation: act(mapped(to_tensor, observation))), name

@@ -109,7 +109,8 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
     missing = {known: name for known, name in (_ALIASES | {n: n for n in _OTHER_NAMES}).items() if name not in values}
     for name in sorted(values.keys() - _OTHER_NAMES.keys()):
         for known, meant in missing.items():
-            ratio, length = SequenceMatcher(None, name.lower(), known).ratio(), len(name) + len(known)
+            ratio = SequenceMatcher(None, name.lower(), known).ratio()
+            length = len(name) + len(known)
             is_close = (ratio >= 0.8 and (1 - ratio) * length < 3.5) or sorted(name) == sorted(known)
             if is_close and known not in name.split("_"):
                 text = f"{name!r} is recorded as an extra field: if {meant!r} was meant, give it by that name"
@@ -169,7 +170,8 @@ def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
     include = arguments.names(action, "include", include)
     if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
         if include:
-            where, expected = f"with include={list(include)}", "transition as a RolloutStorage"
+            where = f"with include={list(include)}"
+            expected = "transition as a RolloutStorage"
             raise UsageError(action, where, expected, type(transition).__name__)
         return transition
     declared = transition.declare_columns() if hasattr(transition, "declare_columns") else rollout_columns(1, 1, 1, 1)

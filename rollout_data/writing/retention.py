@@ -98,7 +98,8 @@ def checked_limits(action: str, given: Any) -> dict[str, int]:
 
 def _first_kept(index: TrajectoryIndex, limits: Mapping[str, int]) -> int:
     """Find the oldest of the newest trajectories that are within all limits."""
-    frames, block = np.diff(index.fragment_frame), index.fragment_block
+    frames = np.diff(index.fragment_frame)
+    block = index.fragment_block
     num_used = np.bincount(block, frames, len(index.blocks))
     frame_bytes = np.array([one.file_bytes for one in index.blocks]) / np.maximum(num_used, 1)
     ends = np.append(0, np.cumsum(frames * frame_bytes[block]))

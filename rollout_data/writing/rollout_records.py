@@ -25,7 +25,9 @@ from ..blocks.block_header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, T
 from .annotation_checks import NO_NOTES, StepNotes, as_ids, check_kinds, episode_notes, is_texts
 from .component_options import checked_codecs, checked_segments, split_components
 
-OBSERVATION, PRIVILEGED, REWARD = "observation", "privileged_observation", "reward"
+OBSERVATION = "observation"
+PRIVILEGED = "privileged_observation"
+REWARD = "reward"
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
 _NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
@@ -63,7 +65,8 @@ class Rollout:
     def steps(self, start: int, stop: int) -> Rollout:
         """Return the steps `start:stop`, sharing memory; errors of codecs are those of all steps."""
         num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
-        version, finals = self.policy_version, self.finals
+        version = self.policy_version
+        finals = self.finals
         return replace(
             self,
             fields={name: values[start:stop] for name, values in self.fields.items()},
@@ -119,12 +122,15 @@ class RolloutReader:
         needed: Sequence[str] = (OBSERVATION, "action"),
     ) -> None:
         self.schema: Schema | None = None
-        self._num_envs, self._success_only, self._needed = num_envs, success_only, needed
+        self._num_envs = num_envs
+        self._success_only = success_only
+        self._needed = needed
         self._segments = checked_segments(obs_segments)
         self._codecs = checked_codecs(obs_disassemble_mapping, self._segments)
         #: Of the last record that was read: its form, and names of its flags and of its final values.
         self._form: object = None
-        self._flags, self._finals = list[str](), list[str]()
+        self._flags = list[str]()
+        self._finals = list[str]()
         self._all_present = np.full((1, num_envs), PRESENT, np.uint8)
 
     def read(
@@ -149,7 +155,8 @@ class RolloutReader:
         fields = _leaves(action, values, texts)
         final_texts = {name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS}
         form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()], [*texts, *final_texts]
-        is_known, self._form = form == self._form, None
+        is_known = form == self._form
+        self._form = None
         if not is_known:
             self._flags = [name for name in FLAGS if name in fields]
             self._finals = [name for name in fields if name.partition("/")[0] in FINALS]
@@ -233,7 +240,8 @@ class RolloutReader:
             rows[field_name] = _ended_rows(action, name, leaf, schema[field_name], lead, is_end)
         for name in schema.below(OBSERVATION):
             if name not in rows:
-                expected, got = "all observation fields", ", ".join(leaves)
+                expected = "all observation fields"
+                got = ", ".join(leaves)
                 raise MissingFieldError(action, f"without the final value of {name!r}", expected, got)
         return rows
 
@@ -289,7 +297,8 @@ def _leaf(action: str, name: str, value: Any) -> Leaf:
 
 def _check_whole(action: str, fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
     for name in (one for one in needed if one not in {field.partition("/")[0] for field in fields}):
-        where, got = f"without the field {name!r}", f"only {', '.join(fields) or 'nothing'}"
+        where = f"without the field {name!r}"
+        got = f"only {', '.join(fields) or 'nothing'}"
         raise MissingFieldError(action, where, f"a value for {name!r}", got, "Give it as a keyword or in the record")
 
 
@@ -297,7 +306,8 @@ def _check_fields(action: str, schema: Schema, fields: Mapping[str, Leaf], lead:
     for name, leaf in fields.items():
         if leaf.shape[: len(lead)] != lead:
             axes = "num_envs" if len(lead) == 1 else "time, num_envs"
-            where, expected = f"with the field {name!r}", f"leading size {lead} ({axes})"
+            where = f"with the field {name!r}"
+            expected = f"leading size {lead} ({axes})"
             raise SchemaError(action, where, expected, f"shape {tuple(leaf.shape)}")
     check_same_names(schema, fields, action)
     for name, field in schema.items():
@@ -387,7 +397,8 @@ def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | i
     if version is None:
         return -1
     leaf = _leaf(action, "policy_version", version)
-    name, array = dtype_name(leaf.dtype, "with policy_version", action), on_host(leaf)
+    name = dtype_name(leaf.dtype, "with policy_version", action)
+    array = on_host(leaf)
     if array.dtype.kind not in "iu":
         raise FieldTypeError(action, "with policy_version", "integers", name)
     if array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
@@ -404,10 +415,12 @@ def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | i
 
 def _ended_rows(action: str, name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray) -> Leaf:
     """Pick `[k, *shape]` out of `[*lead, *shape]`, or take it if it is that already."""
-    num_ends, num_lead = int(is_end.sum()), leaf.ndim - len(field.shape)
+    num_ends = int(is_end.sum())
+    num_lead = leaf.ndim - len(field.shape)
     if num_lead == len(lead) and leaf.shape[:num_lead] == lead:
         _check_row(action, name, field, leaf, num_lead)
-        rows, chosen = leaf.reshape(-1, *field.shape), np.flatnonzero(is_end)
+        rows = leaf.reshape(-1, *field.shape)
+        chosen = np.flatnonzero(is_end)
         return rows[chosen] if isinstance(rows, np.ndarray) else rows[torch.from_numpy(chosen).to(rows.device)]
     if num_lead == 1 and len(leaf) == num_ends:
         _check_row(action, name, field, leaf, 1)

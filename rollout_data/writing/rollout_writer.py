@@ -106,7 +106,8 @@ class RolloutWriter(Shown, Owned):
         without_action: bool = False,
         without_observation: bool = False,
     ) -> None:
-        self._closed, self._is_ended = True, False
+        self._closed = True
+        self._is_ended = False
         self.data_dir = arguments.path(_MAKE, "data_dir", data_dir).absolute()  # whatever directory the process goes to
         self.name = secrets.token_hex(4) if writer_name is None else writer_name
         if not isinstance(self.name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", self.name):
@@ -134,7 +135,8 @@ class RolloutWriter(Shown, Owned):
         #: The time of the next record of the late step that is being recorded; None while none is.
         self._late_ns: int | None = None
         self._last_late_ns = 0  # when the last late step was added
-        self._tally, self._note_count = Tally(self.num_envs), NoteCount(self.num_envs)
+        self._tally = Tally(self.num_envs)
+        self._note_count = NoteCount(self.num_envs)
         self._num_accepted = self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
         self._staging: Staging | None = None
@@ -419,7 +421,8 @@ class RolloutWriter(Shown, Owned):
 
     def _record(self, action: str, values: dict[str, Any], is_step: bool) -> None:
         """Check a record and stage it."""
-        infos, has_final = values.pop("infos", None), None
+        infos = values.pop("infos", None)
+        has_final = None
         if infos is not None:
             found, has_final = self._infos.read(action, infos, values, is_step)
             values |= found
@@ -431,13 +434,15 @@ class RolloutWriter(Shown, Owned):
                 return
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
-                where, got = f"with the field {name!r}", f"{count} NaN or infinite ones"
+                where = f"with the field {name!r}"
+                got = f"{count} NaN or infinite ones"
                 raise UsageError(action, where, "finite values", got)
         self._note_count.add(action, rollout.marks, rollout.notes)
         if self._reader.schema is None:
             self._declare(rollout.schema)
             warn_of_misspellings(values)
-        start, num_steps = 0, len(rollout.marks)
+        start = 0
+        num_steps = len(rollout.marks)
         while start < num_steps:
             staging = self._staging_with_room()
             stop = min(num_steps, start + staging.room)

@@ -84,12 +84,17 @@ class Staging:
     """
 
     def __init__(self, schema: Schema, num_envs: int, max_steps: int, pool: BufferPool) -> None:
-        self.schema, self.num_envs, self.max_steps = schema, num_envs, max_steps
-        lead, self._values = (max_steps, num_envs), {}
+        self.schema = schema
+        self.num_envs = num_envs
+        self.max_steps = max_steps
+        lead = (max_steps, num_envs)
+        self._values = {}
         for name, field in layouts_of(schema)[DATA].stored.items():
-            shape, dtype = (*lead, *field.shape), field.numpy_dtype
+            shape = (*lead, *field.shape)
+            dtype = field.numpy_dtype
             self._values[name] = pool.take(prod(shape) * dtype.itemsize).numpy().view(dtype).reshape(shape)
-        self._marks, self._times_ns = np.zeros(lead, np.uint8), np.zeros(max_steps, np.int64)
+        self._marks = np.zeros(lead, np.uint8)
+        self._times_ns = np.zeros(max_steps, np.int64)
         #: First step of a rollout -> how many steps it has, its policy version(s), its final rows, and its notes.
         self._others: dict[int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None, StepNotes]] = {}
         #: `[N]`: flags that end the trajectory of the block before, ahead of the first frame.
@@ -115,7 +120,8 @@ class Staging:
 
     def put(self, rollout: Rollout, time_ns: int) -> None:
         """Copy a rollout of at most `room` steps, the first of which was taken at `time_ns`."""
-        start, count = self.num_steps, len(rollout.marks)
+        start = self.num_steps
+        count = len(rollout.marks)
         stop = start + count
         for name, values in rollout.fields.items():
             self._values[name][start:stop] = values
@@ -175,12 +181,14 @@ class Staging:
 
     def _placed(self, parts: list[tuple[int, StepNotes]], fragments: np.ndarray) -> dict[str, list[tuple[int, bytes]]]:
         """Return the notes of the block: those of episodes by the trajectory in whose frames they were given."""
-        texts, said = dict[int, bytes](), list[tuple[int, bytes]]()
+        texts = dict[int, bytes]()
+        said = list[tuple[int, bytes]]()
         for start, notes in parts:
             texts |= notes.texts
             said += [(env * self.num_steps + start + step, data) for step, env, data in notes.episodes]
         long = fragments[fragments["length"] > 0]
-        numbers, stops = long["trajectory"].tolist(), (long["row"] + long["length"]).tolist()
+        numbers = long["trajectory"].tolist()
+        stops = (long["row"] + long["length"]).tolist()
         places = (long["row"].searchsorted([key for key, _ in said], "right") - 1).tolist()
         found = zip(places, said, strict=True)
         kept = [(numbers[place], data) for place, (key, data) in found if place >= 0 and key < stops[place]]
@@ -212,7 +220,8 @@ class Staging:
         """Sum the rewards of each fragment: `[F, R]` float64."""
         if REWARD not in self.schema:
             return np.zeros((len(fragments), 0))
-        width, num_rows = self.schema[REWARD].num_elements, self.num_envs * self.num_steps
+        width = self.schema[REWARD].num_elements
+        num_rows = self.num_envs * self.num_steps
         rewards = numbers(self.schema[REWARD], self._values[REWARD][: self.num_steps])
         values = np.zeros((num_rows + 1, width))  # the last row is where the last fragment ends
         sums = np.zeros((len(fragments), width))
@@ -254,8 +263,10 @@ class _Rows:
         self, layout: RowLayout, column: StoredColumn, values: Mapping[str, np.ndarray], places: np.ndarray | None
     ) -> None:
         lead = next(iter(values.values())).shape[: 2 if places is None else 1]
-        self._num_steps, self._places = lead[0], places
-        self.num_rows, self.row_bytes = prod(lead) if places is None else len(places), column.row_bytes
+        self._num_steps = lead[0]
+        self._places = places
+        self.num_rows = prod(lead) if places is None else len(places)
+        self.row_bytes = column.row_bytes
         #: First byte in a row, and values as bytes, which are copied faster than numbers; by field.
         self._fields = [
             (offset, np.ndarray(lead, f"V{layout.stored[name].row_bytes}", values[name]))
@@ -314,7 +325,8 @@ def cut(
     # A group is the part of one trajectory in this block.
     heads = np.flatnonzero(is_head | is_new)
     group = np.cumsum(is_head | is_new) - 1
-    group_env, group_is_new = env[heads], is_new[heads]
+    group_env = env[heads]
+    group_is_new = is_new[heads]
     trajectories = np.where(group_is_new, -1, carry.trajectory[group_env])
     started = np.flatnonzero(group_is_new)
     started = started[np.lexsort((group_env[started], step[heads[started]]))]
@@ -342,13 +354,15 @@ def cut(
 
 def _fragment_bounds(bits: np.ndarray, versions: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
     """First and last frame of each fragment, as `env * T + t`, in that order."""
-    flat, num_steps = bits.reshape(-1), bits.shape[1]
+    flat = bits.reshape(-1)
+    num_steps = bits.shape[1]
     present = flat >= PRESENT  # the highest bit
     joined = (flat & (PRESENT | ENDS) == PRESENT)[:-1] & present[1:]  # frame k goes on at k + 1
     joined[num_steps - 1 :: num_steps or 1] = False  # which is another env's
     if isinstance(versions, np.ndarray):
         joined &= versions.reshape(-1)[1:] == versions.reshape(-1)[:-1]
-    is_first, is_last = present.copy(), present
+    is_first = present.copy()
+    is_last = present
     is_first[1:] &= ~joined
     is_last[:-1] &= ~joined
     return np.flatnonzero(is_first), np.flatnonzero(is_last)
@@ -370,7 +384,9 @@ def _next_carry(carry: Carry, table: np.ndarray, next_trajectory: int) -> Carry:
     """Carry on from the last fragment of each env."""
     tail = table[np.append(table["env"][1:] != table["env"][:-1], True)]
     env = tail["env"]
-    trajectory, length, time_ns = carry.trajectory.copy(), carry.length.copy(), carry.time_ns.copy()
+    trajectory = carry.trajectory.copy()
+    length = carry.length.copy()
+    time_ns = carry.time_ns.copy()
     trajectory[env] = np.where(tail["flags"] & ENDS > 0, -1, tail["trajectory"])
     length[env] = tail["start"] + tail["length"]
     time_ns[env] = tail["end_time_ns"]
@@ -399,10 +415,12 @@ class Tally:
         if (marks == PRESENT).all():
             self._lengths += len(marks)
             return
-        is_present, is_end = marks > 0, ends_of(marks)
+        is_present = marks > 0
+        is_end = ends_of(marks)
         env, step = is_end.T.nonzero()  # of an env one after another
         has_end = is_end.any(axis=0)
-        seen, column = is_present[:, has_end].cumsum(axis=0), has_end.cumsum() - 1
+        seen = is_present[:, has_end].cumsum(axis=0)
+        column = has_end.cumsum() - 1
         until = self._lengths[env] + seen[step, column[env]]
         is_same = env[1:] == env[:-1]
         lengths = until.copy()

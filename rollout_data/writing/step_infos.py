@@ -125,7 +125,8 @@ class InfoReader:
         self, action: str, steps: Sequence[Mapping[str, Any]], observation: Any, ended: np.ndarray, is_step: bool
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Return the final observations of ends, `[k, ...]` in the order of time, then environment, and which ends."""
-        rows, privileged_rows = [], []
+        rows = []
+        privileged_rows = []
         has_final = np.zeros_like(ended)
         for number in np.flatnonzero(ended.any(1)).tolist():
             done = ended[number]

@@ -55,7 +55,8 @@ class Journal:
     """The journal of one living writer: there from `open()` to `close()`."""
 
     def __init__(self, folder: Path, writer: str) -> None:
-        self.writer, self.path = writer, journal_path(folder, writer)
+        self.writer = writer
+        self.path = journal_path(folder, writer)
         self._descriptor = -1
         self._memory: mmap.mmap | None = None
 
@@ -68,8 +69,10 @@ class Journal:
         while True:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
             if not _lock(self._descriptor):
-                where, advice = repr(str(self.path.parent)), "Leave writer_name out to get a free one"
-                expected, got = f"a writer name not in use, other than {self.writer!r}", "a living writer of that name"
+                where = repr(str(self.path.parent))
+                advice = "Leave writer_name out to get a free one"
+                expected = f"a writer name not in use, other than {self.writer!r}"
+                got = "a living writer of that name"
                 raise UsageError("record into", where, expected, got, advice)
             if _is_linked(self._descriptor, self.path):
                 break
@@ -115,7 +118,8 @@ class Journal:
         self._release()
 
     def _release(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         os.close(descriptor)
 
 

@@ -187,7 +187,8 @@ class RslRlStorage(RolloutStorage):
             super()._set_state(numbers, tensors)
 
     def _to_mini_batch(self, batch: Mapping[str, Any], **more: Any) -> Any:
-        made, masks = unflatten(batch), more.get("masks")
+        made = unflatten(batch)
+        masks = more.get("masks")
         size = [len(made["actions"])] if masks is None else list(masks.shape)
         observations = _tensordict(made.pop("obs"), size)
         parameters = tuple(made.pop(f"old_{_PARAMETERS}", {}).values())

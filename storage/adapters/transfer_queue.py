@@ -34,8 +34,11 @@ class TransferQueueBuffer:
     def __init__(self, partition: str, seed: int | None = None) -> None:
         import transfer_queue
 
-        self.partition, self._rng, self._queue = partition, generator_on(seed), transfer_queue
-        self._collector, self._num_added = secrets.token_hex(8), 0
+        self.partition = partition
+        self._rng = generator_on(seed)
+        self._queue = transfer_queue
+        self._collector = secrets.token_hex(8)
+        self._num_added = 0
         self._queue.init()
 
     def __len__(self) -> int:
@@ -46,14 +49,16 @@ class TransferQueueBuffer:
         from tensordict import TensorDict
 
         columns = {name: as_given(leaf) for name, leaf in flatten(rows).items()}
-        first, num_rows = self._num_added, len(next(iter(columns.values())))
+        first = self._num_added
+        num_rows = len(next(iter(columns.values())))
         keys = [f"{self._collector}_{number}" for number in range(first, first + num_rows)]
         self._queue.kv_batch_put(keys, self.partition, TensorDict(columns, [num_rows]))
         self._num_added += num_rows
 
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Draw rows uniformly with replacement: a nested dict of `[batch_size, *event]` new tensors."""
-        keys, size = self._keys(), arguments.whole("sample", "batch_size", batch_size, 1)
+        keys = self._keys()
+        size = arguments.whole("sample", "batch_size", batch_size, 1)
         if not keys:
             raise BufferEmptyError("sample", f"from the partition {self.partition!r}", "rows", "none")
         drawn, rows = torch.unique(uniform(len(keys), size, self._rng), return_inverse=True)

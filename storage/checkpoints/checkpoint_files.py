@@ -136,7 +136,8 @@ def load_checkpoint_parallel(
     elif isinstance(map_location, (str, torch.device)):
         map_location = arguments.device(_LOAD, "map_location", map_location)
     found = _find(path)
-    where, expected = repr(str(found)), "what torch.save makes"
+    where = repr(str(found))
+    expected = "what torch.save makes"
     with open(found, "rb") as file:
         content = _decoded(file, found, num_threads) if _is_compressed(file, found) else file
         buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -176,7 +177,8 @@ def _unsafe(where: str, cause: pickle.UnpicklingError) -> UnsafeFileError:
 
 def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
     """Read the `meta` of a checkpoint, but no tensor; None if it was saved without. Errors as `load_checkpoint`."""
-    found, text = _find(path), None
+    found = _find(path)
+    text = None
     with open(found, "rb") as file:
         if _is_compressed(file, found):
             data = _mapped(file)
@@ -197,7 +199,8 @@ def _find(path: str | os.PathLike[str]) -> Path:
     candidates = [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
     found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
     if not found:
-        names, got = " or ".join(repr(str(one)) for one in candidates), "neither" if candidates[1:] else "none"
+        names = " or ".join(repr(str(one)) for one in candidates)
+        got = "neither" if candidates[1:] else "none"
         raise MissingCheckpointError(_LOAD, repr(str(path)), names, got)
     return max(found)[1]
 
@@ -206,7 +209,8 @@ def _is_compressed(file: IO[bytes], path: Path) -> bool:
     magic = file.read(4)
     file.seek(0)
     if magic not in (MAGIC, _ZIP_MAGIC):
-        expected, got = "a zip archive of torch.save or an LZ4 frame", f"the bytes {magic.hex() or 'of no file'}"
+        expected = "a zip archive of torch.save or an LZ4 frame"
+        got = f"the bytes {magic.hex() or 'of no file'}"
         raise ForeignFileError(_LOAD, repr(str(path)), expected, got)
     return magic == MAGIC
 
@@ -225,7 +229,8 @@ class _MemoryFile(io.RawIOBase):
     """A file to read over bytes in memory, without copying them first."""
 
     def __init__(self, content: npt.NDArray[np.uint8]) -> None:
-        self._content, self._at = content, 0
+        self._content = content
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -271,12 +276,14 @@ def _check_member(file: io.BufferedReader, member: zipfile.ZipInfo, path: Path, 
         raise _damaged(where, "a header of its own", repr(header[:4]))
     start: int = member.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
     file.seek(start)
-    left, crc = member.file_size, 0
+    left = member.file_size
+    crc = 0
     while left:
         num_bytes = file.readinto(buffer[:left])
         if not num_bytes:
             raise _damaged(where, f"{left} more bytes", "the end of the file")
-        left, crc = left - num_bytes, crc32(buffer[:num_bytes], crc)
+        left = left - num_bytes
+        crc = crc32(buffer[:num_bytes], crc)
     if crc != member.CRC:
         raise _damaged(where, f"checksum {member.CRC:08x}", f"{crc:08x}")
     return start

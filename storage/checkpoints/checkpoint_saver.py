@@ -341,7 +341,8 @@ class _Span(NamedTuple):
 
 def _span(group: dict[int, torch.Tensor]) -> _Span:
     """Return which bytes of their storage tensors with values reach over; one that leaves gaps is packed first."""
-    starts, stops = [], []
+    starts = []
+    stops = []
     for key, tensor in group.items():
         reach = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         if len(group) == 1 and reach >= tensor.numel():
@@ -360,7 +361,8 @@ def _copy_span(span: _Span, target: torch.Tensor) -> dict[int, torch.Tensor]:
     # torch copies wide elements a quarter faster than bytes.
     word = next(dtype for dtype in _WORDS if (span.start | span.num_bytes) % dtype.itemsize == 0)
     source = torch.empty(0, dtype=word, device=span.device)
-    place, size = span.start // word.itemsize, span.num_bytes // word.itemsize
+    place = span.start // word.itemsize
+    size = span.num_bytes // word.itemsize
     source.set_(next(iter(span.tensors.values())).untyped_storage(), place, (size,), (1,))
     target.view(word).copy_(source, non_blocking=True)
     storage = target.untyped_storage()

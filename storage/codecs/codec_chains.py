@@ -124,7 +124,8 @@ class ChunkCodec:
 
         `level` is the packer's, None for its default.
         """
-        about, error = b"", 0.0
+        about = b""
+        error = 0.0
         values: Array = np.ascontiguousarray(frames).reshape(len(frames), prod(frames.shape[1:]))
         if self.quantizer is not None:
             about, counts, error = self.quantizer.encode(values)
@@ -158,7 +159,8 @@ class ChunkCodec:
         """
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
         if len(chunk) < start or chunk[0] > _PACKED:
-            expected, got = "a chunk with its header", f"{chunk[:start].tobytes()!r}"
+            expected = "a chunk with its header"
+            got = f"{chunk[:start].tobytes()!r}"
             raise CorruptFileError("decode a chunk", "", expected, got)
         if self.video is not None and chunk[0] == _PACKED:
             self.video.decode(chunk[1:], out)
@@ -284,7 +286,8 @@ def _read_chain(stages: Sequence[str], name: str, before: str = "") -> ChunkCode
         if kind not in kinds:
             order = f"stages in the order {'+'.join(STAGES)}, each at most once"
             raise UsageError("use the codec", repr(name), order, f"{stage!r} after {before!r}")
-        kinds, before = kinds[kinds.index(kind) + 1 :], stage
+        kinds = kinds[kinds.index(kind) + 1 :]
+        before = stage
         found[kind] = _linear(name, match) if match else stage
     codec = ChunkCodec("+".join(stages) or "raw", **found)
     if codec.packer_shuffles and codec.shuffle == "split":
@@ -313,7 +316,8 @@ def find_codec(name: str) -> Codec:
     Raises:
         UsageError: There is none; the text lists the words that names are made of.
     """
-    raw, stages = VALUE_CODECS["raw"], name.split("+")
+    raw = VALUE_CODECS["raw"]
+    stages = name.split("+")
     if name == AUTO:
         return replace(raw, name=AUTO, chunks=chunk_codec(raw.name))
     if AUTO in stages:
@@ -324,7 +328,8 @@ def find_codec(name: str) -> Codec:
     if stages[0] == values.name:
         del stages[0]
     chunks = _read_chain([] if stages == [raw.name] else stages, name, "" if values is raw else values.name)
-    is_lossless, max_error = values.is_lossless and chunks.is_lossless, values.max_error if chunks.is_lossless else None
+    is_lossless = values.is_lossless and chunks.is_lossless
+    max_error = values.max_error if chunks.is_lossless else None
     return replace(values, name=name, is_lossless=is_lossless, max_error=max_error, chunks=chunks)
 
 
@@ -351,7 +356,8 @@ def stored_field(field: Field) -> Field:
 
 def check_codec(field: Field) -> None:
     """Raise if the codec does not exist or cannot give back the field's dtype."""
-    codec, expected = codec_of(field), ""
+    codec = codec_of(field)
+    expected = ""
     if codec.chunks and codec.chunks.video is not None:
         return video.check_shape(field.shape, field.dtype, repr(field.name))
     is_float = field.torch_dtype.is_floating_point
@@ -382,9 +388,11 @@ def choose_codec(chunks: Sequence[npt.NDArray[Any]]) -> str:
     "raw" if less than `MIN_SAVED` would be saved.
     """
     num_bytes = sum(part.nbytes for part in chunks)
-    best, fewest = "raw", (1 - MIN_SAVED) * num_bytes
+    best = "raw"
+    fewest = (1 - MIN_SAVED) * num_bytes
     for name in _CANDIDATES.get(chunks[0].dtype.itemsize, _WIDE_CANDIDATES) if chunks else ():
         coded = sum(len(chunk_codec(name).encode(part)[0]) for part in chunks)
         if coded < fewest:
-            best, fewest = name, coded
+            best = name
+            fewest = coded
     return best

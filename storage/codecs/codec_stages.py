@@ -169,11 +169,13 @@ def unshuffle(name: str, data: Bytes, out: Array, scratch: Bytes) -> None:
     """Undo `shuffle` into `out`, contiguous unsigned items, with `scratch_bytes(len(data))` bytes of scratch."""
     size = out.dtype.itemsize
     if name == "bitshuffle":
-        padded, data = len(data) // size, data.copy()
+        padded = len(data) // size
+        data = data.copy()
         _transpose_bits(data.reshape(size, padded), scratch[: len(data)])
         _join([data[k * padded : k * padded + len(out)] for k in range(size)], out, scratch)
         return
-    low, count = _low_bytes(name, size), len(out)
+    low = _low_bytes(name, size)
+    count = len(out)
     planes = [data[k * count : (k + 1) * count] for k in range(low, size)]
     if not low:
         _join(planes, out, scratch)
@@ -206,7 +208,8 @@ def _halves(out: Array, scratch: Bytes) -> tuple[Array, Array, Bytes]:
     """Scratch for the upper and the lower half of each item, and what is left."""
     half = out.dtype.itemsize // 2
     size = len(out) * half
-    first, second = -(-size // 8) * 8, -(-size // 8) * 16
+    first = -(-size // 8) * 8
+    second = -(-size // 8) * 16
     return scratch[:size].view(f"u{half}"), scratch[first : first + size].view(f"u{half}"), scratch[second:]
 
 
@@ -224,7 +227,8 @@ def _transpose_bits(planes: Bytes, scratch: Bytes) -> None:
     words = planes.reshape(len(planes), 8, -1).view(np.uint64)
     for distance, mask in _MASKS.items():
         pairs = words.reshape(len(planes), 4 // distance, 2, distance, -1)
-        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        first = pairs[:, :, 0]
+        second = pairs[:, :, 1]
         moved = scratch[: first.size * 8].view(np.uint64).reshape(first.shape)
         np.right_shift(first, distance, out=moved)
         np.bitwise_xor(moved, second, out=moved)

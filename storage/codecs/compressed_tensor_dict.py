@@ -163,7 +163,8 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock, self._decoded = threading.Lock(), OrderedDict()
+        self._lock = threading.Lock()
+        self._decoded = OrderedDict()
 
     def _decode(self, name: str) -> Any:
         leaf = self._leaves[name]
@@ -261,7 +262,8 @@ def _pack(tensor: torch.Tensor, level: int) -> _Packed:
 def _unpack(leaf: _Packed, name: str) -> torch.Tensor:
     if leaf.raw is not None:
         return leaf.raw.clone()
-    parts, left = [], leaf.num_decoded_bytes
+    parts = []
+    left = leaf.num_decoded_bytes
     for part in leaf.parts:
         try:
             decoded = decompress(part, min(left, _PART_BYTES))

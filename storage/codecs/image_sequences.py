@@ -138,7 +138,8 @@ def compress_image(image: Any, level: int = 0) -> bytes:
         UsageError: A PIL image of another mode, whose pixels would come back as others: convert it first.
         SchemaError, FieldTypeError: It is no image of uint8.
     """
-    action, mode = "compress the image", getattr(image, "mode", None)
+    action = "compress the image"
+    mode = getattr(image, "mode", None)
     if isinstance(mode, str) and mode not in _MODES:
         advice = "Give image.convert('RGB')"
         raise UsageError(action, "", f"a PIL image of mode {', '.join(_MODES)}", f"mode {mode!r}", advice)
@@ -306,7 +307,8 @@ class _Wanted:
 
     @classmethod
     def checked(cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any) -> _Wanted:
-        name, sizes = dtype_name(dtype, "of the images"), np.atleast_1d(image_shape).tolist()
+        name = dtype_name(dtype, "of the images")
+        sizes = np.atleast_1d(image_shape).tolist()
         shape = tuple(whole("decompress images", "sizes of image_shape", size, 0) for size in sizes)
         num_frames = whole("decompress images", "batch_size", batch_size, 0)
         if indices is not None:
@@ -332,7 +334,8 @@ class _Wanted:
     def fitting(self, out: Any, lead: tuple[int, ...]) -> Any:
         """Return `out` if it can be written to."""
         instance("decompress images", "out", out, "as an array or a tensor", np.ndarray, torch.Tensor)
-        shape, name = tuple(out.shape), dtype_name(out.dtype, "of the output")
+        shape = tuple(out.shape)
+        name = dtype_name(out.dtype, "of the output")
         is_tensor = isinstance(out, torch.Tensor)
         is_plain = out.is_contiguous() and out.device.type == "cpu" if is_tensor else out.flags.carray
         if shape != (*lead, *self.shape) or name != self.name or not is_plain:
@@ -345,8 +348,10 @@ class _Blob:
     """A blob whose header was checked; nothing was allocated for its frames."""
 
     def __init__(self, data: Any, wanted: _Wanted) -> None:
-        self.data, self.wanted = _as_bytes(data), wanted
-        size, start = len(self.data), len(_MAGIC) + _LENGTH.size
+        self.data = _as_bytes(data)
+        self.wanted = wanted
+        size = len(self.data)
+        start = len(_MAGIC) + _LENGTH.size
         is_ours = size >= start and self.data[: len(_MAGIC)].tobytes() == _MAGIC
         _check(is_ours, "a blob of compress_image_seq", f"{min(size, 8)} other bytes")
         length = _LENGTH.unpack(self.data[len(_MAGIC) : start].data)[0]
@@ -356,7 +361,8 @@ class _Blob:
         head = table + 12 * num_chunks
         first = head + _LENGTH.size
         _check(first <= size, f"a table of {num_chunks} chunks within {size} bytes", f"{size - table} bytes")
-        crc, written = crc32(self.data[:head].data), _LENGTH.unpack(self.data[head:first].data)[0]
+        crc = crc32(self.data[:head].data)
+        written = _LENGTH.unpack(self.data[head:first].data)[0]
         _check(crc == written, f"header checksum {written:08x}", f"{crc:08x}")
         ends = np.append(np.uint64(0), self.data[table : table + 8 * num_chunks].view("<u8"))
         self._sums = self.data[table + 8 * num_chunks : head].view("<u4")
@@ -382,7 +388,8 @@ class _Blob:
         if (dtype, shape, num_frames) != wanted:
             expected = f"{wanted[2]} frames of {wanted[0]}{wanted[1]}"
             raise SchemaError("decompress images", "", expected, f"{num_frames} of {dtype}{shape} in the blob")
-        most, got = most_chunk_frames(self.wanted.frame_bytes), f"{num_frames} in chunks of {step}"
+        most = most_chunk_frames(self.wanted.frame_bytes)
+        got = f"{num_frames} in chunks of {step}"
         is_possible = self.wanted.frame_bytes * step <= 1 << 62 and num_frames <= 1 << 48
         _check(is_possible, "frames that fit into memory", got)
         _check(min(step, num_frames) <= most, f"chunks of at most {most} frames", got)
@@ -394,7 +401,8 @@ class _Blob:
         return self.frames_per_chunk * self.wanted.frame_bytes
 
     def check(self, number: int) -> None:
-        crc, written = crc32(self.chunk(number).data), int(self._sums[number])
+        crc = crc32(self.chunk(number).data)
+        written = int(self._sums[number])
         _check(crc == written, f"checksum {written:08x} of chunk {number}", f"{crc:08x}")
 
     def chunks_wanted(self) -> list[int]:
@@ -409,7 +417,8 @@ class _Blob:
 
     def decode(self, number: int, out: Array) -> None:
         """Decode one chunk's frames to their places in `out`, `[count, *shape]`."""
-        first, chosen = number * self.frames_per_chunk, self.wanted.indices
+        first = number * self.frames_per_chunk
+        chosen = self.wanted.indices
         stop = min(first + self.frames_per_chunk, self.wanted.num_frames)
         try:
             if chosen is None:

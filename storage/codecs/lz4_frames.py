@@ -189,7 +189,8 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
     """
     frames = [frame for frame in frames if not frame.is_skippable]
     # An upper bound, of which only what is written to becomes memory.
-    out, size = np.empty(sum(frame.most_bytes for frame in frames), np.uint8), 0
+    out = np.empty(sum(frame.most_bytes for frame in frames), np.uint8)
+    size = 0
     for frame in frames:
         if num_threads > 1 and frame.is_parallel:
             found = _decode_blocks(out[size : size + frame.most_bytes], data, frame, name, num_threads)
@@ -230,7 +231,9 @@ class _Place:
     """A position in a file that cannot leave it."""
 
     def __init__(self, data: memoryview, name: str) -> None:
-        self.data, self.name, self.at = data, name, 0
+        self.data = data
+        self.name = name
+        self.at = 0
 
     def take(self, num_bytes: int) -> bytes:
         start = self.at
@@ -258,7 +261,8 @@ def _scan_frame(place: _Place, start: int) -> Frame:
     if flags & 1:
         raise ForeignFileError("read", repr(place.name), "an LZ4 frame without a dictionary", "one that needs it")
     place.skip(1)
-    has_block_checksums, blocks = bool(flags & 16), []
+    has_block_checksums = bool(flags & 16)
+    blocks = []
     while True:
         first = place.at
         size = place.number(4)

@@ -101,7 +101,8 @@ def _pack_blosc2(codec: str, usual: int, items: npt.NDArray[Any], level: int | N
 
 def _unpack_blosc2(data: Bytes, num_bytes: int) -> Bytes:
     blosc2 = _module("blosc2")
-    expected, found = f"a blosc2 chunk of {num_bytes} bytes in {len(data)}", np.empty(num_bytes, np.uint8)
+    expected = f"a blosc2 chunk of {num_bytes} bytes in {len(data)}"
+    found = np.empty(num_bytes, np.uint8)
     try:
         declared, coded, _ = blosc2.get_cbuffer_sizes(data)
         if (declared, coded) != (num_bytes, len(data)):

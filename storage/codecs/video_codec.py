@@ -50,7 +50,10 @@ class Video:
         av, (encoder, _, options, _) = _av(), CODERS[self.coder]
         os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints ten lines for each chunk
         context = av.CodecContext.create(encoder, "w")
-        context.width, context.height, context.pix_fmt, context.thread_count = width, height, "yuv420p", 1
+        context.width = width
+        context.height = height
+        context.pix_fmt = "yuv420p"
+        context.thread_count = 1
         context.time_base, context.framerate = Fraction(1, 30), Fraction(30)
         context.options = {**options, "crf": str(self.crf), "g": str(len(frames))}
         packets: list[bytes] = []
@@ -69,7 +72,8 @@ class Video:
         """
         pictures, kind = _pictures(out)
         height, width = pictures.shape[1:3]
-        av, decoder = _av(), CODERS[self.coder][1]
+        av = _av()
+        decoder = CODERS[self.coder][1]
         context = av.CodecContext.create(decoder, "r")
         pixels = (height + _MIN_SIDE) * (width + _MIN_SIDE)  # decoders count whole blocks of 16 to 64
         context.thread_count, context.options = 1, {"max_pixels": str(pixels)}
@@ -95,7 +99,8 @@ def video_named(stage: str) -> Video | None:
     match = _NAME.fullmatch(stage)
     if match is None:
         return None
-    crf, worst = int(match[2] or _DEFAULT_CRF), CODERS[match[1]][3]
+    crf = int(match[2] or _DEFAULT_CRF)
+    worst = CODERS[match[1]][3]
     if crf > worst:
         raise UsageError("use the codec", repr(stage), f"crf from 0 to {worst}", str(crf))
     return Video(match[1], crf)
@@ -121,7 +126,8 @@ def _av() -> Any:
     try:
         import av
     except ImportError as cause:
-        expected, advice = "the package av", "Install the extra 'video'"
+        expected = "the package av"
+        advice = "Install the extra 'video'"
         raise UsageError("decode video", "", expected, "none", advice) from cause
     return av
 

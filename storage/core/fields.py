@@ -193,7 +193,8 @@ class Schema(Mapping[str, Field]):
             if name not in other:
                 return f"field {name!r} is missing"
             if self[name] != other[name]:
-                mine, theirs = self[name], other[name]
+                mine = self[name]
+                theirs = other[name]
                 return f"field {name!r} is {_words(theirs)} instead of {_words(mine)}"
         extra = [name for name in other if name not in self]
         if extra:

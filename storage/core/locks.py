@@ -69,7 +69,8 @@ def _locked(path: Path, action: str, target: Path, flags: int = os.O_RDWR | os.O
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)
-            expected, got = "no other writer", "another process or thread that is writing it"
+            expected = "no other writer"
+            got = "another process or thread that is writing it"
             raise UsageError(action, repr(str(target)), expected, got, "Wait until it has ended") from None
         except OSError as error:
             if error.errno in NO_LOCKS:

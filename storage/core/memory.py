@@ -140,10 +140,12 @@ class BufferPool:
         with self._lock:
             counts = _references(self._buffers)
             free = [place for place, count in enumerate(counts) if count <= _FREE_REFERENCES]
-            found, size = -1, 2 * num_bytes + 1
+            found = -1
+            size = 2 * num_bytes + 1
             for place in free:
                 if num_bytes <= (nbytes := self._buffers[place].nbytes) < size:
-                    found, size = place, nbytes
+                    found = place
+                    size = nbytes
             if found >= 0:
                 self.num_reused += 1
                 return self._buffers[found][:num_bytes]

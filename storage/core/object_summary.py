@@ -19,7 +19,8 @@ from .fields import Schema
 
 #: Attributes that say how much fits, and what else is shown of properties.
 _CAPACITIES, _PROPERTIES = ("capacity", "replay_buffer_size", "buffer_size", "max_size"), ("num_transitions_per_env",)
-_MAX_FIELDS, _MAX_FACTS = 16, 10
+_MAX_FIELDS = 16
+_MAX_FACTS = 10
 #: How deep the fields of what a thing is made of are looked for.
 _DEPTH = 3
 

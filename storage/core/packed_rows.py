@@ -69,7 +69,8 @@ def lay_out(schema: Schema) -> list[Group]:
 def _pack(fields: list[Field]) -> Group:
     ordered = sorted(fields, key=lambda field: -field.numpy_dtype.itemsize)
     largest = ordered[0].numpy_dtype.itemsize
-    parts, start = [], 0
+    parts = []
+    start = 0
     for field in ordered:
         parts.append(Part(field, start, start + field.row_bytes))
         start += field.row_bytes
@@ -135,7 +136,9 @@ class Cut:
         apart: bool = False,
         device: torch.device = _CPU,
     ) -> None:
-        self._groups, self._contiguous, self._apart = groups, contiguous, apart
+        self._groups = groups
+        self._contiguous = contiguous
+        self._apart = apart
         self._is_on_cpu = device.type == "cpu"
         self.targets = list({target.name: target for target in targets}.values())
         self._parts = {part.field.name: (place, part) for place, group in enumerate(groups) for part in group.parts}
@@ -187,7 +190,8 @@ class Cut:
 
     def _leaf(self, target: Target, node: int, key: str) -> _FieldPlace:
         place, part = self._parts[target.field]
-        start, field = part.start, part.field
+        start = part.start
+        field = part.field
         if target.row and self._apart:
             place += len(self._groups)
         elif target.row:

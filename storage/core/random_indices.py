@@ -127,8 +127,10 @@ def scaled(bits: Any, choices: Any) -> Any:
         bits: int64 array or tensor of numbers in [0, 2**62).
         choices: Number, or array or tensor like `bits`, in [0, 2**62].
     """
-    high, low = bits >> _HALF_BITS, bits & _LOW_HALF
-    choices_high, choices_low = choices >> _HALF_BITS, choices & _LOW_HALF
+    high = bits >> _HALF_BITS
+    low = bits & _LOW_HALF
+    choices_high = choices >> _HALF_BITS
+    choices_low = choices & _LOW_HALF
     middle = high * choices_low + (low * choices_low >> _HALF_BITS)
     rest = (middle & _LOW_HALF) + low * choices_high
     return high * choices_high + (middle >> _HALF_BITS) + (rest >> _HALF_BITS)

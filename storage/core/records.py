@@ -155,7 +155,8 @@ def fit(
     Raises:
         SchemaError, FieldTypeError: Naming the field.
     """
-    where, shapes = f"with {field.name!r}", shapes or (field.shape,)
+    where = f"with {field.name!r}"
+    shapes = shapes or (field.shape,)
     if not isinstance(value, torch.Tensor):
         value = as_tensor(value, action, where)
     kind = "flags" if cast == "flag" else field.dtype
@@ -207,7 +208,8 @@ def _in_range(
     else:
         # Of uint64 the bits as they are: what int64 does not reach stands below 0.
         wide = signed(value) if value.dtype is torch.uint64 else value.long()
-        kept, lowest = value.to(field.torch_dtype), 0 if value.dtype is torch.uint64 else low
+        kept = value.to(field.torch_dtype)
+        lowest = 0 if value.dtype is torch.uint64 else low
         is_lost = (wide < lowest) | (wide > min(high, 2**63 - 1))
     if deferred is not None:
         deferred.note(
@@ -265,7 +267,8 @@ class RecordReader:
 
     def __init__(self, num_lanes: int | None, has_lane_axis: bool, auto_unsqueeze: bool, narrow: bool) -> None:
         self.num_lanes = num_lanes
-        self.has_lane_axis, self.num_lead = has_lane_axis, 2 if has_lane_axis else 1
+        self.has_lane_axis = has_lane_axis
+        self.num_lead = 2 if has_lane_axis else 1
         self.auto_unsqueeze = auto_unsqueeze
         self.narrow = narrow
         self.schema: Schema | None = None
@@ -284,7 +287,10 @@ class RecordReader:
 
     def freeze(self, schema: Schema, num_lanes: int) -> None:
         """From now on every record must have these fields."""
-        self.schema, self.num_lanes, self._leaves, self._tensor_leaves = schema, num_lanes, [], []
+        self.schema = schema
+        self.num_lanes = num_lanes
+        self._leaves = []
+        self._tensor_leaves = []
 
     def read_again(self, record: Any) -> list[npt.NDArray[Any]] | None:
         """Return the leaves of a small record that has the form of the last one, in the fields' dtypes; else None.
@@ -431,9 +437,11 @@ class RecordReader:
 
     def _note_form(self, record: Any, schema: Schema) -> None:
         """Remember the form of a record that has the names of a schema."""
-        nodes, waiting = [(0, "", type(record), len(record.keys()))], [(0, "", record)]
+        nodes = [(0, "", type(record), len(record.keys()))]
+        waiting = [(0, "", record)]
         found: dict[str, tuple[int, str, Any]] = {}
-        self._leaves, self._tensor_leaves = [], []
+        self._leaves = []
+        self._tensor_leaves = []
         try:
             for number, prefix, node in waiting:
                 for key, value in node.items():
@@ -450,7 +458,8 @@ class RecordReader:
             leaves = [_leaf_of(*leaf, self.num_lead) for leaf in named]
         except (AttributeError, KeyError, RuntimeError, TypeError):
             return  # subclasses of tensors, or tensors on a GPU
-        self._nodes, self._leaves = nodes, leaves
+        self._nodes = nodes
+        self._leaves = leaves
         self._is_converted = any(leaf.dtype is not leaf.target for leaf in leaves)
         self._shapes = [((-1,), (-1,))] * len(leaves)
 
@@ -467,7 +476,8 @@ class RecordReader:
 
     def _takes_lead(self, first: npt.NDArray[Any]) -> bool:
         """Note the shapes of leaves with other leading sizes, those of the first; False if they do not fit."""
-        lead, lanes = first.shape[: self.num_lead], self.num_lanes or 1
+        lead = first.shape[: self.num_lead]
+        lanes = self.num_lanes or 1
         num = prod(lead)
         is_whole = lead[1:] == (lanes,) if self.has_lane_axis else num % lanes == 0
         num_bytes = sum(prod(leaf.shape) * leaf.target.itemsize for leaf in self._leaves)

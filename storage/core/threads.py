@@ -42,7 +42,8 @@ class Owner:
     """The process that made `what`, an object with a thread; a forked child has no such thread."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._process = what, os.getpid()
+        self._what = what
+        self._process = os.getpid()
 
     @property
     def is_own(self) -> bool:
@@ -52,7 +53,8 @@ class Owner:
     def check(self) -> None:
         """Raise `UsageError` in a forked child."""
         if not self.is_own:
-            expected, got = f"a call in the process {self._process} that made it", f"its child {os.getpid()}"
+            expected = f"a call in the process {self._process} that made it"
+            got = f"its child {os.getpid()}"
             raise UsageError(f"use {self._what}", "", expected, got, "Make another one in this process")
 
 
@@ -110,7 +112,8 @@ class Worker:
     """
 
     def __init__(self, name: str, max_pending: int = 2) -> None:
-        self.name, self.max_pending = name, max_pending
+        self.name = name
+        self.max_pending = max_pending
         self.owner = Owner(name)
         self._pool: ThreadPoolExecutor | None = None
         self._accepted: set[Future[Any]] = set()
@@ -162,7 +165,8 @@ class Worker:
         """Raise an earlier job's failure, if there is one."""
         self.owner.check()
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             raise failure
 
     def drain(self, timeout: float | None = None) -> None:
@@ -178,7 +182,8 @@ class Worker:
 
     def close(self) -> None:
         """Run what was accepted, stop the thread, raise a failure. Idempotent."""
-        pending, self._is_closed = self._pending(), True
+        pending = self._pending()
+        self._is_closed = True
         wait(pending)  # not left to `shutdown`, whose join takes an interrupted thread for one that ended
         if self._pool is not None:
             self._pool.shutdown()

@@ -72,7 +72,8 @@ class NaturalMonitor(Monitor):
         self.num_slices = whole("make a monitor", "num_slices", num_slices, 1)
         if not callable(clock):
             raise UsageError("make a monitor", "", "clock as a function that returns seconds", repr(clock))
-        self._clock, self._lock = clock, threading.Lock()
+        self._clock = clock
+        self._lock = threading.Lock()
         self.reset()
 
     def record(self, num_events: int = 1) -> None:
@@ -103,7 +104,9 @@ class NaturalMonitor(Monitor):
     def reset(self) -> None:
         """Forget every event and start the time anew."""
         with self._lock:
-            self._started, self._newest, self._total = self._clock(), 0, 0
+            self._started = self._clock()
+            self._newest = 0
+            self._total = 0
             self._slices = [0] * self.num_slices
 
     def _move(self) -> int:
@@ -189,8 +192,10 @@ class BufferMonitor(Monitor):
     """
 
     def __init__(self, window_s: float = 10.0, window: int = 100) -> None:
-        self.pushed, self.sampled = NaturalMonitor(window_s), NaturalMonitor(window_s)
-        self.in_ticks, self.out_ticks = InTickMonitor(window), OutTickMonitor(window)
+        self.pushed = NaturalMonitor(window_s)
+        self.sampled = NaturalMonitor(window_s)
+        self.in_ticks = InTickMonitor(window)
+        self.out_ticks = OutTickMonitor(window)
         monitors: tuple[Monitor, ...] = self.pushed, self.sampled, self.in_ticks, self.out_ticks
         self._parts = dict(zip(("pushed", "sampled", "in", "out"), monitors, strict=True))
 
@@ -234,7 +239,8 @@ class PerformanceMonitor(Monitor):
         """Record a duration in seconds (finite, >= 0) under `key`, which need not exist."""
         if not isinstance(key, str) or not key:
             raise UsageError("call PerformanceMonitor.record", expected="key as a non-empty str", got=repr(key))
-        action, expected = "call PerformanceMonitor.record", ">= 0, in finite seconds"
+        action = "call PerformanceMonitor.record"
+        expected = ">= 0, in finite seconds"
         value = real(action, "duration", duration, expected, lambda x: 0 <= x < math.inf)
         with self._lock:
             self._durations.setdefault(key, deque(maxlen=self.window)).append(value)

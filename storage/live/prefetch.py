@@ -99,7 +99,8 @@ class PipelinedDataCollector(Unique, Generic[T]):
         for name, function in (("transform", transform), ("stamp", stamp)):
             if function is not None and not callable(function):
                 raise UsageError(action, "", f"{name} as a function or None", type(function).__name__)
-        self.transform, self.stamp = transform, stamp
+        self.transform = transform
+        self.stamp = stamp
         #: What `stamp` gave for the item delivered last.
         self.last_stamp: Any = None
         #: How many later items had been begun when that item was delivered.
@@ -133,7 +134,9 @@ class PrefetchedItems(Owned, Iterator[T]):
     """One iteration of a `PipelinedDataCollector`; dropping it, or leaving its loop, stops the producer."""
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
-        self._collector, self._producer, self._owner = collector, producer, producer.worker.owner
+        self._collector = collector
+        self._producer = producer
+        self._owner = producer.worker.owner
         weakref.finalize(self, _stop, weakref.ref(producer), producer.ending)
         self._num_got = 0
         self._futures: deque[Future[_Made]] = deque()
@@ -188,8 +191,10 @@ class _Producer:
 
     def __init__(self, collector: PipelinedDataCollector[Any]) -> None:
         self._iterable: Iterable[Any] = collector.base_collector
-        self._device, self._pin = collector.device, collector.pin
-        self._transform, self._stamp = collector.transform, collector.stamp
+        self._device = collector.device
+        self._pin = collector.pin
+        self._transform = collector.transform
+        self._stamp = collector.stamp
         self.ending = _Ending(Worker("prefetch", max_pending=collector.max_lag))
         self._source: Iterator[Any] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -258,14 +263,19 @@ class _Producer:
 
     def _forget_source(self) -> None:
         """Drop what belongs to the caller, and may hold what drops this one."""
-        self._source, self._iterable, self._transform, self._stamp = None, (), None, None
+        self._source = None
+        self._iterable = ()
+        self._transform = None
+        self._stamp = None
 
 
 class _Ending:
     """Ends the thread of a producer. It holds nothing else, as what the caller gave may hold the iteration."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.thread, self.is_stopped = worker, 0, False
+        self.worker = worker
+        self.thread = 0
+        self.is_stopped = False
 
     @property
     def is_in_thread(self) -> bool:

@@ -134,11 +134,13 @@ class RateLimiter:
 
     def _set(self, num_inserted: int, num_sampled: int) -> None:
         with self._changed:
-            self.num_inserted, self.num_sampled = num_inserted, num_sampled
+            self.num_inserted = num_inserted
+            self.num_sampled = num_sampled
             self._changed.notify_all()
 
     def _pass(self, num_items: int, is_push: bool, waits: bool) -> bool:
-        num_items, start_s = _checked(num_items), time.monotonic()
+        num_items = _checked(num_items)
+        start_s = time.monotonic()
         waits = flag("pass the limit", "waits", waits)
         with self._changed:
             self._largest = self._largest_with(num_items, is_push)

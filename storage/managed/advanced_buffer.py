@@ -132,7 +132,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return ids
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
-        plain, priorities, iterations = [], [], []
+        plain = []
+        priorities = []
+        iterations = []
         for item in items:
             if not isinstance(item, Mapping):
                 expected = "data as a mapping or a list of them"
@@ -186,7 +188,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
         if not known:
             return None
         _, largest = self._ring.checked(known, len(known))
-        highest, values = self.max_priority, []
+        highest = self.max_priority
+        values = []
         for value in priorities:
             values.append(highest if value is None else float(value))
             highest = max(highest, values[-1])
@@ -256,7 +259,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def _take(self, request: Request, among: torch.Tensor | None) -> Any:
         """Draw, count the uses of what was drawn, and remove what was used up."""
-        start_s, drawn = time.monotonic(), self._ring.draw(request.size, self.rng, among)
+        start_s = time.monotonic()
+        drawn = self._ring.draw(request.size, self.rng, among)
         assert drawn is not None
         found: Any = self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
         if self.monitor is not None:
@@ -271,7 +275,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def _facts(self, drawn: Draw, request: Request) -> dict[str, torch.Tensor]:
         """Describe what was drawn, before it is counted, for `sample` and the monitor."""
-        slots, ring = drawn.places, self._ring
+        slots = drawn.places
+        ring = self._ring
         return {
             "priority": ring.priorities[slots],
             "use": ring.uses_with(slots),
@@ -291,7 +296,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
                 values = [one.get(name) for one in objects]
                 is_number = all(isinstance(value, (bool, int, float)) for value in values)
                 put_leaf(batch, name, torch.tensor(values, device=device) if is_number else values)
-        weights, ids = float32_of(drawn.importance), drawn.ids
+        weights = float32_of(drawn.importance)
+        ids = drawn.ids
         return (batch, weights, ids) if device == self.device else (batch, weights.to(device), ids.to(device))
 
     # What a learner found.
@@ -314,7 +320,8 @@ class AdvancedReplayBuffer(ManagedBuffer):
             raise UsageError(
                 arguments.calling(self, "update"), f"of {self.name!r}", "info as a mapping", type(info).__name__
             )
-        rows, priorities = self._rows_of(info.get(UNIQUE_ID)), info.get("priority")
+        rows = self._rows_of(info.get(UNIQUE_ID))
+        priorities = info.get("priority")
         update = self.prepare_priorities(*([], []) if priorities is None else (rows, priorities))
         used = [checked_data_id(one) for one in listed(info.get("used_id"))]
 

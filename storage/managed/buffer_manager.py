@@ -289,7 +289,8 @@ class BufferManager(Store):
         """Load some buffers, all or none; `places` are their numbers in the state."""
         with ExitStack() as stack:
             for name, place in places.items():
-                buffer, prefix = self._buffers[name], f"buffer/{place}/"
+                buffer = self._buffers[name]
+                prefix = f"buffer/{place}/"
                 stack.enter_context(buffer.unchanged_on_failure())
                 its = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
                 buffer.take_state(numbers["buffers"][name], its)

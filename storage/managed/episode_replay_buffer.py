@@ -137,7 +137,8 @@ class EpisodeReplayBuffer(ManagedBuffer):
         """Add an episode; move to a larger store if it would overwrite live steps."""
         if self.count() == self.replay_buffer_size:
             self._episodes.popleft()
-        first, capacity = self._first_live(), self._store.capacity
+        first = self._first_live()
+        capacity = self._store.capacity
         while capacity < self._store.ring.total - first + rows.num_rows:
             capacity *= 2
         if capacity > self._store.capacity:

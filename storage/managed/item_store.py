@@ -23,7 +23,8 @@ from ..errors import CorruptFileError, FieldTypeError, MissingFieldError, Schema
 from ..ring.ring_store import RingStore
 from ..saving.saved_store import checked_count, checked_tensor
 
-UNIQUE_ID, SLOT = "replay_unique_id", "replay_buffer_idx"
+UNIQUE_ID = "replay_unique_id"
+SLOT = "replay_buffer_idx"
 #: Leaves that a sample adds to an item; they are not stored when the item is pushed back.
 GIVEN = frozenset({UNIQUE_ID, SLOT, "staleness", "use", "IS"})
 _ACTION = "add an item"
@@ -133,7 +134,9 @@ class ItemStore:
     """
 
     def __init__(self, capacity: int, device: torch.device, form: Form | None = None) -> None:
-        self.capacity, self.device, self.form = capacity, device, form
+        self.capacity = capacity
+        self.device = device
+        self.form = form
         #: Computes ids and slots, and counts the items also while there are no columns.
         self.ring = RingStore(capacity, 1, form.schema if form else Schema([]), device, num_guards=0)
         #: By slot, the objects of items that have any.
@@ -235,7 +238,8 @@ class ItemStore:
     def restore(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], where: str) -> ItemStore:
         """Take over, as an empty store, what `state` gave; raise if it is not that. Gives itself."""
         total = checked_count(numbers, "total", 0, 1 << 62)
-        num_live, columns = min(total, self.capacity), {}
+        num_live = min(total, self.capacity)
+        columns = {}
         if numbers["schema"] is not None:
             schema = Schema(make_field(one["name"], one["shape"], one["dtype"]) for one in numbers["schema"])
             for place, (name, field) in enumerate(schema.items()):

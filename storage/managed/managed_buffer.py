@@ -235,7 +235,8 @@ class ManagedBuffer(Store):
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
         """Do as `Store` does, with the limiter's counts."""
-        limiter, counts = self.rate_limiter, None if self.rate_limiter is None else self.rate_limiter.state_dict()
+        limiter = self.rate_limiter
+        counts = None if self.rate_limiter is None else self.rate_limiter.state_dict()
         with super().unchanged_on_failure():
             try:
                 yield
@@ -419,6 +420,7 @@ def together(
         if refusing.passes(numbers[refusing], is_push, start_s):
             continue
         if is_push:
-            got, advice = f"{numbers[refusing]} more items", "Sample first, or raise the tolerance"
+            got = f"{numbers[refusing]} more items"
+            advice = "Sample first, or raise the tolerance"
             raise RateLimitedError("push into", repr(refusing.name), "draws to keep up", got, advice)
         return None

@@ -76,7 +76,8 @@ def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str])
     """
     if not isinstance(info, Mapping):
         raise UsageError("call BufferManager.update", expected="info as a mapping", got=type(info).__name__)
-    ids, priorities = listed(info.get(UNIQUE_ID)), info.get("priority")
+    ids = listed(info.get(UNIQUE_ID))
+    priorities = info.get("priority")
     values = ids if priorities is None else listed(priorities)
     if len(values) != len(ids):
         raise UsageError("call BufferManager.update", expected=f"{len(ids)} priorities", got=str(len(values)))

@@ -27,7 +27,8 @@ from .transition_columns import Column, HiddenStates
 
 _ACTION = "add a transition"
 _LOAD = "load a state"
-_LEAF, _COLUMN = "tensor", "saved_hidden_states"
+_LEAF = "tensor"
+_COLUMN = "saved_hidden_states"
 _version_of = attrgetter("_version")
 
 
@@ -205,8 +206,10 @@ class ColumnTable:
 
     def assign(self, name: str, value: Any) -> None:
         """Copy `[T, B, *shape]` (or a nested dict of such) over a whole column; its tensors stay the same."""
-        action, column = f"assign to {name!r}", self.columns[name]
-        given, targets = flatten({name: value}), []
+        action = f"assign to {name!r}"
+        column = self.columns[name]
+        given = flatten({name: value})
+        targets = []
         check_same_names({field.name: None for field in column.fields}, given, action)
         for key, x in given.items():
             target = self.tensors.get(key)
@@ -240,7 +243,8 @@ class ColumnTable:
                 raise MissingFieldError(_LOAD, f"with the tensor {name!r}", nearest(name, expected))
         for name, (shape, field) in expected.items():
             checked_tensor(tensors, name, field.torch_dtype, shape)
-        self.tensors, self.num_rows = dict(tensors), num_rows
+        self.tensors = dict(tensors)
+        self.num_rows = num_rows
         self._show_views()
         self._note_change()
 
@@ -356,7 +360,8 @@ class SavedStates:
         kept = self.leaves()
         if states is None and not kept:
             return {}
-        layout, leaves = _layout(states), _leaves(states)
+        layout = _layout(states)
+        leaves = _leaves(states)
         if kept and layout != self.layout:
             raise SchemaError(_ACTION, "with 'hidden_states'", f"the structure {_words(self.layout)}", _words(layout))
         for leaf, like in zip(leaves, [x[0] for x in kept] or leaves, strict=True):

@@ -87,7 +87,8 @@ class RowGather:
         count_changes: Callable[[], int] = int,
     ) -> None:
         self._delivery = delivery
-        self._count_changes, self._num_changes = count_changes, count_changes()
+        self._count_changes = count_changes
+        self._num_changes = count_changes()
         self._names = list(columns)
         limit = _WIDE_ROW_BYTES if num_gathers > 2 else _WIDE_ROW_BYTES_TWICE
         # Rows of no bytes too: they have nothing to lie beside others, and no strides to be viewed as another dtype.
@@ -321,7 +322,8 @@ def env_groups(
     B, *H]` become those of each trajectory's first step. Gives for each mini-batch fields by name, leaves of the
     states, and masks; all contiguous, so that `flatten(0, 1)` is a view, as the first layer of a network wants it.
     """
-    num_steps, segments = len(dones), find_segments(dones)
+    num_steps = len(dones)
+    segments = find_segments(dones)
     parts = [segments.of_envs(start, stop) for start, stop in bounds]
     source = torch.cat([part.source for part in parts])
     sizes = {True: [x.masks.shape[1] for x in parts], False: [stop - start for start, stop in bounds]}

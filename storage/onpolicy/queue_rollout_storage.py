@@ -109,7 +109,8 @@ class QueueRolloutStorage(RolloutStorage):
         self.untie_buffer_loop()
 
     def _arguments(self) -> dict[str, Any]:
-        steps, ratio = self.num_timesteps_each_rollout, self.buffer_dilation_ratio
+        steps = self.num_timesteps_each_rollout
+        ratio = self.buffer_dilation_ratio
         return {**super()._arguments(), "num_transitions_per_env": steps, "buffer_dilation_ratio": ratio}
 
     def _get_state(self) -> State:

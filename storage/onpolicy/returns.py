@@ -63,7 +63,8 @@ def generalized_advantage(
         UsageError: An argument is not as above; also SchemaError and FieldTypeError, which are such.
     """
     _check_rollout(rewards, dones=dones, values=values, next_values=next_values)
-    gamma, lam = checked_factor("gamma", gamma, rewards.shape[-1]), checked_factor("lam", lam, rewards.shape[-1])
+    gamma = checked_factor("gamma", gamma, rewards.shape[-1])
+    lam = checked_factor("lam", lam, rewards.shape[-1])
     return _write_sums(_like(rewards), _Terms(rewards, dones, values, next_values), gamma, lam)
 
 
@@ -87,7 +88,8 @@ def rollout_advantage(
     advantages = _like(rewards) if out is None else out
     if not advantages.is_contiguous():
         raise SchemaError(_ACTION, "", "a contiguous out", f"one with strides {advantages.stride()}")
-    gamma, lam = checked_factor("gamma", gamma, rewards.shape[-1]), checked_factor("lam", lam, rewards.shape[-1])
+    gamma = checked_factor("gamma", gamma, rewards.shape[-1])
+    lam = checked_factor("lam", lam, rewards.shape[-1])
     return _write_sums(advantages, _Terms(rewards, dones, values, last_values), gamma, lam, returns)
 
 
@@ -116,7 +118,8 @@ def n_step_returns(
     """
     _check_rollout(rewards, dones=dones, values=values, last_values=last_values)
     num_steps = whole("compute n-step returns", "num_steps", num_steps, 1)
-    ended, discount = dones != 0, _as(checked_factor("gamma", gamma, rewards.shape[-1]), rewards)
+    ended = dones != 0
+    discount = _as(checked_factor("gamma", gamma, rewards.shape[-1]), rewards)
     ahead = torch.cat([values[1:], last_values.unsqueeze(0)]).masked_fill_(ended, 0)
     returns = torch.addcmul(rewards, discount, ahead)
     for _ in range(min(num_steps, len(rewards)) - 1):
@@ -294,11 +297,13 @@ def _write_sums(
     r, d, v, ahead = given
     rows = max(1, (_PIECE_SIZE_CUDA if out.is_cuda else _PIECE_SIZE) // max(1, prod(out.shape[1:])))
     with np.errstate(over="ignore", invalid="ignore"):  # as quiet as torch where infinities and NaN go through
-        gamma, lam = _place_factor(discount, out, lib), _place_factor(trace, out, lib)
+        gamma = _place_factor(discount, out, lib)
+        lam = _place_factor(trace, out, lib)
         decay = lib.empty_like(x[:rows])
         for start in reversed(range(0, len(x), rows)):
             stop = min(start + rows, len(x))
-            piece, weight = x[start:stop], decay[: stop - start]
+            piece = x[start:stop]
+            weight = decay[: stop - start]
             _write_alive(d[start:stop], gamma, weight)
             if v is None:
                 piece[...] = r[start:stop]
@@ -326,7 +331,8 @@ def _write_sums(
 
 def _write_step_by_step(out: torch.Tensor, terms: _Terms, discount: torch.Tensor, trace: torch.Tensor) -> None:
     """Do what `_write_sums` does so that whatever stands after a done, NaN too, stays there."""
-    ended, ahead = terms.dones != 0, terms.ahead
+    ended = terms.dones != 0
+    ahead = terms.ahead
     out.copy_(terms.rewards)
     if ahead is not None:
         if ahead.dim() < out.dim():
@@ -343,14 +349,18 @@ def _scan(lib: Any, x: Any, decay: Any) -> None:
     1000 steps of 1 env take 50 us instead of 1300. Doubling ends where its passes over all numbers would take longer
     than the calls that they save.
     """
-    num_steps, width = len(x), prod(x.shape[1:])
+    num_steps = len(x)
+    width = prod(x.shape[1:])
     if num_steps < 2 or not width:
         return
     call_size = _CALL_SIZE_NUMPY if lib is np else _CALL_SIZE_CUDA if x.is_cuda else _CALL_SIZE_TORCH
     longest = num_steps / (3 + 3 * num_steps * width / call_size)
-    x, decay, reach = x.reshape(num_steps, width), decay.reshape(num_steps, width), 1
+    x = x.reshape(num_steps, width)
+    decay = decay.reshape(num_steps, width)
+    reach = 1
     if reach < longest:
-        product, spare = lib.empty_like(x), lib.empty_like(x)
+        product = lib.empty_like(x)
+        spare = lib.empty_like(x)
     while reach < longest:  # x[t] becomes the sum of twice as many steps
         n = num_steps - reach
         _decay(lib, decay[:n], x[reach:], product[:n])
@@ -358,7 +368,8 @@ def _scan(lib: Any, x: Any, decay: Any) -> None:
         n -= reach  # products of steps after these are never asked for
         lib.multiply(decay[:n], decay[reach : reach + n], out=spare[:n])
         decay, spare, reach = spare, decay, 2 * reach
-    later, change = x[num_steps - reach :], lib.empty_like(x[:reach])
+    later = x[num_steps - reach :]
+    change = lib.empty_like(x[:reach])
     for start in range(num_steps - 2 * reach, -1, -reach):
         row = x[start : start + reach]
         _decay(lib, decay[start : start + reach], later, change)

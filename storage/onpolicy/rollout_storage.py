@@ -195,7 +195,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             self._raise_deferred()
             if self.step >= self._table.num_rows:
-                expected, advice = f"at most {self._table.num_rows} steps", "Call clear() after each update"
+                expected = f"at most {self._table.num_rows} steps"
+                advice = "Call clear() after each update"
                 raise RolloutOverflowError("add a transition", "", expected, "one more", advice)
             if self._taken is None:
                 with self.unchanged_on_failure():
@@ -355,12 +356,14 @@ class RolloutStorage(Store, is_saved_whole=True):
             num_items = self.num_envs * (rows if item == "row" else 1)
             bounds = batch_bounds(num_items, item, num_mini_batches, num_epochs, drop_last)
             if self.needs_returns and not self._table.has_results:
-                expected, advice = "compute_returns() since the last step", "Call it, or write returns and advantages"
+                expected = "compute_returns() since the last step"
+                advice = "Call it, or write returns and advantages"
                 raise UsageError(GENERATE, "", expected, "none", advice)
         return rows, bounds
 
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
-        table, num_used = self._table, bounds[-1][1]
+        table = self._table
+        num_used = bounds[-1][1]
         # Of tensors that several batches read, which may be drawn on different streams.
         shared = StreamOrder(self.device)
         with self._lock, torch.no_grad():
@@ -446,7 +449,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         if self._taken is None:
             arguments = dict(arguments)
             for argument, column in (("obs_shape", "observations"), ("critic_obs_shape", "critic_observations")):
-                written, shape = arguments.get(argument), self._observation_shapes[column]
+                written = arguments.get(argument)
+                shape = self._observation_shapes[column]
                 if isinstance(written, list) and shape is not None:
                     arguments[argument] = without_dtypes(column, written, undeclared_fields(column, shape))
         super().check_equal(name, arguments)
@@ -476,7 +480,8 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._table.replace(tensors, num_rows, leaves)
             self._table.note_results(num_partial_rows > 0)
             self._states.layout = numbers["states"]
-            self.step, self._num_partial_rows = step, num_partial_rows
+            self.step = step
+            self._num_partial_rows = num_partial_rows
             before.num_changes += 1  # for generators that still read it
             self._order.record(is_write=True)
 
@@ -502,6 +507,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         if self.step == 0:
             raise BufferEmptyError(action, "", "a rollout", "no step since the last clear()")
         if self.step < self._table.num_rows and not allow_partial and self._num_partial_rows != self.step:
-            num_steps, advice = self._table.num_rows, "Add the rest, or call compute_returns(..., allow_partial=True)"
+            num_steps = self._table.num_rows
+            advice = "Add the rest, or call compute_returns(..., allow_partial=True)"
             raise UsageError(action, "of a partial rollout", f"{num_steps} steps", str(self.step), advice)
         return self.step

@@ -26,7 +26,8 @@ from .transition_columns import Column, MiniBatch, ShapeLike, Transition, batch_
 
 #: Column -> field of the mini-batch that carries it one step later.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
-_ACTION, _LOAD = "add a transition", "load a state"
+_ACTION = "add a transition"
+_LOAD = "load a state"
 _FINALS = "finals/"
 
 
@@ -39,7 +40,8 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
                 tuple(replace(field, name=prefix + field.name) for field in column.fields)
                 for prefix in ("next_", "all_")
             )
-            name, fallback = f"next_{column.name}", column.fallback and _SHIFTED["observations"]
+            name = f"next_{column.name}"
+            fallback = column.fallback and _SHIFTED["observations"]
             later = Column(name, next_fields, name, _SHIFTED[column.name], fallback, False, is_padded=True)
             whole = Column(f"all_{column.name}", all_fields)
             taken = frozenset(f"next_{field}" for field in column.taken)
@@ -113,7 +115,8 @@ class Finals:
 
     def put(self, name: str, target: torch.Tensor) -> None:
         """Write the final observations of a field over `[B, *event]`."""
-        values, target = signed(self._values[name]), signed(target)
+        values = signed(self._values[name])
+        target = signed(target)
         if self._count is None:
             target[self._envs] = values
         else:
@@ -239,7 +242,8 @@ class SarsaRolloutStorage(RolloutStorage):
             differs = (known != found) & ((known == known) | (found == found))
             differs = differs.reshape(self.num_envs, -1).any(1) & goes_on
             if bool(differs.any()):
-                column, env = name.split("/")[0], int(differs.nonzero()[0])
+                column = name.split("/")[0]
+                env = int(differs.nonzero()[0])
                 expected = f"next_{column} of step {self.step - 1}"
                 raise SchemaError(_ACTION, f"at step {self.step}, env {env}", expected, f"other {column}")
 
@@ -308,7 +312,8 @@ class SarsaRolloutStorage(RolloutStorage):
             raise SchemaError(_LOAD, "with 'has_next'", f"a list of at most {num_steps} bools", repr(has_next))
         if not isinstance(finals, list) or not all(type(x) is int and 0 <= x < num_steps for x in finals):
             raise SchemaError(_LOAD, "with 'finals'", f"a list of ints from 0 to {num_steps - 1}", repr(finals))
-        expected, indices = dict[str, tuple[tuple[int, ...], Field]](), {}
+        expected = dict[str, tuple[tuple[int, ...], Field]]()
+        indices = {}
         for step in finals:
             envs = indices[f"{_FINALS}{step}/envs"] = tensors.get(f"{_FINALS}{step}/envs", torch.empty(0))
             is_index = envs.dtype is torch.int64 and envs.dim() == 1

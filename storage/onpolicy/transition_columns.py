@@ -86,7 +86,8 @@ def rollout_columns(
     if not isinstance(policy_outputs, Mapping | None):
         expected = "policy_outputs as a mapping of names to shapes"
         raise SchemaError("create a RolloutStorage", "", expected, repr(policy_outputs))
-    heads, one = (num_rewards,), (1,)
+    heads = (num_rewards,)
+    one = (1,)
     critic = _ABSENT if is_absent(critic_obs_shape) else critic_obs_shape
     gaussian = actions_shape if policy_outputs is None else _ABSENT
     seen: dict[str, Any] = {"is_padded": True, "is_recorded": True}
@@ -162,7 +163,8 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     if isinstance(shape, Mapping):
         for key in shape or [None]:
             if not isinstance(key, str) or not key or "/" in key:
-                expected, got = "names that are non-empty str without '/'", "nothing" if key is None else repr(key)
+                expected = "names that are non-empty str without '/'"
+                got = "nothing" if key is None else repr(key)
                 raise SchemaError("declare the shape of", repr(name), expected, got)
         return tuple(one for key, below in shape.items() for one in declare_fields(f"{name}/{key}", below))
     if isinstance(shape, Field):

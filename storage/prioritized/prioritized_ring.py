@@ -101,8 +101,12 @@ class PrioritizedRing:
     def __init__(
         self, num_slots: int, num_lanes: int, rule: PriorityRule, device: torch.device, limits: Limits | None = None
     ) -> None:
-        self._num_slots, self._num_lanes, self._num_places = num_slots, num_lanes, num_slots * num_lanes
-        self.rule, self.device, self._library = rule, device, library(device)
+        self._num_slots = num_slots
+        self._num_lanes = num_lanes
+        self._num_places = num_slots * num_lanes
+        self.rule = rule
+        self.device = device
+        self._library = library(device)
         self._order = StreamOrder(device)
         self._is_on_cpu = device.type == "cpu"
         self.num_draws = 0
@@ -121,7 +125,8 @@ class PrioritizedRing:
         all_priorities = filled((self._num_leaves,), 0, torch.float64, device)
         self.priorities = all_priorities[: self._num_places]
         self._counts = filled((self._num_places,), 0, torch.bool, device)
-        self._own_priorities, self._own_counts = own(all_priorities), own(self._counts)
+        self._own_priorities = own(all_priorities)
+        self._own_counts = own(self._counts)
         #: On a device: whether a draw may find a row, and priorities that were wrong, in all and when last raised.
         self._has_mass = False
         self._late_mass = LateNumber(device)
@@ -288,7 +293,9 @@ class PrioritizedRing:
         self._weights.clear()
         self._least = LeastWeight(self._weights)
         self._counts.zero_()
-        self._total, self._num_valid, self.num_draws = 0, 0, 0
+        self._total = 0
+        self._num_valid = 0
+        self.num_draws = 0
         self._has_mass = False
         if self._is_on_cpu:
             self._largest = 1.0
@@ -329,12 +336,14 @@ class PrioritizedRing:
                 self._read_numbers()
                 if not self.has_mass(None):
                     return None
-            drawn, least = self._weights.draw_weights(num_draws, generator), self._least.value()
+            drawn = self._weights.draw_weights(num_draws, generator)
+            least = self._least.value()
             if not self._is_on_cpu and self.num_draws % _DRAWS_PER_LOOK == 0:
                 self._late_mass.send((least < inf).long())
         else:
             weights = self._weights.read(among)
-            some, least = SumTree(len(among), self.device), float(least_positive(weights))
+            some = SumTree(len(among), self.device)
+            least = float(least_positive(weights))
             some.rebuild(weights)
             drawn = some.draw_weights(num_draws, generator)
         if drawn is None:
@@ -354,7 +363,8 @@ class PrioritizedRing:
         if self._used:
             used = torch.cat(self._used)
             self._uses.scatter_add_(0, used, torch.ones_like(used))
-            self._used, self._num_used = [], 0
+            self._used = []
+            self._num_used = 0
         return self._uses
 
     @writes_in_order
@@ -418,7 +428,8 @@ class PrioritizedRing:
             return own(torch.zeros(0, dtype=torch.float64, device=self.device)), 0.0
         if not given.is_cpu:
             return found.expand(num_rows), None
-        least, largest = float(found.min()), float(found.max())
+        least = float(found.min())
+        largest = float(found.max())
         if not 0 <= least <= largest < inf:  # a NaN spoils both
             wrong = next(x for x in found.reshape(-1).tolist() if not 0 <= x < inf)
             raise UsageError(action, "", "finite numbers >= 0", str(wrong))
@@ -451,7 +462,8 @@ class PrioritizedRing:
         if not self._is_on_cpu:
             return self._update_on_device(ids, priorities, is_checked=largest is not None)
         assert largest is not None and self._num_valid is not None
-        places, num_written = self.places(ids), min(self._total, self._num_slots) * self._num_lanes
+        places = self.places(ids)
+        num_written = min(self._total, self._num_slots) * self._num_lanes
         stop = self._total * self._num_lanes
         is_live = ids < stop
         is_live &= ids >= stop - num_written
@@ -460,7 +472,8 @@ class PrioritizedRing:
         num_live = int(self._library.count_nonzero(is_live))
         if num_live < len(ids):
             self._num_dead += len(ids) - num_live
-            places, priorities = places[is_live], priorities[is_live]
+            places = places[is_live]
+            priorities = priorities[is_live]
             largest = float(priorities.max()) if num_live else 0.0
         if num_live:
             self._set(places, priorities + self.rule.eps, largest)
@@ -561,7 +574,8 @@ class PrioritizedRing:
             if not arguments.is_real(numbers[name]) or not 0 <= numbers[name] <= _LARGEST:
                 raise SchemaError("load a state", f"with {name!r}", "a finite number >= 0", repr(numbers[name]))
         self._total = checked_count(numbers, "total", 0, UNKNOWN // self._num_lanes)
-        weights, row_ids = tensors["weights"], tensors["row_ids"]
+        weights = tensors["weights"]
+        row_ids = tensors["row_ids"]
         counts = row_ids != _NO_ROW
         if not bool((torch.isfinite(weights) & (weights >= 0) & ((weights == 0) | counts)).all()):
             raise SchemaError("load a state", "with 'weights'", "finite weights >= 0 of rows", "others")
@@ -584,7 +598,8 @@ class PrioritizedRing:
 
     def _set_numbers(self, largest: float, num_dead: int) -> None:
         if self._is_on_cpu:
-            self._largest, self._num_dead = largest, num_dead
+            self._largest = largest
+            self._num_dead = num_dead
         else:
             self._largest = torch.full_like(self._largest, largest)
             self._num_dead = torch.full_like(self._num_dead, num_dead)

@@ -188,7 +188,8 @@ class PrioritizedWindows(Store):
         lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)
         new = torch.arange(first, ring.total, device=self.device)
         broken = torch.arange(ring.oldest, min(ring.oldest + back, ring.total), device=self.device)
-        lane, row = lanes.expand(-1, len(new)).flatten(), new.expand(ring.num_lanes, -1).flatten()
+        lane = lanes.expand(-1, len(new)).flatten()
+        row = new.expand(ring.num_lanes, -1).flatten()
         past = self._boundaries.age(lane, row).long() - back
         is_window = (past >= 0) & (row - back >= ring.oldest)
         is_window &= (past % self.stride == 0) | self._boundaries.ended(lane, row)
@@ -217,7 +218,9 @@ class PrioritizedWindows(Store):
         self._windows.set_num_dead_updates(int(numbers["num_dead_updates"]))
         if numbers["schema"] is None:
             return
-        schema, num_lanes, total = Schema.from_json(numbers["schema"]), int(numbers["num_lanes"]), int(numbers["total"])
+        schema = Schema.from_json(numbers["schema"])
+        num_lanes = int(numbers["num_lanes"])
+        total = int(numbers["total"])
         live = min(total, self.capacity)
         columns = {
             name: checked_tensor(tensors, f"column/{place}", field.torch_dtype, [live, num_lanes, *field.shape])

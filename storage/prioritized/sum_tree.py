@@ -57,8 +57,10 @@ class _Memory:
     def __init__(self, num: int, device: torch.device) -> None:
         self.num = num
         self.rows, self.sums = torch.empty((2, num, WIDTH), dtype=torch.float64, device=device)
-        self.own_rows, self.own_sums = own(self.rows), own(self.sums)
-        self.first_column, self.last_sums = self.own_rows[:, 0], self.own_sums[:, -1]
+        self.own_rows = own(self.rows)
+        self.own_sums = own(self.sums)
+        self.first_column = self.own_rows[:, 0]
+        self.last_sums = self.own_sums[:, -1]
         self.flat_sums = self.own_sums.reshape(-1)
         #: Where each row starts in `flat_sums`.
         self.starts = own(torch.arange(0, num * WIDTH, WIDTH, device=device))
@@ -179,12 +181,14 @@ class WideTree:
             return float(self._along(self._levels[-1], 0))
         parts = [self._levels[0][:0]]
         for level in self._levels:
-            first, last = -(-start // WIDTH), stop // WIDTH
+            first = -(-start // WIDTH)
+            last = stop // WIDTH
             if level is self._levels[-1] or first >= last:
                 parts.append(level[start:stop])
                 break
             parts += [level[start : first * WIDTH], level[last * WIDTH : stop]]
-            start, stop = first, last
+            start = first
+            stop = last
         found = torch.cat(parts)
         return float(self._along(found, 0)) if len(found) else self.NEUTRAL
 
@@ -243,7 +247,8 @@ class SumTree(WideTree):
         #: 0, then the running sums of the top.
         self._sums = torch.zeros(len(self._levels[-1]) + 1, dtype=torch.float64, device=self.device)
         self._top_sums = self._sums[1:]
-        self._own_sums, self._own_top_sums = own(self._sums), own(self._top_sums)
+        self._own_sums = own(self._sums)
+        self._own_top_sums = own(self._top_sums)
         #: Blocks of each level but the top, with their numbers in one row, from the top down.
         self._steps_down = list(zip(self._blocks, self._own_levels[:-1], strict=True))[::-1]
 
@@ -320,7 +325,8 @@ class SumTree(WideTree):
 
         A sum is above all masses of the intervals before its own, and below all behind it.
         """
-        num, sums = len(masses), self._own_top_sums
+        num = len(masses)
+        sums = self._own_top_sums
         first = np.minimum(sums / sums[-1] * num, num - 1).astype(np.int64)
         first += masses[first] < sums
         return np.bincount(first, minlength=num + 1)[:num].cumsum()
@@ -336,7 +342,9 @@ class SumTree(WideTree):
         left = self._own_sums[node]
         left -= masses  # below 0 from here on
         memory = self._memory_for(len(masses))
-        first_column, rows, sums = memory.first_column, memory.rows, memory.sums
+        first_column = memory.first_column
+        rows = memory.rows
+        sums = memory.sums
         for blocks, level in self._steps_down:
             take_rows(blocks, node, memory.own_rows)
             first_column += left
@@ -407,7 +415,8 @@ class LeastWeight:
 
     @lasting
     def __init__(self, tree: SumTree) -> None:
-        self._blocks, self._own_weights = tree.blocks_view(), own(tree.leaves_view())
+        self._blocks = tree.blocks_view()
+        self._own_weights = own(tree.leaves_view())
         #: Of each block the least weight above 0 when it was last looked at; 0 or inf if there was none.
         self._least = filled((len(self._blocks),), 0, torch.float64, tree.device)
         self._is_written = filled((len(self._blocks),), 0, torch.bool, tree.device)

@@ -36,7 +36,9 @@ GROUPS = {"draw": "drawing", "tell": "drawing", "push": "pushing"}
 UPDATES = ("update", "update_priorities")
 #: So often rows are drawn anew to fill a batch with rows that are not too old.
 _MAX_DRAWS = 64
-_STATE, _ROWS, _ID = "shard.json", "rows_", "replay_unique_id"
+_STATE = "shard.json"
+_ROWS = "rows_"
+_ID = "replay_unique_id"
 _LIMIT_HERE = "Give rate_limiter to RemoteBuffer, which waits without a lock"
 _ONE_EACH = "Shards have unequal shares of its buffers: make a RemoteBuffer of each"
 
@@ -60,7 +62,8 @@ class RemoteOptions:
     actor_options: Mapping[str, Any] = field(default_factory=dict)  # of Ray: num_cpus, resources, ...
 
     def __post_init__(self) -> None:
-        action, least = "make a RemoteBuffer", {"prefetch": 0, "batches_per_reply": 1, "max_pending": 1}
+        action = "make a RemoteBuffer"
+        least = {"prefetch": 0, "batches_per_reply": 1, "max_pending": 1}
         for name, low in {**least, "max_unsaved_bytes": 1, "seed": 0}.items():
             whole(action, name, getattr(self, name), low)
         whole(action, "max_staleness", 0 if self.max_staleness is None else self.max_staleness, 0)
@@ -90,7 +93,10 @@ class Shard:
         self, make: Callable[[], Any], place: tuple[int, int], folder: str | None, options: RemoteOptions
     ) -> None:
         torch.set_num_threads(1)
-        self._place, self._folder, self._options, self._life = place, folder, options, secrets.token_hex(8)
+        self._place = place
+        self._folder = folder
+        self._options = options
+        self._life = secrets.token_hex(8)
         self._limiter = None if options.rate_limiter is None else RateLimiter(**options.rate_limiter)
         #: Where a reply's batches wait for each other: memory of their own would be new each time, at 4 times the cost.
         self._pool = BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
@@ -143,10 +149,13 @@ class Shard:
         What is asked (method, sizes, other arguments, options, policy version) is one argument: each takes 60 us.
         """
         name, sizes, args, options, version = asked
-        method, found, limiter = getattr(self._buffer, name), [], self._limiter
+        method = getattr(self._buffer, name)
+        found = []
+        limiter = self._limiter
         unit = unit_of(self._traits, name, args, options)
         for size in filter(None, sizes):
-            num_rows, one = sum(size.values()) if isinstance(size, Mapping) else size, None
+            num_rows = sum(size.values()) if isinstance(size, Mapping) else size
+            one = None
             if limiter is not None and not limiter.sample(num_rows):
                 raise RateLimitedError(f"draw {num_rows} rows", "", "more pushes", str(limiter.snapshot()))
             try:
@@ -161,7 +170,10 @@ class Shard:
 
     def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
         """Draw; leave out rows that are too old and draw again until a batch is full: the others are equally likely."""
-        limit, key, parts, num_kept = self._options.max_staleness, self._options.version_key, [], 0
+        limit = self._options.max_staleness
+        key = self._options.version_key
+        parts = []
+        num_kept = 0
         if limit is None or version is None:
             return draw()
         for _ in range(_MAX_DRAWS):
@@ -189,7 +201,8 @@ class Shard:
         if number != due:
             return self.hello(collector), None
         args, options = ((), {}) if packed is None else unpack(packed)
-        num_rows, limiter = 0 if name in ("", *UPDATES) else _num_rows(self._buffer, name, args), self._limiter
+        num_rows = 0 if name in ("", *UPDATES) else _num_rows(self._buffer, name, args)
+        limiter = self._limiter
         if limiter is not None and num_rows and not limiter.insert(num_rows):
             raise RateLimitedError(f"insert {num_rows} rows", "", "more draws", str(limiter.snapshot()))
         with self._applying:
@@ -221,13 +234,16 @@ class Shard:
     def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Call a method of the buffer that tells what a learner found, with what concerns this shard."""
         if self._place[1] > 1 and name == "update_priorities" and self._has_ids:
-            args, options = self._own_rows(*args, **options), {}
+            args = self._own_rows(*args, **options)
+            options = {}
         elif name == "update" and self._names:
-            args, options = (self._own_items(*args, **options),), {}
+            args = (self._own_items(*args, **options),)
+            options = {}
         getattr(self._buffer, name)(*args, **options)
 
     def _own_rows(self, ids: Any, priorities: Any) -> tuple[Any, Any]:
-        ids, priorities = torch.as_tensor(ids), torch.as_tensor(priorities)
+        ids = torch.as_tensor(ids)
+        priorities = torch.as_tensor(priorities)
         mine = ids % self._place[1] == self._place[0]
         return ids[mine] // self._place[1], priorities[mine] if priorities.dim() else priorities
 
@@ -275,7 +291,8 @@ class Shard:
         """Save buffer and numbers; the file of numbers, which is replaced last, says which folder of rows counts."""
         if self._folder is None:
             raise UsageError("save a checkpoint", "", "a RemoteBuffer with checkpoint_dir", "one without")
-        place, rows = Path(self._folder), secrets.randbelow(1 << 48)
+        place = Path(self._folder)
+        rows = secrets.randbelow(1 << 48)
         self._buffer.save(place / f"{_ROWS}{rows}")
         with replace_file(place / _STATE) as path:
             write_json(path, {"place": list(self._place), "rows": rows, "due": self._due})
@@ -291,7 +308,8 @@ class Shard:
             expected = "a checkpoint of shard {} of {}".format(*self._place)
             raise UsageError("load a shard", f"from {folder!r}", expected, str(place))
         self._made = type(self._made).load(Path(folder) / f"{_ROWS}{rows}", self._made.device)
-        self._saved, self._due = dict(due), due
+        self._saved = dict(due)
+        self._due = due
 
 
 def unit_of(traits: Traits, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:

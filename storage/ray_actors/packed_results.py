@@ -72,8 +72,10 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
     def put(group: list[int], start: int, stop: int) -> None:
         start -= start % _ALIGNMENT
         for one in group:
-            x, is_array = tensors[one], isinstance(given[one], np.ndarray)
-            size, first = x.element_size(), x.data_ptr() - start if x.numel() else 0
+            x = tensors[one]
+            is_array = isinstance(given[one], np.ndarray)
+            size = x.element_size()
+            first = x.data_ptr() - start if x.numel() else 0
             strides = tuple(stride * size for stride in x.stride())
             places[one] = len(buffers), first, _NAMES[x.dtype], tuple(x.shape), strides, is_array
         owner = [tensors[one] for one in group]

@@ -27,7 +27,10 @@ class Link:
     """The connection of the client `collector` to the actor of a shard, named `where`; `told` is its last `Ack`."""
 
     def __init__(self, actor: Any, collector: str, where: str, options: RemoteOptions) -> None:
-        self.actor, self.where, self._collector, self._options = actor, where, collector, options
+        self.actor = actor
+        self.where = where
+        self._collector = collector
+        self._options = options
         self._is_kept = options.checkpoint_dir is not None
         self.told: Ack | None = None
         #: Number -> (method of the shard, reference to what was pushed, its bytes), oldest first; and the bytes of all.
@@ -78,7 +81,8 @@ class Link:
 
     def has_restarted(self, told: Ack) -> bool:
         """Note what the shard told; True if its actor was restarted since it told something before."""
-        before, self.told = self.told, told
+        before = self.told
+        self.told = told
         if before is None or before.life == told.life:
             return False
         self._sent = -1

@@ -154,7 +154,8 @@ class DictBuffer(RingBuffer):
                 raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
             if request is None:
                 request = TransitionRequest.of(options) if options else _PLAIN
-            sampler, is_new = self._last_sampler, False
+            sampler = self._last_sampler
+            is_new = False
             if sampler is None or not sampler.serves(request, self._boundaries):
                 names = [ring.names[place] for place, _ in self._end_places]
                 sampler = self._last_sampler = TransitionSampler(self._boundaries, names, request)

@@ -188,7 +188,8 @@ class RingBuffer(BufferStore):
         """Allocate; nothing is changed if that fails."""
         places = self._find_ends(schema)
         ring, self._boundaries = self._make_ring(schema, num_lanes)
-        self._end_places, self._ring = places, ring
+        self._end_places = places
+        self._ring = ring
         self._reader.freeze(schema, num_lanes)
         return ring
 
@@ -218,7 +219,8 @@ class RingBuffer(BufferStore):
         return self._ring
 
     def _get_state(self) -> State:
-        ring, boundaries = self._ring, self._boundaries
+        ring = self._ring
+        boundaries = self._boundaries
         finals = None if boundaries is None else boundaries.finals
         numbers: dict[str, Any] = {
             "total": 0 if ring is None else ring.total,
@@ -253,9 +255,11 @@ class RingBuffer(BufferStore):
         self._forget()
         if ROWS not in tables or not tables[ROWS].shapes:
             return
-        rows, num_slots = tables[ROWS], self._num_slots
+        rows = tables[ROWS]
+        num_slots = self._num_slots
         num_lead = 2 if self._has_lanes_in_file else 1
-        live, num_lanes = rows.num_rows, next(iter(rows.shapes.values()))[1] if num_lead == 2 else 1
+        live = rows.num_rows
+        num_lanes = next(iter(rows.shapes.values()))[1] if num_lead == 2 else 1
         if live > num_slots:
             raise SchemaError("load rows", expected=f"at most {num_slots} rows, the capacity", got=f"{live} rows")
         total = rows_written(numbers, live, num_slots, self.num_envs)

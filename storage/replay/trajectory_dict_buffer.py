@@ -33,7 +33,8 @@ from ..saving.saved_store import State
 from .ring_buffer import on_device
 from .trajectory_window_buffer import as_list, check_length, count_windows
 
-_ACTION, _MAKE = "sample windows", "make a trajectory buffer"
+_ACTION = "sample windows"
+_MAKE = "make a trajectory buffer"
 _OPTIONS = (
     "seq_length",
     "output_key_t",
@@ -110,7 +111,8 @@ class TrajectoryDictBuffer(BufferStore):
         nested_key_separator: str = "-",
         generator: torch.Generator | int | None = None,
     ) -> None:
-        end_name, motion_name = flat_name(end_key, "end_key"), flat_name(motion_id_key, "motion_id_key")
+        end_name = flat_name(end_key, "end_key")
+        motion_name = flat_name(motion_id_key, "motion_id_key")
         action = arguments.creating(self)
         arguments.instance(action, "episodes", episodes, "as a list of mappings", Iterable)
         if file_names is not None:
@@ -237,7 +239,8 @@ class TrajectoryDictBuffer(BufferStore):
 
     def _set_priorities_on_device(self, values: torch.Tensor, places: torch.Tensor) -> None:
         self._read_numbers()
-        values, places = values.double(), places.long()
+        values = values.double()
+        places = places.long()
         is_right = values.isfinite() & (values >= 0) & (places >= 0) & (places < self.num_episodes)
         self._num_wrong = self._num_wrong + (~is_right).sum()
         self._late_wrong.send(self._num_wrong)
@@ -282,7 +285,8 @@ class TrajectoryDictBuffer(BufferStore):
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
         """Make one without episodes, to which they are given next."""
         made = cls.__new__(cls)
-        made._lock, made.output_device = threading.RLock(), None
+        made._lock = threading.RLock()
+        made.output_device = None
         made.device, made.generator = device, generator_on(0, device)
         return made
 
@@ -300,7 +304,8 @@ class TrajectoryDictBuffer(BufferStore):
         return State({}, numbers, rows)
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        table, lengths = tables[ROWS], numbers["lengths"]
+        table = tables[ROWS]
+        lengths = numbers["lengths"]
         if table.num_rows != sum(lengths):
             raise SchemaError("load episodes", expected=f"{sum(lengths)} frames", got=str(table.num_rows))
         self._set_up(table.schema(1), lengths, numbers)
@@ -319,7 +324,8 @@ class TrajectoryDictBuffer(BufferStore):
         bounds = PrefixSum([int(length) for length in lengths])
         for name in _OPTIONS:
             setattr(self, name, options[name])
-        self.seq_length, self.contiguous = check_length(self.seq_length), bool(self.contiguous)
+        self.seq_length = check_length(self.seq_length)
+        self.contiguous = bool(self.contiguous)
         self.output_key_t = as_list(self.output_key_t, "output_key_t")
         self.output_key_tp1 = as_list(self.output_key_tp1, "output_key_tp1")
         self.capacity = bounds.total
@@ -380,7 +386,8 @@ def _read(
     parts = [_take_apart(flatten(episode), motion_name) for episode in episodes]
     # A motion id that only some episodes have is known of them, but no column.
     keeps_ids = all(motion_name in columns for columns, _, _ in parts)
-    reader, found = RecordReader(1, False, auto_unsqueeze=True, narrow=False), []
+    reader = RecordReader(1, False, auto_unsqueeze=True, narrow=False)
+    found = []
     for number, (columns, motion_id, own_name) in enumerate(parts):
         if not keeps_ids:
             columns.pop(motion_name, None)
@@ -420,7 +427,8 @@ def _split(rows: list[torch.Tensor], place: int, split_on_end: bool, where: str)
     """Cut an episode where a flag inside it says so; set the flags of all pieces anew."""
     inside = (rows[place] != 0).flatten(1).any(1)[:-1].nonzero().flatten().tolist()
     if inside and not split_on_end:
-        advice, got = "Cut it there, or give split_on_end=True", f"one on frame {inside[0]}"
+        advice = "Cut it there, or give split_on_end=True"
+        got = f"one on frame {inside[0]}"
         raise UsageError(_MAKE, where, "an end flag on the last frame only", got, advice)
     for start, stop in pairwise([0, *(step + 1 for step in inside), len(rows[0])]):
         piece = [leaf[start:stop] for leaf in rows]
@@ -442,14 +450,16 @@ class PrefixSum:
     def __init__(self, lengths: int | Iterable[int] = (), *, max_len: int | None = None) -> None:
         expected = max_len
         if is_whole(lengths):
-            expected, lengths = cast(int, lengths), ()
+            expected = cast(int, lengths)
+            lengths = ()
         if expected is not None:
             whole("create PrefixSum", "max_len", expected, 0)
         if not isinstance(lengths, Iterable):
             raise UsageError("create PrefixSum", "", "lengths, or a number max_len", repr(lengths)[:60])
         #: Ends of the episodes in frames since creation; [_first] is the start of the oldest kept one.
         self._ends: Integers = np.zeros(_FIRST_ROOM, np.int64)
-        self._first, self._last = 0, 0
+        self._first = 0
+        self._last = 0
         self.extend(lengths)
 
     def __len__(self) -> int:

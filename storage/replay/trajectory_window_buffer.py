@@ -99,7 +99,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         self.seq_length = int(seq_length)
         self.output_key_t = as_list(output_key_t, "output_key_t")
         self.output_key_tp1 = as_list(output_key_tp1, "output_key_tp1")
-        self.start_mode, self.at_end = start_mode, at_end
+        self.start_mode = start_mode
+        self.at_end = at_end
         super().__init__(
             capacity,
             device,
@@ -191,7 +192,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
 
     def _draw(self, ring: RingStore, num_windows: int, length: int) -> dict[str, Any]:
         """Draw windows; give them nested."""
-        boundaries, drawn = self._boundaries, None
+        boundaries = self._boundaries
+        drawn = None
         num_later = offset = 1 if self.output_key_tp1 else 0
         assert boundaries is not None
         is_marked = self.at_end == "mark"

@@ -49,7 +49,8 @@ class RingStore:
         self.num_slots = arguments.whole("create a ring", "num_slots", num_slots, 1)
         self.num_lanes = arguments.whole("create a ring", "num_lanes", num_lanes, 1)
         arguments.instance("create a ring", "schema", schema, "as a Schema", Schema)
-        self.schema, self.names = schema, tuple(schema)
+        self.schema = schema
+        self.names = tuple(schema)
         self.device = arguments.device("create a ring", "device", device)
         self._is_on_cpu = self.device.type == "cpu"
         self.num_guards = min(arguments.whole("create a ring", "num_guards", num_guards, 0), self.num_slots)
@@ -190,7 +191,8 @@ class RingStore:
             cut: What is wanted, made with `apart`.
             never_wraps: The caller knows that no window reaches across the end of the memory.
         """
-        reach, starts = length + cut.reach - 1, [places, places]
+        reach = length + cut.reach - 1
+        starts = [places, places]
         is_one_piece = never_wraps or reach <= self.num_guards + 1
         if not is_one_piece:
             rows_of = self._unrolled(tensor_of(places), reach)
@@ -262,13 +264,15 @@ class RingStore:
 
     def _source(self, place: int, units: int, skipped: int) -> tuple[torch.Tensor, Callable[..., Any] | None]:
         """See a group's memory as pieces that overlap, `[num, units]`; on the CPU give what copies some of them too."""
-        group, base = self.groups[place], self._bases[place]
+        group = self.groups[place]
+        base = self._bases[place]
         num_rows = self.num_lanes * self.stride - -(-units // group.width) + 1 - skipped
         tensor = base.as_strided((num_rows, units), (group.width, 1), skipped * group.width)
         items = None
         if self._is_on_cpu:
             item = np.dtype((np.void, units * group.unit.itemsize))
-            memory, skipped_bytes = base.view(torch.uint8).numpy(), skipped * group.row_bytes
+            memory = base.view(torch.uint8).numpy()
+            skipped_bytes = skipped * group.row_bytes
             pieces: Any = np.ndarray((num_rows,), item, memory, skipped_bytes, (group.row_bytes,))
             items = pieces.take if units == group.width else pieces.__getitem__  # `take` copies what is not contiguous
         self._sources[place, units, skipped] = tensor, items

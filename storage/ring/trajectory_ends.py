@@ -57,7 +57,8 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
             flags = flags != 0
         found = flags if found is None else found | flags
     if found is None:
-        like, shape = leaves[0], tuple(leaves[0].shape[:num_lead])
+        like = leaves[0]
+        shape = tuple(leaves[0].shape[:num_lead])
         is_array = isinstance(like, np.ndarray)
         return np.zeros(shape, np.bool_) if is_array else like.new_zeros(shape, dtype=torch.bool)
     return found
@@ -303,7 +304,8 @@ class EndedRows:
         if keys.dtype is not torch.int64 or keys.dim() != 1:
             raise SchemaError(action, "", "their keys as [num] int64", f"{keys.dtype} {list(keys.shape)}")
         for name, leaf in leaves.items():
-            field, shape = self.schema[name], [len(keys), *self.schema[name].shape]
+            field = self.schema[name]
+            shape = [len(keys), *self.schema[name].shape]
             if list(leaf.shape) != shape or leaf.dtype is not field.torch_dtype:
                 expected = f"{field.torch_dtype} {shape}"
                 raise SchemaError(action, f"with {name!r}", expected, f"{leaf.dtype} {list(leaf.shape)}")

@@ -93,7 +93,9 @@ class TransitionSampler:
     """
 
     def __init__(self, boundaries: Boundaries, end_names: list[str], request: TransitionRequest) -> None:
-        self._boundaries, self._ring, self._request = boundaries, boundaries.ring, request
+        self._boundaries = boundaries
+        self._ring = boundaries.ring
+        self._request = request
         schema = self._ring.schema
         self._end_kinds = EndKinds.of(schema, end_names)
         self._flag_names = tuple(dict.fromkeys((*end_names, *self._end_kinds.names)))
@@ -104,7 +106,8 @@ class TransitionSampler:
         added += ["discount"] * self._has_discount + ["next_valid"] * (request.at_end == "mark")
         for name in added:
             if name in schema:
-                expected, got = "a name that no transition adds", "that of something that is computed"
+                expected = "a name that no transition adds"
+                got = "that of something that is computed"
                 raise SchemaError(_ACTION, f"with the field {name!r}", expected, got, "Add it under another name")
         self._finals_given = boundaries.finals
         self._extent = Extent(
@@ -131,7 +134,10 @@ class TransitionSampler:
 
     def sample(self, num_draws: int, generator: torch.Generator, contiguous: bool) -> dict[str, Any]:
         """Draw transitions uniformly: a nested dict."""
-        names, boundaries, ring, request = self._ring.names, self._boundaries, self._ring, self._request
+        names = self._ring.names
+        boundaries = self._boundaries
+        ring = self._ring
+        request = self._request
         if self._is_plain:
             places = boundaries.draw_places(num_draws, 2, generator)
             if places is None:
@@ -229,7 +235,8 @@ class TransitionSampler:
         received = self._num_wrong_ends.receive()
         if received is not None and received[0]:
             named = " or ".join(map(repr, self._unnamed_ends))
-            expected, got = f"an end_key that names {named} too", "rows where it is set and no trajectory ends"
+            expected = f"an end_key that names {named} too"
+            got = "rows where it is set and no trajectory ends"
             raise UsageError(_ACTION, "", expected, got, "What follows such a row is of another trajectory")
 
     def _stack(self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn) -> None:

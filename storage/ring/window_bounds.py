@@ -116,7 +116,9 @@ class _Kind:
 
     def num_candidates(self, num_draws: int) -> int:
         """Return of how many candidates too few are accepted once in 10**9 times; 0 if that is not known."""
-        share, num, z = self.share, self.num_judged, _NUM_DEVIATIONS
+        share = self.share
+        num = self.num_judged
+        z = _NUM_DEVIATIONS
         if not num:
             return 0
         # Wilson's lower bound of the share, and 5 % less for what is written in the meantime.
@@ -186,7 +188,8 @@ class Boundaries:
             ends: A tensor, or, if the ring is on the CPU, an array, which with one lane may be `[n]`.
             final: Observations after the rows, as many; of those that end a trajectory they are kept.
         """
-        ring, num_rows = self.ring, len(ends)
+        ring = self.ring
+        num_rows = len(ends)
         if not num_rows:
             return
         if isinstance(ends, torch.Tensor):
@@ -272,7 +275,9 @@ class Boundaries:
         Returns:
             `[n]` bool, of which rows now a following one is known; None if of all.
         """
-        finals, ended, final = self.finals_of(following), drawn.ended, drawn.final
+        finals = self.finals_of(following)
+        ended = drawn.ended
+        final = drawn.final
         if ended is None or final is None:
             return None
         is_known = ended if not is_marked else ended & (final > 0)
@@ -319,7 +324,8 @@ class Boundaries:
         )
         if drawn is None:
             return None
-        lanes, shift = self.ring.num_lanes, self._shift(length)
+        lanes = self.ring.num_lanes
+        shift = self._shift(length)
         row = drawn if lanes == 1 else drawn // lanes
         lane = add_multiple(drawn, row, -lanes) if lanes > 1 else None
         return self.ring.place(lane, row + (shift - (length - 1)))
@@ -333,7 +339,8 @@ class Boundaries:
         `Extent`. Returns (lane, id of the last row); None if no trajectory is valid.
         """
         assert self._segments is not None, "created with keeps_segments=True"
-        ring, segments = self.ring, self._segments
+        ring = self.ring
+        segments = self._segments
         num_ended = segments.num_live()
 
         def decode(candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -463,8 +470,10 @@ class Boundaries:
 
     def _judge(self, extent: Extent, candidates: tuple[int, int]) -> _Judge:
         """Accept rows that have the rows around them that `extent` asks for."""
-        ages, lanes = self._flat_ages, self.ring.num_lanes
-        num_before, num_after = extent.num_before, extent.num_after
+        ages = self._flat_ages
+        lanes = self.ring.num_lanes
+        num_before = extent.num_before
+        num_after = extent.num_after
         first, stop = candidates[0] - num_before * lanes, sum(candidates)
 
         def judge(candidate: Any) -> tuple[Any, Any]:
@@ -493,7 +502,9 @@ class Boundaries:
         The lower bits are the place of the final observation if the trajectory ends with these, 0 if that is not known,
         and 1 if it goes on. Behind the last row that was written anything is found.
         """
-        lib, ages, lanes = self._library, self._flat_ages, self.ring.num_lanes
+        lib = self._library
+        ages = self._flat_ages
+        lanes = self.ring.num_lanes
         goes_on = (num_after << _PLACE_BITS) + 1
         if num_after == 1:
             marks = ages.take((candidate + lanes) % len(ages))
@@ -510,7 +521,8 @@ class Boundaries:
 
         On a device the first draw of a kind waits, so that all streams may use them afterwards.
         """
-        lanes, device = self.ring.num_lanes, self.ring.device
+        lanes = self.ring.num_lanes
+        device = self.ring.device
         steps = torch.arange(lanes, num_after * lanes + 1, lanes, device=device)
         return own(steps), own(torch.arange(0, num_after << _PLACE_BITS, 1 << _PLACE_BITS, device=device))
 
@@ -544,7 +556,8 @@ class Boundaries:
                 return self._reject_without_waiting(kind, num_draws, size, candidates, judge, generator)
             if kind.numbers is None:
                 kind.numbers = torch.arange(num_draws, device=self.ring.device)
-        num_proposed, missing = 0, num_draws
+        num_proposed = 0
+        missing = num_draws
         found: list[tuple[Any, Any]] = []
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
             # Four standard deviations more than are enough on average: a second round costs more than they do.
@@ -606,7 +619,8 @@ class Boundaries:
             self.num_short_draws += 1
             kind.num_judged = 0
         if not num_accepted:
-            expected, got = "a valid row or window", "none at an earlier call, whose batch must not be used"
+            expected = "a valid row or window"
+            got = "none at an earlier call, whose batch must not be used"
             raise UsageError("sample from a ring", "", expected, got, "Add more rows")
 
     def _reject_without_waiting(
@@ -665,7 +679,8 @@ def _with_codes(lane: torch.Tensor, row: torch.Tensor, codes: torch.Tensor, num_
 def _list(candidates: tuple[int, int], judge: _Judge, device: torch.device) -> tuple[Any, Any]:
     """List every accepted candidate in order, and their codes."""
     found: list[tuple[Any, Any]] = []
-    start, end = candidates[0], sum(candidates)
+    start = candidates[0]
+    end = sum(candidates)
     while start < end or not found:
         stop = min(start + _NUM_LISTED, end)
         listed = own(torch.arange(start, stop, device=device))

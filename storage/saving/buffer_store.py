@@ -22,7 +22,8 @@ from .hdf5_columns import SAVE_ID, Table, open_columns
 from .saved_folder import FINALS, ROWS, check_version, device_for, write_folder
 from .saved_store import Store, random_state_for
 
-FORMAT, VERSION = "rollout-data buffer", 1
+FORMAT = "rollout-data buffer"
+VERSION = 1
 #: The column of the table of final observations that says to which rows they belong; its name has no levels.
 ROW_KEY = "row_key"
 _Self = TypeVar("_Self", bound="BufferStore")

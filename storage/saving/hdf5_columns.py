@@ -89,21 +89,26 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
     Raises:
         OSError: The disk is full.
     """
-    header, num_unflushed = SparseFile(), 0
+    header = SparseFile()
+    num_unflushed = 0
     with ExitStack() as stack:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         stack.callback(os.close, handle)
-        writer, flusher = Worker("a save", 0), Worker("the flushing of a save", 0)
+        writer = Worker("a save", 0)
+        flusher = Worker("the flushing of a save", 0)
         stack.callback(writer.close)
         stack.callback(flusher.close)
         file = stack.enter_context(begin_file(header, _ALIGNMENT, keeps_order=True))
         places = {name: reserve(file, name, _DTYPES[name_of(x)][1], tuple(x.shape)) for name, x in columns.items()}
         file.attrs[SAVE_ID] = save_id
         for name, column in columns.items():
-            place, crc = places[name], 0
+            place = places[name]
+            crc = 0
             for data in _chunks_of(column):
                 writer.submit(write_at, handle, data, place)  # waits until the chunk before it is written
-                place, crc, num_unflushed = place + len(data), crc32(data, crc), num_unflushed + len(data)
+                place = place + len(data)
+                crc = crc32(data, crc)
+                num_unflushed = num_unflushed + len(data)
                 if num_unflushed >= _FLUSH_BYTES and not flusher.num_pending:
                     flusher.submit(os.fdatasync, handle)
                     num_unflushed = 0
@@ -164,8 +169,11 @@ class StoredTable(Table):
     """
 
     def __init__(self, path: Path, handle: int, datasets: Mapping[str, Any]) -> None:
-        self._path, self._handle, self._datasets = path, handle, datasets
-        self.shapes, self.dtypes = {}, {}
+        self._path = path
+        self._handle = handle
+        self._datasets = datasets
+        self.shapes = {}
+        self.dtypes = {}
         self.sums: dict[str, int | None] = {}
         self._sums_so_far: dict[str, int] = {}
         allowance = Allowance(os.fstat(handle).st_size)
@@ -195,7 +203,8 @@ class StoredTable(Table):
                 yield first, parts
 
     def read(self, name: str) -> torch.Tensor:
-        num_rows, step = self.shapes[name][0], _chunk_rows(_row_bytes(self._datasets[name]))
+        num_rows = self.shapes[name][0]
+        step = _chunk_rows(_row_bytes(self._datasets[name]))
         found = self._empty(name, num_rows)
         for first in range(0, num_rows, step):
             self._fill(name, first, found[first : first + step])
@@ -206,8 +215,10 @@ class StoredTable(Table):
 
     def _fill(self, name: str, first: int, out: torch.Tensor) -> torch.Tensor:
         """Read rows from `first` on into `out`; in order, so that the checksum is known after the last ones."""
-        dataset, array = self._datasets[name], _as_array(out)
-        data, place = _bytes(array), _place(dataset)
+        dataset = self._datasets[name]
+        array = _as_array(out)
+        data = _bytes(array)
+        place = _place(dataset)
         if place is None and array.size:
             dataset.read_direct(array, np.s_[first : first + len(out)])
         elif place is not None:
@@ -224,7 +235,8 @@ class StoredTable(Table):
             count = os.preadv(self._handle, [data], place)
             if not count:
                 raise CorruptFileError("read", repr(str(self._path)), f"all rows of {name!r}", "fewer")
-            data, place = data[count:], place + count
+            data = data[count:]
+            place = place + count
 
 
 def name_of(tensor: torch.Tensor) -> str:

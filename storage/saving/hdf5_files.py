@@ -72,7 +72,9 @@ class Guarded(io.RawIOBase):
         """Return whether there is no hole in these bytes, which cost their sender nothing."""
 
     def readinto(self, out: Any) -> int:
-        view, done, start = memoryview(out), 0, self.tell()
+        view = memoryview(out)
+        done = 0
+        start = self.tell()
         while done < len(view) and (count := self.take(view[done:])):
             done += count
         view[done:] = bytes(len(view) - done)  # HDF5 takes the whole buffer, whatever was read
@@ -206,7 +208,8 @@ def check_text(node: Any, name: bytes, found: h5py.h5a.AttrID) -> None:
         return
     about = h5py.h5o.get_info(node)
     start = h5py.h5i.get_file_id(node).get_create_plist().get_userblock()
-    is_found, num_texts = False, max(1, int(np.prod(found.shape, dtype=object)))
+    is_found = False
+    num_texts = max(1, int(np.prod(found.shape, dtype=object)))
     for data in _attributes(_OPEN[about.fileno], about.addr + start, start, name):
         version, _, name_bytes, type_bytes, space_bytes = struct.unpack_from("<BB3H", data)
         at = 9 if version == 3 else 8
@@ -214,9 +217,11 @@ def check_text(node: Any, name: bytes, found: h5py.h5a.AttrID) -> None:
             unit = 8 if version == 1 else 1
             at += sum(-(-size // unit) * unit for size in (name_bytes, type_bytes, space_bytes))
             places = range(at, min(at + 16 * num_texts, len(data) - 15), 16)
-            length, is_found = max((_number(data[place : place + 4]) for place in places), default=0), True
+            length = max((_number(data[place : place + 4]) for place in places), default=0)
+            is_found = True
             if length > MAX_HEAP_BYTES:
-                expected, got = f"a heap of at most {MAX_HEAP_BYTES} bytes", f"a text of {length}"
+                expected = f"a heap of at most {MAX_HEAP_BYTES} bytes"
+                got = f"a text of {length}"
                 raise CorruptFileError("read", f"the attribute {name.decode()!r}", expected, got)
     if not is_found:
         raise CorruptFileError(
@@ -232,16 +237,20 @@ def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[
     head = file.read_at(64, place)
     is_new = head[:4] == b"OHDR"
     if is_new:
-        at, width = 6 + 16 * (head[5] >> 5 & 1) + 4 * (head[5] >> 4 & 1), 1 << (head[5] & 3)
-        parts, gap = [(place + at + width, _number(head[at : at + width]))], 4 + 2 * (head[5] >> 2 & 1)
+        at = 6 + 16 * (head[5] >> 5 & 1) + 4 * (head[5] >> 4 & 1)
+        width = 1 << (head[5] & 3)
+        parts = [(place + at + width, _number(head[at : at + width]))]
+        gap = 4 + 2 * (head[5] >> 2 & 1)
     else:
-        parts, gap = [(place + 16, _number(head[8:12]))], 8
+        parts = [(place + 16, _number(head[8:12]))]
+        gap = 8
     for number, (offset, num_bytes) in enumerate(parts):  # which grow
         data = file.read_at(min(num_bytes, MAX_HEAP_BYTES), offset)
         at = 4 if is_new and number else 0  # a signature
         while at + gap <= len(data) and number < _MAX_PARTS:
             kind, size = struct.unpack_from("<BH" if is_new else "<HH", data, at)
-            message, at = data[at + gap : at + gap + size], at + gap + size
+            message = data[at + gap : at + gap + size]
+            at = at + gap + size
             if kind == _ATTRIBUTE and len(message) >= 8:
                 yield message
             elif kind == _GOES_ON and len(message) >= 16:
@@ -284,7 +293,8 @@ class Allowance:
     """
 
     def __init__(self, file_bytes: int) -> None:
-        self._file_bytes, self._taken_bytes = file_bytes, 0
+        self._file_bytes = file_bytes
+        self._taken_bytes = 0
         self._most_bytes = max(file_bytes, _MAX_UNWRITTEN_BYTES)
 
     def take(self, dataset: h5py.Dataset, where: str) -> None:
@@ -339,7 +349,8 @@ class SparseFile(io.RawIOBase):
         count = min(len(view), max(0, self.size - self._position))
         view[:count] = bytes(count)
         for offset, data in self.writes:
-            low, high = max(offset, self._position), min(offset + len(data), self._position + count)
+            low = max(offset, self._position)
+            high = min(offset + len(data), self._position + count)
             if low < high:
                 view[low - self._position : high - self._position] = data[low - offset : high - offset]
         self._position += count
@@ -360,7 +371,8 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
         alignment: Datasets start at multiples of it.
         keeps_order: Whether readers find the datasets in the order of their making; otherwise by name.
     """
-    access, creation = h5py.h5p.create(h5py.h5p.FILE_ACCESS), h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     access.set_libver_bounds(h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18)
     access.set_alignment(1, alignment)
     access.set_fileobj_driver(h5py.h5fd.fileobj_driver, header)
@@ -372,13 +384,15 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
 
 def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     """Create a contiguous dataset whose bytes are written later, without HDF5; give its file offset."""
-    settings, links = h5py.h5p.create(h5py.h5p.DATASET_CREATE), h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
     settings.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     settings.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     settings.set_obj_track_times(False)
     links.set_create_intermediate_group(True)
-    space, kind = h5py.h5s.create_simple(shape), kind_of(dtype)
+    space = h5py.h5s.create_simple(shape)
+    kind = kind_of(dtype)
     return h5py.h5d.create(file.id, name.encode(), kind, space, settings, lcpl=links).get_offset() or 0
 
 
@@ -392,4 +406,5 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     """Write all of `data` to the file at `offset`."""
     while data:
         written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        data = data[written:]
+        offset = offset + written

@@ -83,7 +83,9 @@ def load_one_save(path: str | os.PathLike[str], load: Callable[[dict[str, Any]],
     """
     num_reads = 0
     while True:
-        place, config, num_reads = existing_folder(path), read_config(path), num_reads + 1
+        place = existing_folder(path)
+        config = read_config(path)
+        num_reads = num_reads + 1
         try:
             with as_damage(path):
                 return load(config)

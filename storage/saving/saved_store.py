@@ -44,7 +44,8 @@ from .saved_folder import (
     write_folder,
 )
 
-FORMAT, VERSION = "rollout-data snapshot", 1
+FORMAT = "rollout-data snapshot"
+VERSION = 1
 _LOAD = "load a state"
 #: Keys of a config, and what they are.
 _CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
@@ -262,7 +263,8 @@ class Store(Shown, ABC):
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
         """Put attributes and random state back if the block raises."""
-        before, drawn = dict(vars(self)), self.rng.get_state()
+        before = dict(vars(self))
+        drawn = self.rng.get_state()
         try:
             yield
         except BaseException:
@@ -338,7 +340,8 @@ def checked_tensor(
     """Return a tensor of a loaded state; raise `SchemaError` if it has another dtype or shape."""
     found = tensors[name]
     if found.dtype != dtype or list(found.shape) != list(shape):
-        expected, got = f"{dtype} {list(shape)}", f"{found.dtype} {list(found.shape)}"
+        expected = f"{dtype} {list(shape)}"
+        got = f"{found.dtype} {list(found.shape)}"
         raise SchemaError(_LOAD, f"with {name!r}", expected.removeprefix("torch."), got.removeprefix("torch."))
     return found
 
@@ -352,14 +355,16 @@ def _remade(kind: type[Store], device: torch.device, options: Mapping[str, Any],
 
 def _read_tensors(folder: str | os.PathLike[str], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Read all tensors of a folder onto the CPU; sizes are checked before anything is allocated."""
-    path, found = existing_folder(folder) / f"{COLUMNS}.hdf5", {}
+    path = existing_folder(folder) / f"{COLUMNS}.hdf5"
+    found = {}
     columns = {column["name"]: column for column in config["columns"]}
     with open_columns(path, config.get(SAVE_ID), columns) as file:
         for name, column in columns.items():
             dtype = file.dtypes[name]
             is_old = column["dtype"] == "bfloat16" and dtype == "uint16"  # earlier saves do not mark them
             if list(file.shapes[name]) != column["shape"] or not (is_old or dtype == column["dtype"]):
-                where, got = f"{name!r} of {str(path)!r}", f"{dtype} of shape {list(file.shapes[name])}"
+                where = f"{name!r} of {str(path)!r}"
+                got = f"{dtype} of shape {list(file.shapes[name])}"
                 raise CorruptFileError("read", where, f"{column['dtype']} of shape {column['shape']}", got)
             file.sums[name] = column.get("crc32", file.sums[name])  # earlier saves have them there
             found[name] = file.read(name)

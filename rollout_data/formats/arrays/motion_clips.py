@@ -26,8 +26,10 @@ from .npz_arrays import Array, NpzArray, is_zip, read_npz
 
 #: Axes of the arrays of a layout: frames T, joints J, bodies B; the others are sizes.
 _AXES = ("TJ", "TJ", "TB3", "TB4", "TB3", "TB3")
-_POSITIONS, _ROTATIONS = 2, 3
-_BODY_NAMES, _JOINT_NAMES = "body_names", ("joint_names", "dof_names")
+_POSITIONS = 2
+_ROTATIONS = 3
+_BODY_NAMES = "body_names"
+_JOINT_NAMES = ("joint_names", "dof_names")
 #: Texts of 3 bytes make lists of 64 in memory.
 _MAX_JSON_BYTES, _MAX_NAMES_BYTES = 16 << 20, 1 << 20
 _ORDERS = ("breadth", "depth")
@@ -36,7 +38,8 @@ _QUATERNIONS = ("wxyz", "xyzw")
 _ORDER_MARKS = ("quaternion_order", "quat_order")
 #: Order -> the place of the scalar part; from which size on it is large, and in which share of the rows.
 _SCALAR = {"wxyz": 0, "xyzw": 3}
-_LARGE, _SHARE = 0.8, 0.9
+_LARGE = 0.8
+_SHARE = 0.9
 #: Bytes of an array of poses that are compared to tell whether they are right, and how closely.
 _CHECKED_BYTES, _TOLERANCE = 1 << 22, 1e-2
 _Layout = tuple[str, ...]
@@ -69,7 +72,8 @@ class Reader(ForeignReader):
         self._latest: tuple[Path | None, _Json] = (None, ({}, {}))
         self._known = KnownFiles()
         #: Orders of quaternions of the clips, and (clip, field) of those that are turned when they are read.
-        self._orders, self._turned = set[str](), set[tuple[str, str]]()
+        self._orders = set[str]()
+        self._turned = set[tuple[str, str]]()
         self._advised = set[tuple[str, str, bool]]()
         episodes = []
         for path in clip_files(self.path):
@@ -116,7 +120,8 @@ class Reader(ForeignReader):
             elif one.dtype.kind in "biufU" and prod(one.shape) * one.dtype.itemsize <= _MAX_NAMES_BYTES:
                 metadata[name] = one.read().tolist()
             else:
-                expected, got = f"{sizes['T']} rows of numbers, or few values", f"{one.dtype}{list(one.shape)}"
+                expected = f"{sizes['T']} rows of numbers, or few values"
+                got = f"{one.dtype}{list(one.shape)}"
                 self.problem("read the array", one.where, expected, got, "It is left out")
         metadata["body_order"] = self._body_order(path, metadata, sizes.get("B", 0))
         schema = Schema(Field(name, one.shape[1:], dtype_name(one.dtype, name)) for name, one in fields.items())
@@ -161,7 +166,8 @@ class Reader(ForeignReader):
         if seen is None or seen == stored or (seen, stored, is_marked) in self._advised:
             return
         self._advised.add((seen, stored, is_marked))  # once for all clips of a folder
-        where, share = repr(str(path)), f"scalar parts near 1 where {seen} has them"
+        where = repr(str(path))
+        share = f"scalar parts near 1 where {seen} has them"
         advice = (
             f'Open it with quaternions="{seen}" if the file was written so; Isaac Lab 3 writes xyzw, earlier ones wxyz'
         )
@@ -172,7 +178,8 @@ class Reader(ForeignReader):
 
     def _check_poses(self, path: Path, layout: _Layout, fields: Mapping[str, NpzArray], sizes: dict[str, int]) -> None:
         """Report what hints at another order of bodies or numbers; of a long clip looks at the first frames."""
-        where, advice = repr(str(path)), "The rows are given as they are stored"
+        where = repr(str(path))
+        advice = "The rows are given as they are stored"
         checks: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (
             (layout[_POSITIONS], "body 0 above the ground", lambda rows: rows[:, 0, 2] > 0),
             (
@@ -189,7 +196,8 @@ class Reader(ForeignReader):
                 if len(wrong):
                     self.advise("understand", f"frame {wrong[0]} of {where}", expected, "others", advice)
         if sizes.get("B", sizes["J"] + 1) != sizes["J"] + 1:
-            got, advice = f"{sizes['B']} for {sizes['J']} joints", "Look for 'world' or merged links"
+            got = f"{sizes['B']} for {sizes['J']} joints"
+            advice = "Look for 'world' or merged links"
             self.advise("understand", where, "a body for each joint and the root", got, advice)
 
     def _read_json(self, path: Path) -> EpisodeInfo:

@@ -23,7 +23,8 @@ from ..input_checks import KnownFiles, first_bytes
 
 Array = np.ndarray[Any, Any]
 _ZIP_MAGIC = b"PK\3\4"
-_MAX_MEMBERS, _MAX_HEAD_BYTES = 4096, 10_000
+_MAX_MEMBERS = 4096
+_MAX_HEAD_BYTES = 10_000
 #: Bytes of the last record of a zip file with the longest comment.
 _ZIP_END_BYTES = 22 + 0xFFFF
 #: Bit of the flags of a member whose name is UTF-8.
@@ -92,7 +93,8 @@ class Unpacking:
     def _unpack(self, number: int) -> bytes:
         path, known_file, offset, packed_bytes, num_bytes, checksum = self._arguments
         known, position, crc = self._states[number]
-        state, out = known.copy(), bytearray()
+        state = known.copy()
+        out = bytearray()
         wanted = min(self._spacing, num_bytes - number * self._spacing)
         try:
             with known_file.open(path) as file:
@@ -151,7 +153,8 @@ class NpzArray:
         return self._stored((stop - start, *self.shape[1:]), start * row_bytes)
 
     def _stored(self, shape: tuple[int, ...], skipped: int) -> Array:
-        num_bytes, begin = prod(shape) * self.dtype.itemsize, self.offset + skipped
+        num_bytes = prod(shape) * self.dtype.itemsize
+        begin = self.offset + skipped
         self.known.check(self.path)
         found: Array
         if not num_bytes:

@@ -17,7 +17,9 @@ from ..format_detection import OGBENCH_ARRAYS
 from .npz_arrays import Array, NpzArray, read_npz
 
 _NAMES = {"observations": "observation", "actions": "action"}
-_MAX_ROWS, _MAX_EPISODES, _ROWS_AT_ONCE = 1 << 32, 1 << 18, 1 << 20
+_MAX_ROWS = 1 << 32
+_MAX_EPISODES = 1 << 18
+_ROWS_AT_ONCE = 1 << 20
 
 
 class Reader(ForeignReader):
@@ -57,7 +59,8 @@ class Reader(ForeignReader):
         for name, one in list(arrays.items()):
             has_rows = bool(one.shape) and one.shape[0] == num_rows and one.dtype.kind in "biuf"
             if not has_rows or (name == "terminals" and len(one.shape) > 2):
-                expected, got = f"{num_rows} rows of numbers in {name!r}", f"{one.dtype}{list(one.shape)}"
+                expected = f"{num_rows} rows of numbers in {name!r}"
+                got = f"{one.dtype}{list(one.shape)}"
                 if name in OGBENCH_ARRAYS:
                     raise CorruptFileError("open", repr(str(self.path)), expected, got)
                 self.problem("read the array", repr(str(self.path)), expected, got, "It is left out")
@@ -74,7 +77,8 @@ class Reader(ForeignReader):
             if len(found) > _MAX_EPISODES:
                 raise CorruptFileError("open", repr(str(self.path)), f"at most {_MAX_EPISODES} trajectories", "more")
         if not found or found[-1] != num_rows - 1:
-            where, advice = self._where(len(found)), "Its last action, which may be a dummy, is left out"
+            where = self._where(len(found))
+            advice = "Its last action, which may be a dummy, is left out"
             self.problem("find the end of the trajectory", where, "1 as the last of 'terminals'", "0", advice)
             found.append(num_rows - 1)
         return found

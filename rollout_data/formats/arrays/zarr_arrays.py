@@ -26,7 +26,10 @@ from ..input_checks import KnownFiles, damage_named, file_inside, optional, pars
 from ..records.tfrecord import crc32c
 from .npz_arrays import Array, check_count, member_begin
 
-MAX_META_BYTES, _MAX_CHUNK_BYTES, _MAX_CHUNKS, _MAX_ARRAYS = 1 << 20, 1 << 28, 1 << 16, 256
+MAX_META_BYTES = 1 << 20
+_MAX_CHUNK_BYTES = 1 << 28
+_MAX_CHUNKS = 1 << 16
+_MAX_ARRAYS = 256
 #: Chunks that were never written, and so take no bytes of a file, are few unless the array is small.
 _MAX_UNWRITTEN_BYTES, _MIN_WRITTEN = 1 << 26, 1 / 16
 _COMPRESSORS = ("blosc", "zstd", "lz4", "gzip", "zlib", "imagecodecs_jpegxl")
@@ -42,7 +45,8 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._members = path, dict[str, zipfile.ZipInfo]()
+        self._path = path
+        self._members = dict[str, zipfile.ZipInfo]()
         self._listed: list[zipfile.ZipInfo] = []
         self._known = KnownFiles()
         if path.is_dir():
@@ -174,9 +178,11 @@ class ZarrArray:
             out = np.empty([high - low for low, high in limits], self.dtype.newbyteorder("<"))
             for place in product(*grid):
                 chunk = self._chunk(store, place)
-                target, source = [], []
+                target = []
+                source = []
                 for number, size, (low, high) in zip(place, self.chunks, limits, strict=True):
-                    first, last = max(low, number * size), min(high, (number + 1) * size)
+                    first = max(low, number * size)
+                    last = min(high, (number + 1) * size)
                     target.append(slice(first - low, last - low))
                     source.append(slice(first - number * size, last - number * size))
                 out[tuple(target)] = self.fill if chunk is None else chunk[tuple(source)]
@@ -276,7 +282,8 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
 
 
 def _holds_texts(about: Mapping[str, Any]) -> bool:
-    kind, filters = about.get("dtype", about.get("data_type")), about.get("filters")
+    kind = about.get("dtype", about.get("data_type"))
+    filters = about.get("filters")
     if isinstance(kind, dict):
         kind = kind.get("name")
     is_packed = kind == "|O" and filters == [{"id": "vlen-utf8"}]
@@ -284,34 +291,43 @@ def _holds_texts(about: Mapping[str, Any]) -> bool:
 
 
 def _of_format_2(name: str, about: Mapping[str, Any]) -> ZarrArray:
-    compressor, filters = about.get("compressor"), about.get("filters")
+    compressor = about.get("compressor")
+    filters = about.get("filters")
     if filters or about["dtype"] == "|O":
         raise UnsafeFileError("read", repr(name), "numbers without filters", str(filters)[:100], "Nothing was run")
     codecs = [(compressor["id"], compressor)] if compressor else []
-    chunks, key = tuple(map(int, about["chunks"])), (f"{name}/", about.get("dimension_separator", "."))
-    fill, dtype, shape = about.get("fill_value"), np.dtype(str(about["dtype"])), tuple(map(int, about["shape"]))
+    chunks = tuple(map(int, about["chunks"]))
+    key = (f"{name}/", about.get("dimension_separator", "."))
+    fill = about.get("fill_value")
+    dtype = np.dtype(str(about["dtype"]))
+    shape = tuple(map(int, about["shape"]))
     return ZarrArray(name, shape, dtype, chunks, chunks, codecs, key, _fill(fill, dtype), about.get("order", "C"))
 
 
 def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
     if about["data_type"] not in DTYPES:
         raise UnsafeFileError("read", repr(name), "numbers", str(about["data_type"])[:100], "Nothing was run")
-    keys, pieces = about["chunk_key_encoding"], tuple(map(int, about["chunk_grid"]["configuration"]["chunk_shape"]))
+    keys = about["chunk_key_encoding"]
+    pieces = tuple(map(int, about["chunk_grid"]["configuration"]["chunk_shape"]))
     is_default = keys["name"] == "default"
     separator = keys.get("configuration", {}).get("separator", "/" if is_default else ".")
-    codecs, chunks, at_end = _codecs_3(about["codecs"]), pieces, True
+    codecs = _codecs_3(about["codecs"])
+    chunks = pieces
+    at_end = True
     if codecs and codecs[0][0] == "sharding_indexed":
         settings = codecs[0][1]
         if [one for one, _ in _codecs_3(settings["index_codecs"])[1:]] != ["crc32c"] or len(codecs) > 1:
             raise ValueError("a shard of another kind")
-        chunks, at_end = tuple(map(int, settings["chunk_shape"])), settings.get("index_location", "end") == "end"
+        chunks = tuple(map(int, settings["chunk_shape"]))
+        at_end = settings.get("index_location", "end") == "end"
         codecs = _codecs_3(settings["codecs"])
     order = "big" if codecs and codecs[0][1].get("endian") == "big" else "little"
     if not codecs or codecs[0][0] != "bytes":
         raise ValueError(f"the codec {codecs[0][0] if codecs else 'none'!r}")
     dtype = DTYPES[about["data_type"]][1].newbyteorder("<" if order == "little" else ">")
     key = (f"{name}/c{separator}" if is_default else f"{name}/", separator)
-    shape, fill = tuple(map(int, about["shape"])), _fill(about.get("fill_value"), dtype)
+    shape = tuple(map(int, about["shape"]))
+    fill = _fill(about.get("fill_value"), dtype)
     return ZarrArray(name, shape, dtype, chunks, pieces, codecs[1:], key, fill, "C", at_end)
 
 

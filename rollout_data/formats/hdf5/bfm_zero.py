@@ -51,7 +51,8 @@ class Reader(FlatReader):
 
 def _written(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
     """Return which rows were written, the oldest first."""
-    at, is_full = config.get("_idx"), config.get("_is_full")
+    at = config.get("_idx")
+    is_full = config.get("_is_full")
     stated = config.get("capacity", capacity)
     if type(at) is not int or type(is_full) is not bool or not 0 <= at <= capacity or stated != capacity:
         got = f"_idx {at!r}, _is_full {is_full!r}, capacity {stated!r}"

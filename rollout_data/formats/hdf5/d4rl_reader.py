@@ -68,7 +68,8 @@ class Reader(FlatReader):
 
     def _cut(self) -> list[EpisodeInfo]:
         most = self.options["max_episode_steps"]
-        terminated, truncated = self.flags("terminated"), self.flags("truncated")
+        terminated = self.flags("terminated")
+        truncated = self.flags("truncated")
         if "truncated" not in self.columns:
             if most is None:
                 advice = "Open it with max_episode_steps=..., the length at which they were cut"

@@ -37,7 +37,9 @@ class Writer(Hdf5Writer):
 
     @classmethod
     def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
-        lengths, found, first = {one["id"]: one["length"] for one in note.episodes}, dict[str, Rows](), 0
+        lengths = {one["id"]: one["length"] for one in note.episodes}
+        found = dict[str, Rows]()
+        first = 0
         for name in note.written_ids():
             found[name] = Rows("", first, lengths[name])
             first += lengths[name]
@@ -143,7 +145,8 @@ class Writer(Hdf5Writer):
         return self.join(rows, dtype, episode)
 
     def _write_ends(self, episode: EpisodeToWrite, first: int) -> None:
-        last, ends = np.zeros(episode.length, bool), bool(episode.terminated)
+        last = np.zeros(episode.length, bool)
+        ends = bool(episode.terminated)
         last[-1] = True
         self._file.write("terminals", last & ends, first)
         self._file.write("timeouts", last & ~np.bool_(ends), first)

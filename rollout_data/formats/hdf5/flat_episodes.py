@@ -60,7 +60,8 @@ class FlatReader(ForeignReader):
     """
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
-        self.files, self.parts = Files(), list[Part]()
+        self.files = Files()
+        self.parts = list[Part]()
         self.columns: dict[str, Column] = {}
         self.following: dict[str, str] = {}
         super().__init__(path, options)
@@ -111,13 +112,16 @@ class FlatReader(ForeignReader):
 
     def rows(self, name: str, start: int, stop: int) -> Array:
         """Read rows of a field, counted over all parts: `[stop - start, *shape]`."""
-        column, pieces = self.columns[name], []
+        column = self.columns[name]
+        pieces = []
         with self.files.use(self.file_path) as file:
             for part in self.parts:
-                low, high = max(start, 0), min(stop, part.num_rows)
+                low = max(start, 0)
+                high = min(stop, part.num_rows)
                 if low < high:
                     pieces.append(_piece(file, part, column, low, high))
-                start, stop = start - part.num_rows, stop - part.num_rows
+                start = start - part.num_rows
+                stop = stop - part.num_rows
         if not pieces:
             return np.empty((0, *column.shape), DTYPES[column.kind][1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

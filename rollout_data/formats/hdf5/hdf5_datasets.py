@@ -39,7 +39,9 @@ _MAX_ATTRIBUTE_BYTES = 1 << 16
 _TEXT_BYTES = 16
 #: After the data of a chunk, with fletcher32.
 _CHECKSUM_BYTES = 4
-_MAX_DEPTH, _MAX_OPEN_FILES, _MAX_SURVEYS = 12, 8, 256
+_MAX_DEPTH = 12
+_MAX_OPEN_FILES = 8
+_MAX_SURVEYS = 256
 #: No link takes fewer bytes of a file.
 _LINK_BYTES = 16
 #: Pages of so much are mapped at most, about.
@@ -72,9 +74,11 @@ class OpenFile:
     """
 
     def __init__(self, path: Path, file: h5py.File, guarded: GuardedFile) -> None:
-        self.path, self._file = path, file
+        self.path = path
+        self._file = file
         #: How errors name it.
-        self.num_bytes, self.where = guarded.num_bytes, repr(str(path))
+        self.num_bytes = guarded.num_bytes
+        self.where = repr(str(path))
         self.descriptor = guarded.fileno()
         self._map = mmap.mmap(guarded.fileno(), 0, access=mmap.ACCESS_READ)
         self._num_shown_bytes = 0
@@ -171,7 +175,9 @@ class OpenFile:
 
     def describe(self, node: h5d.DatasetID) -> Found:
         """Return what a dataset holds."""
-        space, offset, expansion = node.get_space(), node.get_offset(), 0
+        space = node.get_space()
+        offset = node.get_offset()
+        expansion = 0
         if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return Found((), "", None, None)
         shape: tuple[int, ...] = space.get_simple_extent_dims()
@@ -188,7 +194,8 @@ class OpenFile:
                 raise UnsafeFileError("read", self.place(node), "data in the file itself", "a reference to other files")
             if stored is None and kind and settings.get_layout() != h5d.CHUNKED and node.get_storage_size():
                 kind = ""  # in the head of the dataset, where the lengths of its rows cannot be compared
-            stored_bytes, expansion = node.get_storage_size(), 1
+            stored_bytes = node.get_storage_size()
+            expansion = 1
             if settings.get_layout() == h5d.CHUNKED:
                 expansion = self._expansion(node, settings)
                 num_bytes = max(num_bytes, 2 * prod(settings.get_chunk()) * node.get_type().get_size())
@@ -217,7 +224,9 @@ class OpenFile:
         Returns:
             `[stop - start, *shape]`, perhaps a read-only map of the file; of texts a list of str, of "bytes" of bytes.
         """
-        kind, stored, offset = found.kind, found.stored, found.offset
+        kind = found.kind
+        stored = found.stored
+        offset = found.offset
         shape = (stop - start, *found.shape[1:])
         if offset is not None and stored is not None:
             row_bytes = prod(found.shape[1:]) * stored.itemsize
@@ -263,7 +272,8 @@ class OpenFile:
 
     def _check_chunks(self, node: h5d.DatasetID, expansion: int, start: int, stop: int) -> None:
         """Refuse chunks that unpack to more than the dataset says: HDF5 unpacks all of it before it looks."""
-        name, settings = self.name(node), node.get_create_plist()
+        name = self.name(node)
+        settings = node.get_create_plist()
         if name not in self._heavy:
             heavy = self._heavy[name] = set()
 
@@ -275,7 +285,8 @@ class OpenFile:
         shape = settings.get_chunk()
         num_bytes = prod(shape) * node.get_type().get_size() + _CHECKSUM_BYTES
         for place in [one for one in self._heavy[name] if start - shape[0] < one[0] < stop]:
-            unpacker, data = zlib.decompressobj(), node.read_direct_chunk(place)[1]
+            unpacker = zlib.decompressobj()
+            data = node.read_direct_chunk(place)[1]
             if expansion == _EXPANSION[h5z.FILTER_LZF] or len(unpacker.decompress(data, num_bytes + 1)) > num_bytes:
                 raise CorruptFileError("read", f"a chunk of {self.place(node)}", f"{num_bytes} bytes", "more")
             self._heavy[name].discard(place)
@@ -378,7 +389,8 @@ class Files:
             guarded = GuardedFile(path)
             file, _ = stack.enter_context(open_hdf5(path, guarded))
             self._known.check(path, os.fstat(guarded.fileno()))
-            closing, opened = stack.pop_all(), OpenFile(path, file, guarded)
+            closing = stack.pop_all()
+            opened = OpenFile(path, file, guarded)
             # While Python is there to answer HDF5, which ends the process with a fault when it closes what is left.
             weakref.finalize(opened, closing.close)
             return closing, opened

@@ -93,7 +93,8 @@ class Told(Mapping[str, Any]):
     """Metadata of an episode, of which the most is read when it is first asked for."""
 
     def __init__(self, known: Mapping[str, Any], load: Callable[[], dict[str, Any]]) -> None:
-        self._known, self._load = known, load
+        self._known = known
+        self._load = load
 
     @cached_property
     def _all(self) -> dict[str, Any]:
@@ -145,7 +146,8 @@ class Hdf5Reader(ForeignReader):
             counted = file.open(members[0], counted) if members else None
         if not getattr(counted, "shape", ()):
             raise CorruptFileError("read", file.place(node), f"the dataset {self.COUNTED!r}", "none")
-        rows, stated = int(counted.shape[0]), file.attribute(node, self.STATED) if self.STATED else None
+        rows = int(counted.shape[0])
+        stated = file.attribute(node, self.STATED) if self.STATED else None
         if stated is not None and stated != rows:
             expected = f"{rows} steps, as it has {self.COUNTED}"
             raise CorruptFileError("read", file.place(node), expected, f"{self.STATED} {stated}").of("counts")
@@ -209,7 +211,8 @@ class Hdf5Reader(ForeignReader):
             raise CorruptFileError("read", where, f"{length} truth values", f"{found.kind} {found.shape}").of("counts")
         values = file.rows("", found, 0 if length <= _MAX_FLAGS else length - 1, length, dataset).astype(bool)
         if values[:-1].any() and name != "success":
-            where, step = f"{name!r} of {file.place(node)}", int(np.argmax(values))
+            where = f"{name!r} of {file.place(node)}"
+            step = int(np.argmax(values))
             wrong = self.advise("cut the episode", where, "true for its last step only", f"true for step {step}")
             wrong.of("inside", file.name(node).rpartition("/")[2]).advice = "It is kept"
         return bool(values[-1])
@@ -248,7 +251,8 @@ class Hdf5Reader(ForeignReader):
             file.checked.add(group)
             known[same] = layout = known[same] if known.get(same) == layout else layout
         else:
-            length, layout = self.length(file, node), known[same]
+            length = self.length(file, node)
+            layout = known[same]
         if length < 1:
             raise CorruptFileError("read", file.place(node), "at least 1 step", str(length))
         return length, layout
@@ -268,7 +272,8 @@ class Hdf5Reader(ForeignReader):
             told = file.attributes(file.group(source.group), (*self.KNOWN, self.STATED))
             told |= absent_fields(told.get(ABSENT))
             for name, row in source.layout.aside.items():
-                path, one = f"{source.group}/{name}", found[name]
+                path = f"{source.group}/{name}"
+                one = found[name]
                 if row is not None:
                     last = one.shape[0] + row
                     told[f"final/{name}"] = file.rows(path, one, last, last + 1)[0]
@@ -314,7 +319,8 @@ class Hdf5Reader(ForeignReader):
             found = self.check(file, info)[column.path]
             rows = file.rows(f"{group}/{column.path}", found, start, stop)
         if column.is_picture:
-            where, size = f"{column.path!r} of {info.name!r} of {str(path)!r}", (*column.shape, 1)[:3]
+            where = f"{column.path!r} of {info.name!r} of {str(path)!r}"
+            size = (*column.shape, 1)[:3]
             pictures = [decode_picture(_cut(row, where), where, size) for row in rows]
             rows = np.stack(pictures) if pictures else np.empty((0, *size), np.uint8)
         return rows if column.kind == "text" else rows.reshape(len(rows), *column.shape)
@@ -332,8 +338,13 @@ class LayoutMaker:
 
     def __init__(self, reader: Hdf5Reader, file: OpenFile, group: str, found: Mapping[str, Found]) -> None:
         node = file.group(group)
-        self.file, self.group, self.found, self.layout = file, group, found, Layout()
-        self._reader, self._where, self.length = reader, file.place(node), reader.num_rows(file, node)
+        self.file = file
+        self.group = group
+        self.found = found
+        self.layout = Layout()
+        self._reader = reader
+        self._where = file.place(node)
+        self.length = reader.num_rows(file, node)
 
     def check_rows(self, path: str, rows: int = 0) -> None:
         """Compare the rows of a dataset with the steps, and `rows` more.
@@ -359,7 +370,8 @@ class LayoutMaker:
             CorruptFileError: It has more or fewer rows, or the first one is no picture.
         """
         self.check_rows(path, int(has_last))
-        where, lossy = f"{path!r} of {self._where}", self._reader.metadata["lossy"]
+        where = f"{path!r} of {self._where}"
+        lossy = self._reader.metadata["lossy"]
         first = self.file.rows(f"{self.group}/{path}", self.found[path], 0, min(self.length + has_last, 1))
         shape = picture_shape(_cut(first[0], where), where) if len(first) else (0, 0, 3)
         self.layout.columns[name] = Column(path, self._reader.shape_of(name, shape), "uint8", is_picture=True)
@@ -377,7 +389,8 @@ class LayoutMaker:
 
         With `has_last` it may also have T + 1 rows, of which the last is metadata.
         """
-        found, own = self.found[path], f"other/{path}" if path.split("/")[0] in _OURS else path
+        found = self.found[path]
+        own = f"other/{path}" if path.split("/")[0] in _OURS else path
         rows = found.shape[0] - self.length if found.shape and own not in self.layout.columns else -1
         if rows == 1 and has_last and found.kind in DTYPES:
             self._put(self.layout.columns, path, path)
@@ -392,7 +405,8 @@ class LayoutMaker:
         if found.kind in ("", "bytes") or (found.kind == "text" and len(found.shape) != 1):
             if path not in self._reader.unread:
                 self._reader.unread.add(path)
-                where, expected = f"{path!r} of {self._where}", "numbers or texts"
+                where = f"{path!r} of {self._where}"
+                expected = "numbers or texts"
                 self._reader.problem("read the dataset", where, expected, "another type", "It is left out")
             return False
         if len(columns) >= MAX_FIELDS:

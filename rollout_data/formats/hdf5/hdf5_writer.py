@@ -93,7 +93,8 @@ class EpisodeFile:
         self._note_name = note_name
         self._datasets = {**datasets, note_name: (np.dtype("u1"), (places[-1] + _FINISH_BYTES,))}
         self._names = list(datasets)
-        self.path, header = path, SparseFile()
+        self.path = path
+        header = SparseFile()
         with begin_file(header, _ALIGNMENT, keeps_order=True) as file:
             names = (*self._datasets, *contents)
             parents = {str(one) for name in names for one in PurePosixPath(name).parents}
@@ -166,7 +167,8 @@ class EpisodeFile:
 
     def stored_sums(self, episode: str) -> dict[str, str]:
         """Return the checksum of the rows of an episode in each dataset."""
-        rows, found = self._rows[episode], dict[str, str]()
+        rows = self._rows[episode]
+        found = dict[str, str]()
         for name in rows.datasets(dict.fromkeys(self._names)):
             place = rows.range_of(self._offsets[name], *self._datasets[name])
             found[name] = checksum_of(self._file, [place])
@@ -215,7 +217,8 @@ def _check_attributes(path: Path, attributes: Mapping[str, Any]) -> None:
     for name, value in attributes.items():
         num_bytes = len(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else 0
         if num_bytes > MAX_HEAP_BYTES:
-            where, expected = f"{name!r} of {str(path)!r}", f"a text of at most {MAX_HEAP_BYTES} bytes"
+            where = f"{name!r} of {str(path)!r}"
+            expected = f"a text of at most {MAX_HEAP_BYTES} bytes"
             raise UsageError("write", where, expected, f"{num_bytes} bytes", "Remove what is large from it")
 
 
@@ -315,7 +318,8 @@ class Hdf5Writer(ForeignWriter):
         is_as_noted = is_finished and (found.st_size, found.st_mtime_ns) == (size, finish.get("mtime_ns"))
         if is_as_noted and size > ALWAYS_READ_BYTES:
             return
-        rows, covered = cls.rows_of(note), list[tuple[int, int]]()
+        rows = cls.rows_of(note)
+        covered = list[tuple[int, int]]()
         with open_hdf5(place) as (opened, _), open(place, "rb") as raw:
             for episode, sums in note.stored.items():
                 for name, checksum in sums.items():

@@ -23,7 +23,8 @@ class Reader(Hdf5Reader):
     format = "humenv"
     STEPS: ClassVar[Mapping[str, str]] = {name: name for name in ("observation", "action", "reward")}
     ENDS: ClassVar[Mapping[str, str]] = {name: name for name in ("terminated", "truncated")}
-    COUNTED, STATED = "observation", "length"
+    COUNTED = "observation"
+    STATED = "length"
 
     def scan(self) -> Sequence[EpisodeInfo]:
         episodes: list[EpisodeInfo] = []
@@ -38,7 +39,8 @@ class Reader(Hdf5Reader):
 
     def _of_file(self, path: Path) -> list[EpisodeInfo]:
         with self.files.use(path) as file:
-            names, stated = file.numbered("", HUMENV_EPISODE), file.attribute(file.open(""), "num_episodes")
+            names = file.numbered("", HUMENV_EPISODE)
+            stated = file.attribute(file.open(""), "num_episodes")
             if stated is not None and stated != len(names):
                 self.problem("believe", f"'num_episodes' of {file.where}", str(len(names)), str(stated)).of("counts")
             return self.collect(path, "", names)

@@ -34,7 +34,8 @@ class Reader(RobomimicReader):
         self._task = ""
         episodes = super().scan()
         if not self.options["shift_obs"]:
-            where, advice = f"the observations of {str(self.path)!r}", "Open it with shift_obs=True to move them"
+            where = f"the observations of {str(self.path)!r}"
+            advice = "Open it with shift_obs=True to move them"
             self.advise("move", where, "observations before the actions", "those after them, as stored", advice)
         return episodes
 

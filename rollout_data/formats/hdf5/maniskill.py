@@ -62,7 +62,8 @@ class Reader(Hdf5Reader):
 
     def put(self, maker: LayoutMaker, path: str) -> None:
         super().put(maker, path)
-        name, kind = path.replace("obs", "observation", 1), maker.found[path].kind
+        name = path.replace("obs", "observation", 1)
+        kind = maker.found[path].kind
         if path.startswith("obs/") and path.endswith("/depth") and kind in _DEPTH_UNITS:
             self.metadata["units"][name] = _DEPTH_UNITS[kind]
 

@@ -59,7 +59,8 @@ class Reader(Hdf5Reader):
         if total is not None and not self.problems and total != (got := self.num_steps(episodes)):
             expected = f"{got} steps, as the demos have"
             self.problem("believe", f"'total' of {str(self.path)!r}", expected, str(total)).of("counts")
-        present, known = {one.name for one in episodes}, set(names)
+        present = {one.name for one in episodes}
+        known = set(names)
         for mask, listed in self._masks.items():
             if lost := [name for name in listed if name not in known]:
                 self.problem("select", f"by mask {mask!r} of {str(self.path)!r}", "demos", lost[0]).of("split")
@@ -102,7 +103,8 @@ class Reader(Hdf5Reader):
         told = parse_attribute(file.attribute(node, "ep_meta"), "ep_meta")
         if masks := self._masks_of.get(name):
             told["mask"] = masks
-        task, success = told.get("lang", ""), told.get("success")
+        task = told.get("lang", "")
+        success = told.get("success")
         repeated = told.pop(REPEATED, None)
         found: dict[str, Any] = {"metadata": told, "task": task if isinstance(task, str) else ""}
         found["success"] = success if isinstance(success, bool) else None

@@ -129,7 +129,8 @@ class Writer(Hdf5Writer):
         for name in names:
             if at := self.place(name):
                 if at in places:
-                    where, got = f"{places[at]!r} and {name!r} as {self.format}", f"two for {at!r}"
+                    where = f"{places[at]!r} and {name!r} as {self.format}"
+                    got = f"two for {at!r}"
                     raise UsageError("write", where, "one field for a dataset", got, "Rename one of them")
                 places[at] = name
 
@@ -239,7 +240,8 @@ class Writer(Hdf5Writer):
 
     def about(self) -> dict[str, Any]:
         """Attributes of `data`."""
-        given, name = self.metadata.get("env_args"), _env_name(self.options, self.metadata)
+        given = self.metadata.get("env_args")
+        name = _env_name(self.options, self.metadata)
         made = {"env_name": name, "type": _REAL, "env_kwargs": _env_kwargs(self.options, self.metadata)}
         total = sum(episode.length for episode in self.episodes)
         about = {"total": total, "env_args": json.dumps(given if isinstance(given, dict) and given else made)}
@@ -272,7 +274,8 @@ class Writer(Hdf5Writer):
         return self._writes_next and field.name.split("/")[0] == "observation"
 
     def _report(self, episode: EpisodeToWrite) -> None:
-        fields, key = self._fields.schema, self.options.get("obs_key")
+        fields = self._fields.schema
+        key = self.options.get("obs_key")
         for change in self._fields.changes(episode):
             self.changed(change, episode)
         for name in fields.below("observation"):

@@ -71,7 +71,8 @@ class Column:
         """Describe it as `meta/info.json` does."""
         if self.about is not None:
             return dict(self.about)
-        shape, names = list(self.field.shape) or [1], None
+        shape = list(self.field.shape) or [1]
+        names = None
         if self.kind in ("image", "depth", "video"):
             names = ["height", "width", "channels"]
             shape = shape if len(shape) == 3 else [*shape, 1]
@@ -161,7 +162,8 @@ def hub_features(features: Mapping[str, Mapping[str, Any]], languages: Mapping[s
     """
     found: dict[str, Any] = {}
     for name, about in features.items():
-        shape, value = tuple(about["shape"]), {"dtype": about["dtype"], "_type": "Value"}
+        shape = tuple(about["shape"])
+        value = {"dtype": about["dtype"], "_type": "Value"}
         if name in languages:
             found[name] = hub_feature(describe(languages[name]))
         elif about["dtype"] == "image":

@@ -26,7 +26,8 @@ from ..input_checks import file_inside, parse_json
 from ..parquet import ParquetFile, ParquetFiles, shared_texts
 from .lerobot_info import INDEX_COLUMNS, UNFINISHED, Info, file_name
 
-SUCCESS, TASK = "next.success", "task_index"
+SUCCESS = "next.success"
+TASK = "task_index"
 #: Version -> the file of the texts of tasks.
 _TASK_NAMES = {2: "meta/tasks.jsonl", 3: "meta/tasks.parquet"}
 #: As objects they take twenty times as much.
@@ -85,7 +86,8 @@ class Index:
     """
 
     def __init__(self, info: Info, rebuilds: bool) -> None:
-        self._info, self._rebuilds = info, rebuilds
+        self._info = info
+        self._rebuilds = rebuilds
         self.problems: list[RolloutDataError] = []
         self.files = ParquetFiles(info.path)
         self.entries: dict[int, Entry] = {}
@@ -94,7 +96,8 @@ class Index:
         if (info.path / _TASK_NAMES[info.major]).exists():
             self._take(lambda: self.tasks.update(read_tasks(info)), "metadata")
         else:
-            where, advice = f"the tasks of {str(info.path)!r}", "The index of the episodes tells their tasks"
+            where = f"the tasks of {str(info.path)!r}"
+            advice = "The index of the episodes tells their tasks"
             wrong = CorruptFileError("open", where, f"a file {_TASK_NAMES[info.major]!r}", "none", advice)
             self.problems.append(wrong.of("metadata"))
         self._take(self._read_entries, "metadata")

@@ -118,7 +118,8 @@ def read_info(path: Path) -> Info:
 
 def file_name(template: str, values: Mapping[str, int | str], where: Path) -> str:
     """Put numbers and names into a template; its fields are names, never expressions."""
-    rest, fields = _FIELD.sub("", template), _FIELD.findall(template)
+    rest = _FIELD.sub("", template)
+    fields = _FIELD.findall(template)
     is_known = all(name in values and not (spec and isinstance(values[name], str)) for name, spec in fields)
     if not is_known or "{" in rest or "}" in rest:
         expected = f"a template of {', '.join(values)}"
@@ -225,7 +226,8 @@ def _unit(info: Mapping[str, Any]) -> str:
 
 def picture_shape(about: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return `[H, W, C]` of a feature: by the names of its axes, without names by the axis of 1, 3 or 4."""
-    shape, names = _shape(about), about.get("names")
+    shape = _shape(about)
+    names = about.get("names")
     if shape is None or len(shape) != 3:
         return None
     firsts = [str(name).lower()[:1] for name in names] if isinstance(names, list) and len(names) == 3 else []

@@ -83,7 +83,9 @@ class Reader(ForeignReader):
         index = Index(info, self._rebuilds)
         self._known_videos = KnownFiles()
         self.problems += index.problems
-        self._files, self._tasks, self._fps = index.files, index.tasks, info.fps
+        self._files = index.files
+        self._tasks = index.tasks
+        self._fps = info.fps
         features = self._describe(info, index)
         subtask_types = self._read_subtasks(info, features)
         components = self._components(features) if (self.path / MODALITY_NAME).exists() else {}
@@ -120,7 +122,8 @@ class Reader(ForeignReader):
             columns = dict.fromkeys(self._files[first.file].types)
             row = next(self._files[first.file].batches(columns, first.row, first.row + 1, 1))
         for source in (name for name in names if name not in INDEX_COLUMNS):
-            about, name = info.features.get(source, {}), field_name(source, names)
+            about = info.features.get(source, {})
+            name = field_name(source, names)
             feature: Feature | None = None
             if about.get("dtype") == "video":
                 feature = video_feature(source, name, about)
@@ -189,7 +192,8 @@ class Reader(ForeignReader):
         dtype = about.get("dtype")
         shape: Any = about.get("shape")
         is_told = isinstance(shape, list) and all(map(arguments.is_whole, shape))
-        where, is_number = f"{feature.source!r} of {str(self.path)!r}", feature.kind == "number"
+        where = f"{feature.source!r} of {str(self.path)!r}"
+        is_number = feature.kind == "number"
         told = [(f"rows of {shape}", f"{list(feature.shape)} in the data")]
         told = told if is_number and is_told and np.prod(shape) != np.prod(feature.shape) else []
         if is_number and str(dtype).startswith(("float", "int", "uint", "bool")) and dtype != feature.dtype:
@@ -205,7 +209,8 @@ class Reader(ForeignReader):
         if not is_depth or feature.unit:
             return feature
         unit = "mm" if feature.dtype == "uint16" else "m"
-        where, advice = f"{feature.source!r} of {str(self.path)!r}", f"Read as {unit!r}, by its dtype"
+        where = f"{feature.source!r} of {str(self.path)!r}"
+        advice = f"Read as {unit!r}, by its dtype"
         self.advise("tell the unit of depth", where, "a depth_unit of 'm' or 'mm'", "none", advice)
         return replace(feature, unit=unit)
 
@@ -253,7 +258,8 @@ class Reader(ForeignReader):
                     end_s = ends(file)
                 except (CorruptFileError, OSError) as damage:  # of one file: the others and the rows are read
                     got = f"{damage.got} of {damage.where}" if isinstance(damage, CorruptFileError) else str(damage)
-                    where, advice = f"{camera!r} of episode {episode}", "The camera is left out of this episode"
+                    where = f"{camera!r} of episode {episode}"
+                    advice = "The camera is left out of this episode"
                     wrong = self.problem("read", where, expected, got, advice)
                     wrong.of("undecodable", str(episode)).__cause__ = damage
                     missing.setdefault(episode, []).append(camera)
@@ -281,10 +287,12 @@ class Reader(ForeignReader):
         return file_inside(self.path, file)
 
     def _episode(self, index: Index, episode: int, missing: Sequence[str]) -> EpisodeInfo:
-        runs, entry = index.runs[episode], index.entries.get(episode, Entry((), 0, 0, "", {}))
+        runs = index.runs[episode]
+        entry = index.entries.get(episode, Entry((), 0, 0, "", {}))
         task = index.tasks.get(runs[0].task, entry.tasks[0] if entry.tasks else "")
         if entry.tasks and task not in entry.tasks:
-            where, advice = f"episode {episode} of {str(self.path)!r}", "The rows are believed"
+            where = f"episode {episode} of {str(self.path)!r}"
+            advice = "The rows are believed"
             self.problem("tell the task", where, f"one of {entry.tasks}"[:200], repr(task)[:200], advice)
         other = {name: value for name, value in entry.other.items() if name != ABSENT or value}
         is_told = SUCCESS not in (other.get(ABSENT) or ())
@@ -334,7 +342,8 @@ class Reader(ForeignReader):
                 times_s = start_s + np.arange(start, stop) / self._fps
                 found[one.name] = read_frames(self._video_file(file), times_s, one.shape, one.depth)
         in_columns = [one for one in features if one.kind != "video"]
-        at, texts = 0, dict[str, str]()
+        at = 0
+        texts = dict[str, str]()
         for batch in self._batches(source.runs, in_columns, start, stop):
             self._check_frames(batch[_FRAME], start + at, self.episodes[number].name)
             for one in in_columns:
@@ -367,7 +376,8 @@ class Reader(ForeignReader):
         widths[_FRAME] = 1
         before = 0
         for run in runs if features else ():
-            low, high = max(start - before, 0), min(stop - before, run.length)
+            low = max(start - before, 0)
+            high = min(stop - before, run.length)
             if low < high:
                 yield from self._files[run.file].batches(widths, run.row + low, run.row + high)
             before += run.length

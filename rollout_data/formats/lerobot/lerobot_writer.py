@@ -105,7 +105,8 @@ class Writer(ForeignWriter):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"version": "v3.0", "fps": None, "video": None, "groot": False}
 
     MADE: ClassVar[tuple[str, ...]] = ("data", "meta", "videos", _UNFINISHED_FILES)
-    BEGUN, LAST = (LEROBOT_INFO,), LEROBOT_INFO
+    BEGUN = (LEROBOT_INFO,)
+    LAST = LEROBOT_INFO
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
@@ -132,7 +133,8 @@ class Writer(ForeignWriter):
         return {**options, "fps": fps, "video": forms}
 
     def begin(self) -> set[str]:
-        action, options = _ACTION, self.options
+        action = _ACTION
+        options = self.options
         self.episodes = list(self.episodes)  # a recording makes them again each time, and here are ten loops
         self._version = arguments.choice(action, "version", options["version"], ("v3.0", "v2.1"))
         self._codec: str | None = options["video"]
@@ -230,14 +232,16 @@ class Writer(ForeignWriter):
         videos = [_video_of(episode, field.name) for episode in self.episodes]
         codec, about = _chosen_video(videos, self._fps, self._codec, self.options["groot"])
         if self.options["groot"] and not codec:
-            where, expected = f"the camera {field.name!r} for GR00T", f"video= one of {', '.join(ENCODERS)}"
+            where = f"the camera {field.name!r} for GR00T"
+            expected = f"video= one of {', '.join(ENCODERS)}"
             raise UsageError("write", where, expected, repr(codec))
         return column_of(field, units, codec, is_v3, about)
 
     def _chosen_texts(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the fields of plain texts and those of language, with the Arrow types of their columns."""
         described = {**_LANGUAGE, **(self.metadata.get(ARROW_TYPES) or {})}
-        texts, languages = dict[str, Any](), dict[str, Any]()
+        texts = dict[str, Any]()
+        languages = dict[str, Any]()
         for name in sorted(self._shared.texts):
             is_annotation = name == _ANNOTATION and self.options["groot"]
             if name == TEXT and self._has_subtask_texts:
@@ -301,7 +305,8 @@ class Writer(ForeignWriter):
         for field, feature in [*((one.field.name, one.name) for one in self._columns), *names.items()]:
             if feature in owners or feature in SCALARS:
                 other = owners.get(feature, feature)
-                where, expected = f"the fields {other!r} and {field!r} as LeRobot", "a feature for each"
+                where = f"the fields {other!r} and {field!r} as LeRobot"
+                expected = "a feature for each"
                 raise UsageError("write", where, expected, f"two called {feature!r}", "Rename one of them")
             owners[feature] = field
 
@@ -337,7 +342,8 @@ class Writer(ForeignWriter):
         }
 
     def _info(self) -> dict[str, Any]:
-        names, num_episodes = [column.name for column in self._columns if column.kind == "video"], self._num_episodes
+        names = [column.name for column in self._columns if column.kind == "video"]
+        num_episodes = self._num_episodes
         sizes: dict[str, Any] = {"data_files_size_in_mb": 100, "video_files_size_in_mb": 200}
         if self._version == "v2.1":
             sizes = {"total_videos": len(names) * num_episodes, "total_chunks": -(-num_episodes // _CHUNKS_SIZE)}
@@ -377,7 +383,8 @@ class Writer(ForeignWriter):
             files[name] = made.enter_context(self._replaced(name))
             self._write_video(episode, column, files[name], statistics)
         tables = self._tables(episode, statistics)
-        first, about = next(tables), dict[str, str]()
+        first = next(tables)
+        about = dict[str, str]()
         if not is_v3:
             features = self._features()
             about["huggingface"] = hub_features(
@@ -401,7 +408,8 @@ class Writer(ForeignWriter):
 
     def _write_video(self, episode: EpisodeToWrite, column: Column, path: Path, statistics: Statistics) -> None:
         """Copy or encode the video of an episode, and add its pictures to the statistics."""
-        name, rows = column.field.name, (0, episode.length)
+        name = column.field.name
+        rows = (0, episode.length)
         source = _video_of(episode, name) if column.about is not None else None
         how = ""
         if source is not None:
@@ -473,8 +481,10 @@ class Writer(ForeignWriter):
 
     def _scalars(self, episode: EpisodeToWrite) -> dict[str, Array]:
         """Return the columns that number the rows, and those of task and success."""
-        length, task = episode.length, self._tasks.index(episode.task)
-        frames, found = np.arange(length), dict[str, Array]()
+        length = episode.length
+        task = self._tasks.index(episode.task)
+        frames = np.arange(length)
+        found = dict[str, Array]()
         for name in self._flags:
             if name in episode.schema:
                 found[name] = np.asarray(episode.read(name)).reshape(length)
@@ -504,7 +514,8 @@ class Writer(ForeignWriter):
 
         All are written in one folder: of 1,000 files, a folder each, made and removed, takes more than what is in it.
         """
-        new, path = self.path / _UNFINISHED_FILES / name.replace("/", "."), self.path / name
+        new = self.path / _UNFINISHED_FILES / name.replace("/", ".")
+        path = self.path / name
         for folder in (new.parent, path.parent):
             folder.mkdir(parents=True, exist_ok=True)
         yield new
@@ -561,7 +572,8 @@ class Writer(ForeignWriter):
             name = field_name(feature, features)
             self.changed(f"field {own!r} is called {name!r}", episode, own in episode.texts and own != name)
         for column in self._columns:
-            own, name = column.field.name, field_name(column.name, features)
+            own = column.field.name
+            name = field_name(column.name, features)
             is_vector = name.partition("/")[0] in ("observation", "action")
             self.changed(f"field {own!r} is called {name!r}", episode, own in episode.schema and own != name)
             if column.kind == "number" and column.field.shape in ((), (1,)):

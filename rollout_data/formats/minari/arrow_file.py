@@ -21,7 +21,8 @@ from ..input_checks import KnownFiles, damage_named, optional
 _MAX_BATCH_BYTES = 1 << 28
 #: Before the first message of a file.
 _MAGIC_BYTES = 8
-_RECORD_BATCH, _EARLY_COMPRESSION = "record batch", b"experimental_compression"
+_RECORD_BATCH = "record batch"
+_EARLY_COMPRESSION = b"experimental_compression"
 
 
 class ArrowFile:
@@ -42,7 +43,8 @@ class ArrowFile:
     """
 
     def __init__(self, path: Path, known: KnownFiles) -> None:
-        self.path, self._known = path, known
+        self.path = path
+        self._known = known
         with self._opened() as (schema, batches):
             self.types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
             self.num_rows = sum(batch.num_rows for batch in batches)
@@ -52,7 +54,8 @@ class ArrowFile:
         position = 0
         with self._opened() as (_, batches):
             for batch in batches:
-                first, last = max(start - position, 0), min(stop - position, batch.num_rows)
+                first = max(start - position, 0)
+                last = min(stop - position, batch.num_rows)
                 if first < last:
                     yield {name: batch.column(name).slice(first, last - first) for name in columns}
                 position += batch.num_rows
@@ -100,7 +103,8 @@ class ArrowFile:
 
 def _claimed_bytes(message: Any) -> int:
     """Return what the compressed buffers of a batch claim to unpack to; 0 where none is compressed."""
-    data, body = bytes(message.metadata), message.body
+    data = bytes(message.metadata)
+    body = message.body
     batch = _reference(data, _field(data, _reference(data, 0), 2))
     buffers = _field(data, batch, 2)
     if not buffers or not (_field(data, batch, 3) or _EARLY_COMPRESSION in data):
@@ -124,6 +128,7 @@ def _reference(data: bytes, place: int) -> int:
 
 def _field(data: bytes, table: int, number: int) -> int:
     """Return where a field of a table is; 0 if it is absent."""
-    offsets, at = table - _number("<i", data, table), 4 + 2 * number
+    offsets = table - _number("<i", data, table)
+    at = 4 + 2 * number
     offset = _number("<H", data, offsets + at) if at < _number("<H", data, offsets) else 0
     return table + offset if offset else 0

@@ -81,7 +81,8 @@ def describe(root: Path, folder: Path, older: Mapping[str, Any] | None = None) -
     Raises:
         DataFileError: It is damaged, or leads elsewhere.
     """
-    path, told = folder / MINARI_METADATA, dict(older or {})
+    path = folder / MINARI_METADATA
+    told = dict(older or {})
     if path.exists():
         told.update(read_object(file_inside(root, os.path.relpath(path, root))))
     texts = ("observation_space", "action_space", "env_spec")

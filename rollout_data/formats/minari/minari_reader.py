@@ -32,7 +32,8 @@ class GroupReader(Hdf5Reader):
     GROUPS = ("observations",)
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        folder, path = minari_folder(self.path) if self.path.is_dir() else None, self.path
+        folder = minari_folder(self.path) if self.path.is_dir() else None
+        path = self.path
         if folder is not None:
             path = file_inside(path, os.path.relpath(folder / MINARI_MAIN_FILE, path))
         with self.files.use(path) as file:

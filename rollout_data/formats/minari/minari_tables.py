@@ -28,7 +28,8 @@ from .arrow_file import ArrowFile
 from .minari_metadata import ENDS, INFOS, STEP_FIELDS, check_totals, describe
 
 _KINDS: dict[str, type[Any]] = {".arrow": ArrowFile, ".parquet": ParquetFile}
-_TEXT, _PICTURE = "text", "picture"
+_TEXT = "text"
+_PICTURE = "picture"
 
 
 class Leaf(NamedTuple):
@@ -73,7 +74,8 @@ class TableReader(ForeignReader):
         return check_totals(self, self.checked_some(episodes, "an episode"))
 
     def _describe(self, folder: Path) -> EpisodeInfo:
-        told, parts = read_object(file_inside(folder, MINARI_METADATA)), _parts(folder)
+        told = read_object(file_inside(folder, MINARI_METADATA))
+        parts = _parts(folder)
         files = self._opened(parts)
         rows = sum(file.num_rows for file in files)
         if rows < 2 or told.get("total_steps", rows - 1) != rows - 1:
@@ -146,10 +148,12 @@ class TableReader(ForeignReader):
             # A structure may have parts of several widths: the largest is a bound for all.
             widths = [prod(one.shape) for one in self._leaves_of(file).values() if one.column == leaf.column]
             width = None if leaf.dtype in (_TEXT, _PICTURE) else max(widths, default=prod(leaf.shape))
-            low, high = max(start, 0), min(stop, file.num_rows)
+            low = max(start, 0)
+            high = min(stop, file.num_rows)
             for batch in file.batches({leaf.column: width}, low, high) if low < high else ():
                 found.append(_taken(_of(batch[leaf.column], leaf.parts), leaf, f"{name!r} of {str(file.path)!r}"))
-            start, stop = start - file.num_rows, stop - file.num_rows
+            start = start - file.num_rows
+            stop = stop - file.num_rows
         if leaf.dtype == _TEXT:
             return [text for part in found for text in part]
         dtype = np.uint8 if leaf.dtype == _PICTURE else leaf.dtype

@@ -80,7 +80,8 @@ class Writer(Hdf5Writer):
         kept = Schema(field for field in shared.schema.values() if _place(field))
         self._fields = SharedFields(kept, shared.texts, left_out)
         for episode in self.episodes:
-            group, length = self._groups[episode.id], self._length(episode)
+            group = self._groups[episode.id]
+            length = self._length(episode)
             if not _has_reward(episode) and self.options["missing_reward"] is None:
                 advice = "Say missing_reward=, or select episodes with one reward a step"
                 raise UsageError(
@@ -110,7 +111,8 @@ class Writer(Hdf5Writer):
         has_final = self._has_final(episode)
         if not has_final and episode.length == 1:
             advice = "Select episodes of two steps or more"
-            where, expected = f"episode {episode.id!r} as Minari", "the observation after its only step"
+            where = f"episode {episode.id!r} as Minari"
+            expected = "the observation after its only step"
             raise UsageError("write", where, expected, "none", advice)
         return episode.length if has_final else episode.length - 1
 
@@ -120,7 +122,9 @@ class Writer(Hdf5Writer):
         return set(episode.final) >= names
 
     def add(self, episode: EpisodeToWrite) -> None:
-        group, length, finals = self._groups[episode.id], self._length(episode), finals_of(episode)
+        group = self._groups[episode.id]
+        length = self._length(episode)
+        finals = finals_of(episode)
         lost = "fields besides observation, action and one reward are left out, unless they are infos"
         self.changed(lost, episode, not all(map(_place, episode.schema.values())))
         for name, field in self._fields.schema.items():

@@ -22,8 +22,16 @@ from ..format_detection import MCAP_MAGIC
 from ..input_checks import KnownFiles, damage_named, optional
 from .tfrecord import open_map
 
-_SCHEMA, _CHANNEL, _MESSAGE, _CHUNK, _METADATA, _DATA_END = 3, 4, 5, 6, 12, 15
-_MAX_CHUNK_BYTES, _MAX_MESSAGES, _MAX_METADATA, _MAX_TEXT_BYTES = 1 << 28, 1 << 23, 4096, 1 << 20
+_SCHEMA = 3
+_CHANNEL = 4
+_MESSAGE = 5
+_CHUNK = 6
+_METADATA = 12
+_DATA_END = 15
+_MAX_CHUNK_BYTES = 1 << 28
+_MAX_MESSAGES = 1 << 23
+_MAX_METADATA = 4096
+_MAX_TEXT_BYTES = 1 << 20
 _MAX_TOPICS = 4096
 #: Texts of 3 bytes make lists of 64 in memory.
 _MAX_MESSAGE_BYTES = 1 << 24
@@ -74,16 +82,20 @@ class Log:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.topics, self.metadata = path, dict[str, Topic](), list[tuple[str, dict[str, str]]]()
+        self.path = path
+        self.topics = dict[str, Topic]()
+        self.metadata = list[tuple[str, dict[str, str]]]()
         self._chunks: list[Chunk] = []
-        self._num_text_bytes_left, self.num_left_out = _MAX_TEXT_BYTES, 0
+        self._num_text_bytes_left = _MAX_TEXT_BYTES
+        self.num_left_out = 0
         self._latest: tuple[int, Any] = (-1, b"")
         self._known = KnownFiles()
         self._schemas: dict[int, bytes] = {}
         self._channels: dict[int, str] = {}
         found: dict[str, array[int]] = {}
         data = open_map(path, self._known)
-        unpacked, self.is_whole = 0, bytes(data[-len(MCAP_MAGIC) :]) == MCAP_MAGIC and len(data) > len(MCAP_MAGIC)
+        unpacked = 0
+        self.is_whole = bytes(data[-len(MCAP_MAGIC) :]) == MCAP_MAGIC and len(data) > len(MCAP_MAGIC)
         with damage_named("read", repr(str(path)), "records of MCAP", *_DAMAGE):
             if bytes(data[: len(MCAP_MAGIC)]) != MCAP_MAGIC:
                 raise ValueError("another beginning")
@@ -108,7 +120,8 @@ class Log:
         for name, items in found.items():
             rows = np.frombuffer(items, np.int64).reshape(-1, 4)
             rows = rows[np.argsort(rows[:, 0], kind="stable")]
-            self.topics[name].times, self.topics[name].places = rows[:, 0].copy(), rows[:, 1:].copy()
+            self.topics[name].times = rows[:, 0].copy()
+            self.topics[name].places = rows[:, 1:].copy()
 
     def messages(self, topic: Topic, rows: Any) -> Iterator[bytes]:
         """Yield the messages of a topic, by their numbers.
@@ -150,7 +163,8 @@ class Log:
             self.num_left_out += 1
         elif kind == _METADATA:
             name, at = _text(data, start, stop)
-            texts, at = [], at + 4
+            texts = []
+            at = at + 4
             while at < stop:
                 one, at = _text(data, at, stop)
                 texts.append(one)
@@ -172,7 +186,8 @@ class Log:
 def _records(data: memoryview, at: int) -> Iterator[tuple[int, int, int]]:
     """Yield kind, start and stop of the records that are whole."""
     while at + 9 <= len(data):
-        kind, size = data[at], int.from_bytes(data[at + 1 : at + 9], "little")
+        kind = data[at]
+        size = int.from_bytes(data[at + 1 : at + 9], "little")
         if size > len(data) - at - 9:
             return
         yield kind, at + 9, at + 9 + size

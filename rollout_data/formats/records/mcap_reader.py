@@ -22,9 +22,12 @@ from .mcap_messages import Log, Topic
 from .tfrecord import Array
 
 _PACKAGES = {"cdr": "mcap-ros2-support", "ros1": "mcap-ros1-support", "protobuf": "mcap-protobuf-support"}
-_TEXT, _MAX_DEPTH, _MAX_TEXTS = "text", 16, 4096
+_TEXT = "text"
+_MAX_DEPTH = 16
+_MAX_TEXTS = 4096
 _TIME = "log_time"
-_TASKS, _TRUTHS = ("task", "language_instruction"), {"true": True, "false": False}
+_TASKS = ("task", "language_instruction")
+_TRUTHS = {"true": True, "false": False}
 #: Dtype -> kinds of numpy that JSON gives for it.
 _KINDS = {"float64": "iuf", "int64": "iu", "bool": "b", _TEXT: "U"}
 _MAX_INT64 = np.iinfo(np.int64).max
@@ -70,7 +73,8 @@ class Reader(ForeignReader):
         self._latest: tuple[Any, dict[Any, Any]] = (None, {})
         #: Episode and field -> step -> number of rounded integers, and the largest difference.
         self._rounded: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
-        episodes, refused = [], list[RolloutDataError]()
+        episodes = []
+        refused = list[RolloutDataError]()
         for path in mcap_files(self.path):
             path = path if path == self.path else file_inside(self.path, path.name)
             try:
@@ -91,7 +95,8 @@ class Reader(ForeignReader):
 
     def _episode(self, log: Log) -> EpisodeInfo:
         self._check_topics(log)
-        clock, where = log.topics[self._clock].times, repr(str(log.path))
+        clock = log.topics[self._clock].times
+        where = repr(str(log.path))
         topics, metadata = self._described_topics(log)
         first = max(int(np.searchsorted(clock, log.topics[name].times[0])) for name in topics)
         if first == len(clock):
@@ -99,7 +104,8 @@ class Reader(ForeignReader):
                 "read", where, f"a message of every topic before the last of {self._clock!r}", "none"
             )
         if first:
-            got, advice = f"{first} before the first message of another topic", "They are left out"
+            got = f"{first} before the first message of another topic"
+            advice = "They are left out"
             self.problem("make steps of", f"{self._clock!r} of {where}", "messages after all others", got, advice)
         times = clock[first:]
         messages = {name: np.searchsorted(log.topics[name].times, times, "right") - 1 for name in topics}
@@ -125,7 +131,8 @@ class Reader(ForeignReader):
         for name in (*self._actions, self._clock):
             if name not in log.topics or not len(log.topics[name].times):
                 listed = "; ".join(map(_about, log.topics.values())) or "none"
-                expected, advice = "a topic as action= or clock=", f"The topics are: {listed}"
+                expected = "a topic as action= or clock="
+                advice = f"The topics are: {listed}"
                 raise UsageError("choose the steps of", repr(str(log.path)), expected, repr(name), advice)
             if log.topics[name].encoding != "json":
                 raise _other_encoding(log, log.topics[name])
@@ -133,7 +140,8 @@ class Reader(ForeignReader):
     def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
         """Return the leaves of the topics that become fields, and as metadata those of texts alone and the records."""
         if log.num_left_out:
-            expected, got = "fewer and shorter records of metadata", f"{log.num_left_out} more"
+            expected = "fewer and shorter records of metadata"
+            got = f"{log.num_left_out} more"
             self.problem("keep the metadata of", repr(str(log.path)), expected, got, "They are left out")
         metadata: dict[str, Any] = {key: value for _, record in log.metadata for key, value in record.items()}
         found: dict[str, list[_Leaf]] = {}
@@ -158,7 +166,8 @@ class Reader(ForeignReader):
     def _texts(self, log: Log, leaf: _Leaf) -> Any:
         topic = log.topics[leaf.topic]
         if (count := len(topic.times)) > _MAX_TEXTS:
-            where, advice = f"{topic.name!r} of {str(log.path)!r}", "The first are taken as metadata"
+            where = f"{topic.name!r} of {str(log.path)!r}"
+            advice = "The first are taken as metadata"
             self.problem("keep the texts of", where, f"at most {_MAX_TEXTS}", str(count), advice)
         texts = _columns(log, [leaf], np.arange(min(count, _MAX_TEXTS)))[leaf.keys]
         return texts[0] if len(texts) == 1 else texts
@@ -232,7 +241,8 @@ def _rounding(value: Any, array: Array) -> tuple[int, int] | None:
     """Return how many integers of a value have no equal float64, and the largest difference; None for none."""
     if not array.size or np.abs(array.astype(np.float64)).max() < _EXACT:
         return None
-    waiting, differences = [value], list[int]()
+    waiting = [value]
+    differences = list[int]()
     while waiting:
         one = waiting.pop()
         if isinstance(one, list):
@@ -271,10 +281,12 @@ def _schema(topic: Topic) -> Any:
 
 
 def _about(topic: Topic) -> str:
-    count, span = len(topic.times), float(topic.times[-1] - topic.times[0]) / 1e9 if len(topic.times) else 0.0
+    count = len(topic.times)
+    span = float(topic.times[-1] - topic.times[0]) / 1e9 if len(topic.times) else 0.0
     return f"{topic.name!r} ({topic.encoding}, {count} messages{f', {(count - 1) / span:.3g} Hz' if span else ''})"
 
 
 def _other_encoding(log: Log, topic: Topic) -> DataFileError:
-    where, package = f"{topic.name!r} of {str(log.path)!r}", _PACKAGES.get(topic.encoding, "another package")
+    where = f"{topic.name!r} of {str(log.path)!r}"
+    package = _PACKAGES.get(topic.encoding, "another package")
     return DataFileError("read", where, "messages of JSON", repr(topic.encoding), f"They need {package}; convert them")

@@ -15,7 +15,8 @@ from storage.core.fields import DTYPES, MAX_DIMENSIONS
 from ..encoded_images import decode_picture
 from .tfrecord import BYTES, FLOATS, INTEGERS, Array, Feature, count, items, numbers
 
-MAX_STEPS, _MAX_DEPTH = 1 << 20, 64
+MAX_STEPS = 1 << 20
+_MAX_DEPTH = 64
 #: Of packed tensors at once: the first number of bytes, or the second for each packed one.
 _FREE_BYTES, _MAX_EXPANSION = 1 << 28, 256
 #: What a list of float32 holds of other floats; lists of int64 hold every integer.

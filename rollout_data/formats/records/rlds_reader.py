@@ -32,7 +32,10 @@ _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _TASKS = ("language_instruction", "natural_language_instruction")
 #: Flags of steps that say no more than where the episode begins and stops.
 _BOUNDS = ("is_first", "is_last")
-_MAX_METADATA_BYTES, _MAX_JSON_BYTES, _MAX_SHARDS, _MAX_EPISODES = 1 << 16, 1 << 24, 1 << 16, 1 << 18
+_MAX_METADATA_BYTES = 1 << 16
+_MAX_JSON_BYTES = 1 << 24
+_MAX_SHARDS = 1 << 16
+_MAX_EPISODES = 1 << 18
 _CHOICES = {"last_step": ("keep", "final"), "on_bad_index": ("refuse", "rebuild")}
 _Stored = Mapping[str, Feature]
 
@@ -55,7 +58,9 @@ class Reader(ForeignReader):
             got = ", ".join(folder.name for folder in folders) or "none"
             raise ForeignFileError("open", repr(str(self.path)), "one version", got, "Open the folder of a version")
         self._known = KnownFiles()
-        self._folder, self._checked, self._numbers = folders[0], set[int](), Counter[str]()
+        self._folder = folders[0]
+        self._checked = set[int]()
+        self._numbers = Counter[str]()
         info, tree = (read_object(self._file(name), _MAX_JSON_BYTES) for name in (RLDS_INFO, RLDS_FEATURES))
         try:
             self._leaves = dict(declared_leaves(tree))
@@ -85,7 +90,8 @@ class Reader(ForeignReader):
             if len(lengths) > _MAX_SHARDS:
                 raise ValueError(f"{len(lengths)} shards")
             for shard, length in enumerate(lengths):
-                number, total = f"{shard:05d}", f"{len(lengths):05d}"
+                number = f"{shard:05d}"
+                total = f"{len(lengths):05d}"
                 values = {"DATASET": info["name"], "SPLIT": split["name"], "FILEFORMAT": file_format}
                 values |= {"SHARD_INDEX": number, "NUM_SHARDS": total, "SHARD_X_OF_Y": f"{number}-of-{total}"}
                 name = split.get("filepathTemplate") or _TEMPLATE
@@ -97,7 +103,8 @@ class Reader(ForeignReader):
         """Take the features of steps that can be delivered; report the others, and what the file holds less of."""
         self._steps: dict[str, Leaf] = {}
         for key, leaf in self._leaves.items():
-            where, name = f"{key!r} of {str(self._folder)!r}", key.removeprefix(_STEPS)
+            where = f"{key!r} of {str(self._folder)!r}"
+            name = key.removeprefix(_STEPS)
             if not key.startswith(_STEPS):
                 continue
             if -1 in leaf.shape and leaf.kind != "picture":
@@ -112,12 +119,14 @@ class Reader(ForeignReader):
         self.metadata["lossy"] = [name for name, leaf in self._steps.items() if leaf.dtype != leaf.declared]
 
     def _scan_shard(self, split: str, name: str, length: int, episodes: list[EpisodeInfo]) -> None:
-        names, found = list(self.splits.get(split, ())), 0
+        names = list(self.splits.get(split, ()))
+        found = 0
         try:
             path = self._file(name)
             data = open_map(path, self._known)
             for start, stop in read_records(data, path):
-                number, found = self._numbers[split], found + 1
+                number = self._numbers[split]
+                found = found + 1
                 if len(episodes) + len(self.problems) > _MAX_EPISODES:
                     raise CorruptFileError("read", repr(str(path)), f"at most {_MAX_EPISODES} episodes", "more")
                 self._numbers[split] += 1
@@ -150,8 +159,10 @@ class Reader(ForeignReader):
 
     def _episode(self, data: memoryview, start: int, stop: int, name: str) -> EpisodeInfo:
         stored = features(data, start, stop)
-        length, metadata = self._num_steps(data, stored), self._metadata(data, stored)
-        fields, texts = [], []
+        length = self._num_steps(data, stored)
+        metadata = self._metadata(data, stored)
+        fields = []
+        texts = []
         for key, leaf in self._steps.items():
             if (feature := stored.get(_STEPS + key)) is None:
                 continue
@@ -170,7 +181,8 @@ class Reader(ForeignReader):
                 fields.append(Field(key, shape, leaf.dtype))
         final: Schema = NO_FIELDS
         if self.options["last_step"] == "final":
-            final, length = Schema(field for field in fields if field.name.split("/")[0] == "observation"), length - 1
+            final = Schema(field for field in fields if field.name.split("/")[0] == "observation")
+            length = length - 1
         if not 0 < length <= MAX_STEPS:
             raise ValueError(f"{length} steps")
         is_terminal, is_last = (_last_flag(data, stored, flag) for flag in ("is_terminal", "is_last"))
@@ -198,7 +210,8 @@ class Reader(ForeignReader):
         return self._steps[key].num_steps(data, stored[_STEPS + key])
 
     def _picture_shape(self, data: memoryview, feature: Feature, key: str) -> tuple[int, ...]:
-        first, leaf = items(data, feature, MAX_STEPS)[0], self._steps[key]
+        first = items(data, feature, MAX_STEPS)[0]
+        leaf = self._steps[key]
         if picture_format(first) == "JPEG" and key not in self.metadata["lossy"]:
             self.metadata["lossy"].append(key)
         return leaf.shape if -1 not in leaf.shape else decode_picture(first, repr(key)).shape

@@ -21,8 +21,12 @@ from ..input_checks import KnownFiles
 Array = np.ndarray[Any, Any]
 #: Kinds of values, by their field in the message `Feature`.
 BYTES, FLOATS, INTEGERS = 1, 2, 3
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_MAX_FEATURES, _PIECE_BYTES = 4096, 1 << 20
+_VARINT = 0
+_FIXED64 = 1
+_BYTES = 2
+_FIXED32 = 5
+_MAX_FEATURES = 4096
+_PIECE_BYTES = 1 << 20
 _BITS = np.arange(32, dtype=np.uint32)
 
 
@@ -50,7 +54,8 @@ def records(data: memoryview, path: Path) -> Iterator[tuple[int, int]]:
     at = 0
     while at < len(data):
         head = data[at : at + 12]
-        start, size = at + 12, int.from_bytes(head[:8], "little")
+        start = at + 12
+        size = int.from_bytes(head[:8], "little")
         if len(head) < 12 or int.from_bytes(head[8:], "little") != masked_crc32c(head[:8]):
             raise CorruptFileError(
                 "read", f"{str(path)!r} at byte {at}", "the length of a record", "damage, or the end"
@@ -64,7 +69,8 @@ def records(data: memoryview, path: Path) -> Iterator[tuple[int, int]]:
 
 def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
     """Compare the checksum of a record with its bytes."""
-    stated, found = int.from_bytes(data[stop : stop + 4], "little"), masked_crc32c(data[start:stop])
+    stated = int.from_bytes(data[stop : stop + 4], "little")
+    found = masked_crc32c(data[start:stop])
     if stated != found:
         where = f"the record at byte {start} of {str(path)!r}"
         raise CorruptFileError("read", where, f"checksum {stated:08x}", f"{found:08x}").of("checksum")
@@ -124,9 +130,11 @@ def numbers(data: memoryview, feature: Feature, start: int, stop: int) -> Array:
     if feature.kind == FLOATS:
         found: Array = packed[4 * start : 4 * stop].copy().view("<f4")
     else:
-        out, done = [np.empty(0, np.int64)], 0
+        out = [np.empty(0, np.int64)]
+        done = 0
         for piece, ends in _pieces(packed):
-            low, high = max(0, start - done), min(len(ends), stop - done)
+            low = max(0, start - done)
+            high = min(len(ends), stop - done)
             if low < high:
                 out.append(_varints(piece, ends[low - 1] if low else 0, ends[low:high]))
             done += len(ends)

@@ -33,7 +33,10 @@ _FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
 _ENDS = ("dones", "terminations", "truncations")
 _TASKS = ("task", "task_description", "task_descriptions")
 _COMPARED_BYTES = 1 << 26
-_NEXT, _MAX_PICKLE_BYTES, _MAX_JSON_BYTES, _MAX_DEPTH = "next_observation", 1 << 24, 1 << 24, 16
+_NEXT = "next_observation"
+_MAX_PICKLE_BYTES = 1 << 24
+_MAX_JSON_BYTES = 1 << 24
+_MAX_DEPTH = 16
 _PICKLE_ADVICE = "A pickle can run code; save the trajectories as 'pt'"
 _DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, OSError, zipfile.BadZipFile)
 
@@ -49,7 +52,8 @@ class Reader(ForeignReader):
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        given, choices = self.options["on_bad_index"], ("refuse", "rebuild")
+        given = self.options["on_bad_index"]
+        choices = ("refuse", "rebuild")
         is_rebuilt = arguments.choice("open the checkpoint", "on_bad_index", given, choices) == "rebuild"
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
         self._known = KnownFiles()
@@ -65,7 +69,8 @@ class Reader(ForeignReader):
                     self.problems.append(error)
                     continue
                 if entry.get("num_samples", shape[0] * shape[1]) != shape[0] * shape[1]:
-                    got, advice = f"{shape[0]} x {shape[1]}", "Pass on_bad_index='rebuild' to believe the files"
+                    got = f"{shape[0]} x {shape[1]}"
+                    advice = "Pass on_bad_index='rebuild' to believe the files"
                     told = f"{entry['num_samples']} samples, as the index tells"
                     if not is_rebuilt:
                         raise CorruptFileError("open", repr(str(path)), told, got, advice)
@@ -82,7 +87,9 @@ class Reader(ForeignReader):
 
     def _listed(self, folder: Path, is_rebuilt: bool) -> list[tuple[int, dict[str, Any], Path]]:
         """List id, entry and file of each trajectory: in the order of the index, then, if rebuilt, what it lacks."""
-        index, where, at = rlinf_index(folder), repr(str(folder)), folder.relative_to(self.path)
+        index = rlinf_index(folder)
+        where = repr(str(folder))
+        at = folder.relative_to(self.path)
         if index is None:
             return []
         about = read_object(file_inside(self.path, str(at / index)), _MAX_JSON_BYTES)
@@ -110,7 +117,8 @@ class Reader(ForeignReader):
             self.problem("find in the index of", where, "every file", _short(f"not {', '.join(spare)}"), advice)
         found = []
         for number in [*entries, *(files.keys() - entries.keys() if is_rebuilt else ())]:
-            entry, there = entries.get(number, {}), files.get(number, [])
+            entry = entries.get(number, {})
+            there = files.get(number, [])
             named = f"trajectory_{number}_{entry.get('model_weights_id')}.pt"
             if there and not (chosen := named if named in there else there[-1]).endswith(".pt"):
                 raise UnsafeFileError("read", f"{chosen!r} of {where}", "a file of 'pt'", "a pickle", _PICKLE_ADVICE)
@@ -131,7 +139,9 @@ class Reader(ForeignReader):
         self, block: dict[str, Any], path: Path, shape: tuple[int, int]
     ) -> tuple[dict[str, Field], list[str], dict[str, Any]]:
         """Sort what a block holds into fields, names of texts, and plain values."""
-        fields, texts, plain = {}, [], {}
+        fields = {}
+        texts = []
+        plain = {}
         for name, value in block.items():
             if name in _ENDS:
                 continue
@@ -154,7 +164,8 @@ class Reader(ForeignReader):
         ends = {name: _flags(block[name], shape, f"{name!r} of {str(path)!r}") for name in _ENDS if name in block}
         dones = ends.get("dones", np.logical_or(*(ends.get(name, np.zeros(shape, bool)) for name in _ENDS[1:])))
         fields, texts, plain = self._fields(block, path, shape)
-        tasks, is_copy = [name for name in texts if name.split("/")[-1] in _TASKS], _is_copy(block, dones)
+        tasks = [name for name in texts if name.split("/")[-1] in _TASKS]
+        is_copy = _is_copy(block, dones)
         schema = Schema(one for name, one in fields.items() if not (is_copy and name.split("/")[0] == _NEXT))
         with_next = (one for name, one in fields.items() if name.split("/")[0] == "observation")
         final = Schema(

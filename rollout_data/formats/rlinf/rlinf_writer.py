@@ -19,7 +19,9 @@ from storage.core.durable_files import replace_file
 from ...sources.episode_reader import ABSENT
 from ..episode_writer import EpisodeToWrite, ForeignWriter, finals_of, shared_fields
 
-_WEIGHTS, _INDEX, _METADATA = "recorded", "trajectory_index.json", "metadata.json"
+_WEIGHTS = "recorded"
+_INDEX = "trajectory_index.json"
+_METADATA = "metadata.json"
 _ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}
 
 
@@ -28,7 +30,8 @@ class Writer(ForeignWriter):
 
     format = "rlinf"
     MADE = (_INDEX, "trajectory_*.pt")
-    BEGUN, LAST = (_INDEX,), _METADATA
+    BEGUN = (_INDEX,)
+    LAST = _METADATA
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
@@ -115,7 +118,8 @@ class Writer(ForeignWriter):
         if not self.is_complete or (self.path / _METADATA).exists():
             return
         episodes = [one for one in self.episodes if one.id in self.written]
-        size, total = len(episodes), sum(one.length for one in episodes)
+        size = len(episodes)
+        total = sum(one.length for one in episodes)
         about: dict[str, Any] = {
             "trajectory_format": "pt",
             "size": size,

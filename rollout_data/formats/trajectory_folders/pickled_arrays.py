@@ -50,7 +50,8 @@ class StoredArray:
     def read(self, file: BufferedIOBase, path: Path) -> np.ndarray:
         """Read the array: a new array. `file` is the file that it was found in."""
         data = bytearray(prod(self.shape) * self.dtype.itemsize)
-        view, done = memoryview(data), 0
+        view = memoryview(data)
+        done = 0
         file.seek(self.offset)
         while done < len(data) and (count := file.readinto(view[done:])):
             done += count

@@ -69,8 +69,10 @@ class _Machine:
     """
 
     def __init__(self, file: BufferedIOBase, path: Path) -> None:
-        self.file, self.path = file, path
-        self.position, self.file_bytes = 0, file.seek(0, os.SEEK_END)
+        self.file = file
+        self.path = path
+        self.position = 0
+        self.file_bytes = file.seek(0, os.SEEK_END)
         file.seek(0)
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
@@ -78,7 +80,8 @@ class _Machine:
         self.budget = MAX_OPERATIONS
 
     def run(self) -> Any:
-        name, reader = "", cast(Any, self)
+        name = ""
+        reader = cast(Any, self)
         while name != "STOP":
             self.spend(1)
             code = self.read(1)
@@ -143,7 +146,8 @@ class _Machine:
         return items
 
     def pop_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.marks.pop()
+        items = self.stack
+        self.stack = self.marks.pop()
         return items
 
     def find(self, named: str) -> Global:

@@ -24,8 +24,12 @@ from .pickled_arrays import StoredArray
 from .restricted_pickle import describe_pickle
 from .trajectory_listing import ChunkFile
 
-OBSERVATIONS, COMPONENT_PREFIX = "observations", "obs_"
-PRIVILEGED, ACTIONS, REWARDS, DONES = "privileged_observations", "actions", "rewards", "dones"
+OBSERVATIONS = "observations"
+COMPONENT_PREFIX = "obs_"
+PRIVILEGED = "privileged_observations"
+ACTIONS = "actions"
+REWARDS = "rewards"
+DONES = "dones"
 TIMEOUTS = ("timeouts", "timeout")
 _UNREAD = {"values"}
 #: The ends of a chunk are read into memory while a dataset is opened.
@@ -132,7 +136,8 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
     """
     repairs: list[Repair] = []
     observations = [OBSERVATIONS] if OBSERVATIONS in content else [key for key in content if _is_component(key)]
-    required, there = [*observations, ACTIONS, DONES], f"{', '.join(map(repr, content))}"[:200]
+    required = [*observations, ACTIONS, DONES]
+    there = f"{', '.join(map(repr, content))}"[:200]
     for key in (ACTIONS, DONES):
         if key not in content:
             raise chunk_problem(path, f"an array {key!r}", f"only {there}")
@@ -206,14 +211,17 @@ def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], lis
     while position in newest:
         kept.append(newest.pop(position))
         position += kept[-1].num_frames
-        file, num_frames = kept[-1].file, kept[-1].num_frames
+        file = kept[-1].file
+        num_frames = kept[-1].num_frames
         if file.stop - file.start != num_frames:
-            expected, advice = f"{file.stop - file.start} frames, as its name says", "Read at the length of its arrays"
+            expected = f"{file.stop - file.start} frames, as its name says"
+            advice = "Read at the length of its arrays"
             problems.append(chunk_problem(file.path, expected, f"{num_frames}", advice).of("counts", folder.name))
     if newest:
         more = f" and {len(newest) - 1} more" if len(newest) > 1 else ""
         advice = f"Read the first {position} frames and left out the rest" if position else "Skipped the folder"
-        expected, got = f"a chunk from frame {position} on", f"only {newest[min(newest)].file.path.name!r}{more}"
+        expected = f"a chunk from frame {position} on"
+        got = f"only {newest[min(newest)].file.path.name!r}{more}"
         kind = "overlap" if min(newest) < position else "gap"
         wrong = CorruptFileError("read the trajectory", repr(str(folder)), expected, got, advice)
         problems.append(wrong.of(kind, folder.name))
@@ -236,7 +244,8 @@ def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray,
     kinds = np.where(np.concatenate([chunk.is_timeout for chunk in chunks]), TRUNCATED, TERMINATED)
     stops = ends + 1
     if not len(stops) or stops[-1] < total:
-        stops, kinds = np.append(stops, total), np.append(kinds, OPEN)
+        stops = np.append(stops, total)
+        kinds = np.append(kinds, OPEN)
     firsts = np.append(0, stops[:-1])
     starts = np.union1d(chunk_starts, firsts)
     chunk = np.searchsorted(chunk_starts, starts, side="right") - 1
@@ -251,6 +260,7 @@ def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray,
         return fragments, chunk, []
     inside = int((stops < total).sum())
     got = f"{inside} inside" + (f", the first at frame {int(ends[0])}" if inside else "")
-    action, advice = "read as one trajectory", f"Split into {len(firsts)} trajectories"
+    action = "read as one trajectory"
+    advice = f"Split into {len(firsts)} trajectories"
     wrong = DataFileError(action, repr(str(folder)), "an end at the last frame", got, advice)
     return fragments, chunk, [wrong.of("inside", folder.name)]

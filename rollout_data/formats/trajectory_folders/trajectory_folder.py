@@ -194,7 +194,8 @@ def _fields(
             frames[chunk.signature] += chunk.num_frames
         signature = max(frames, key=frames.__getitem__, default=())
         return signature, *_build_schema(signature, metadata, path)
-    signature, schema = previous.signature, previous.schema
+    signature = previous.signature
+    schema = previous.schema
     try:
         described, problems = _build_schema(signature, metadata, path)
     except ForeignFileError as problem:
@@ -247,10 +248,12 @@ def _build_schema(
             shape = stored.shape
         codec = mapping.get(name, "raw")
         if not isinstance(codec, str) or codec not in VALUE_CODECS:
-            action, known = f"decode the component {name!r} of", nearest(str(codec), VALUE_CODECS)
+            action = f"decode the component {name!r} of"
+            known = nearest(str(codec), VALUE_CODECS)
             raise ForeignFileError(action, repr(str(metadata_path)), known, repr(codec))
         if codec == "raw" and not segments and stored.dtype == "uint8":
-            codec, advice = "normalized_image", "Taken as 'normalized_image', the only codec of this layout"
+            codec = "normalized_image"
+            advice = "Taken as 'normalized_image', the only codec of this layout"
             report(f"{MAPPING} for the uint8 {stored.key}", "none", advice)
         elif codec != "raw" and stored.dtype != (needed := VALUE_CODECS[codec].stored_dtype):
             expected = f"{needed} in {stored.key}, coded as {codec!r}"
@@ -271,7 +274,8 @@ def _are_shapes(value: Any) -> bool:
 
 
 def _scan_chunks(files: list[ChunkFile]) -> dict[ChunkFile, Chunk | DataFileError]:
-    start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+    start_s = time.perf_counter()
+    start_cpu_s = time.thread_time()
     found = [_try_scan(file) for file in files[:_NUM_TRIAL_CHUNKS]]
     is_waiting = time.perf_counter() - start_s > 2 * (time.thread_time() - start_cpu_s)
     found += each(_try_scan, files[_NUM_TRIAL_CHUNKS:], _NUM_THREADS if is_waiting else 1)
@@ -309,8 +313,10 @@ def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
 def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
     """Number chunks and trajectories in the order of the folders, and freeze that order as times."""
     paths: list[Path] = []
-    tables, chunk_of = [np.zeros(0, FRAGMENT_DTYPE)], [np.zeros(0, np.int64)]
-    num_trajectories, time_ns = 0, -1
+    tables = [np.zeros(0, FRAGMENT_DTYPE)]
+    chunk_of = [np.zeros(0, np.int64)]
+    num_trajectories = 0
+    time_ns = -1
     for _, chunks, fragments, chunk in sorted(joined, key=itemgetter(0)):
         time_ns = max(time_ns + 1, chunks[-1].file.mtime_ns)
         fragments["end_time_ns"] = time_ns + fragments["trajectory"]

@@ -39,7 +39,8 @@ class Chunks(Kind):
     first chunks that were found.
     """
 
-    format, about = "trajectory-folders", "trajectory folders"
+    format = "trajectory-folders"
+    about = "trajectory folders"
 
     def __init__(self, source: Origins) -> None:
         self._source = source
@@ -54,7 +55,8 @@ class Chunks(Kind):
         self._sight, self._last = (Chunks, self._scans), self._store()
         self._report_left_out()
         if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
-            where, advice = repr(str(labelled[0])), "They label the states that another policy reached (DAgger)"
+            where = repr(str(labelled[0]))
+            advice = "They label the states that another policy reached (DAgger)"
             source.advise(DataFileError("take the actions", f"of {where}", "those executed", "a teacher's", advice))
         for scan in self._scans:
             self._report_copies(scan)
@@ -77,11 +79,13 @@ class Chunks(Kind):
             scan_trajectory_folder(old.data_dir, previous=old, without=self._unreadable) if scan is None else scan
             for old, scan in zip(self._scans, self._opened, strict=True)
         ]
-        before, self._scans = self._scans, scans
+        before = self._scans
+        self._scans = scans
         if [_contents(scan) for scan in scans] != [_contents(scan) for scan in before]:
             present = {(file.path, "") for scan in scans for file in scan.known}
             self._source.count_lost({block.key for block in self._last.index.blocks} - present, present)
-            self._last, self._sight = self._store(), (Chunks, scans)
+            self._last = self._store()
+            self._sight = (Chunks, scans)
         self._report_left_out()
 
     def sight(self) -> Any:
@@ -143,7 +147,8 @@ class Chunks(Kind):
             parts = np.split(fragments, np.searchsorted(scan.chunk_of, np.arange(1, len(scan.chunk_paths))))
             found = {file.path: file for file in scan.known}
             for chunk, path in enumerate(scan.chunk_paths):
-                file, absent = found[path], scan.absent.get(path.parent)
+                file = found[path]
+                absent = scan.absent.get(path.parent)
                 note = json.dumps({ABSENT: absent})
                 numbers = np.unique(parts[chunk]["trajectory"]).tolist() if absent else []
                 block = Block(

@@ -51,7 +51,8 @@ class Writer(ForeignWriter):
     HOLDS = None
     OPTIONS: ClassVar[Mapping[str, Any]] = {"env": "", "policy": "", "missing_reward": None}
 
-    MADE, LAST = ("trajectory_*",), "metadata.json"
+    MADE = ("trajectory_*",)
+    LAST = "metadata.json"
 
     @classmethod
     def is_finished(cls, path: Path) -> bool:
@@ -78,10 +79,12 @@ class Writer(ForeignWriter):
                 raise UsageError("write", f"episode {episode.id!r} as a trajectory folder", expected, got)
             parts = Counter(_component(name.partition("/")[2]) for name in self._fields.schema.below("observation"))
             if twice := [part for part, count in parts.items() if count > 1]:
-                where, got = f"episode {episode.id!r} as a trajectory folder", f"several called {twice[0]!r}"
+                where = f"episode {episode.id!r} as a trajectory folder"
+                got = f"several called {twice[0]!r}"
                 raise UsageError("write", where, "parts of an observation that stay apart without '/'", got)
             if "reward" not in self._fields.schema and self.options["missing_reward"] is None:
-                where, advice = f"episode {episode.id!r} as a trajectory folder", "Say missing_reward="
+                where = f"episode {episode.id!r} as a trajectory folder"
+                advice = "Say missing_reward="
                 reason = self._fields.left_out.get("reward")
                 got = f"none that can be written: {reason}" if reason else "none"
                 raise UsageError("write", where, "a reward in all episodes", got, advice)
@@ -110,7 +113,8 @@ class Writer(ForeignWriter):
         return SharedFields(kept, shared.texts, left_out)
 
     def add(self, episode: EpisodeToWrite) -> None:
-        folder, chunk = self._folders[episode.id], self._chunk(episode)
+        folder = self._folders[episode.id]
+        chunk = self._chunk(episode)
         temporary = self.path / f".tmp_{folder.name}.pickle"
         with open(temporary, "wb") as out:
             pickle.dump(chunk, out, protocol=4)

@@ -21,7 +21,8 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataError, Un
 from ...blocks.block_folder import entries_of
 
 METADATA_NAME = "metadata.json"
-SEGMENTS, MAPPING = "obs_segments", "obs_disassemble_mapping"
+SEGMENTS = "obs_segments"
+MAPPING = "obs_disassemble_mapping"
 FOLDER_PREFIX = "trajectory_"
 _CHUNK_NAME = re.compile(r"traj_(\d{1,18})_(\d{1,18})\.(?:pickle|pkl)", re.ASCII)
 _FOLDER_NUMBER = re.compile(r"trajectory_(\d{1,18})", re.ASCII)
@@ -125,7 +126,8 @@ def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path,
 def _chunk_files(
     folder: Path, entries: list[os.DirEntry[str]], root: str, problems: list[DataFileError]
 ) -> list[ChunkFile]:
-    files, strangers = [], []
+    files = []
+    strangers = []
     for entry in entries:
         match = _CHUNK_NAME.fullmatch(entry.name)
         try:
@@ -177,7 +179,8 @@ def read_metadata(data_dir: Path, folders: list[TrajectoryFolder]) -> tuple[dict
         if not found:
             found = content
         elif any(json.dumps(found.get(key)) != json.dumps(content.get(key)) for key in (SEGMENTS, MAPPING)):
-            expected, advice = f"the {SEGMENTS} and {MAPPING} beside it", "Read with those; or open it by itself"
+            expected = f"the {SEGMENTS} and {MAPPING} beside it"
+            advice = "Read with those; or open it by itself"
             problems.append(_skipped(path, expected, "others", advice))
     return found, problems
 
@@ -200,5 +203,6 @@ def _skipped(path: str | Path, expected: str, got: str, advice: str = "Skipped")
 
 
 def _outside(path: str | Path) -> DataFileError:
-    expected, got = "a file below the data folder", "a link that leads out of it"
+    expected = "a file below the data folder"
+    got = "a link that leads out of it"
     return UnsafeFileError("read", repr(str(path)), expected, got, "Skipped")

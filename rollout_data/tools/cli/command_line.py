@@ -250,7 +250,8 @@ COMMANDS: dict[str, Command] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `rollout-data`; 0 if all is well, 1 if the data are not, 2 if the call is wrong, 130 after Ctrl-C."""
-    prog, code = PROGRAM, 1
+    prog = PROGRAM
+    code = 1
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
         name = _command_named(given)
@@ -278,7 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, prog: str, given: Sequence[str]) -> int:
     options = _parser(command, prog).parse_intermixed_args(given)
-    options.progress, options.command = sys.stderr.isatty(), command.name
+    options.progress = sys.stderr.isatty()
+    options.command = command.name
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: _say(f"{prog}: warning: {message}", sys.stderr)
         answer = getattr(import_module(f"rollout_data.tools.cli.{command.answers}"), command.name)(options)

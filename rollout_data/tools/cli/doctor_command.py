@@ -19,7 +19,8 @@ _SHOWN = 8
 
 
 def doctor(options: argparse.Namespace) -> Answer:
-    only, skip = _codes(options.only), _codes(options.skip)
+    only = _codes(options.only)
+    skip = _codes(options.skip)
     if options.explain or options.list_rules:
         rules = examination.chosen_rules("examine", _codes(options.explain) or only, skip)
         lines = _explained(rules) if options.explain else [_row(rule) for rule in rules]

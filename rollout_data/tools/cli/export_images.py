@@ -84,7 +84,8 @@ def _pictures(episode: Episode, name: str, step: int, progress: bool) -> Iterato
     field = episode.schema[name]
     size = step * max(1, _PART_BYTES // (math.prod(field.shape) * 8 * step))
     parts = [(start, min(start + size, episode.length)) for start in range(0, episode.length, size)]
-    low, high = 0.0, 255.0
+    low = 0.0
+    high = 255.0
     if field.dtype != "uint8":
         bounds = [(np.min(part), np.max(part)) for part in (episode.read(name, *one) for one in parts)]
         low, high = (float(pick(bound)) for pick, bound in zip((np.min, np.max), np.transpose(bounds), strict=True))

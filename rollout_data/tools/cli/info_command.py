@@ -57,7 +57,8 @@ def _describe_recording(data_dir: str) -> dict[str, Any]:
 def listing(source: DataDir) -> list[dict[str, Any]]:
     """Return the table of episodes of a path or `Recording` as plain dicts; None stands for what is unknown."""
     recording = source if isinstance(source, Recording) else open_recording(source)
-    table, success = recording.table, {1: True, 0: False}
+    table = recording.table
+    success = {1: True, 0: False}
     times = [None if np.isnat(time) else str(time) for time in table["time"]]
     columns = {name: table[name].tolist() for name in COLUMNS} | {"time": times}
     columns["success"] = [success.get(value) for value in columns["success"]]
@@ -89,7 +90,8 @@ def _describe_blocks(data_dir: str) -> dict[str, Any]:
     index = folder.index
     blocks = [block for block in index.blocks if not block.is_edit]
     metadata = load_metadata(folder.data_dir)
-    lengths, is_coded = index.lengths, any(field.codec != "raw" for field in (folder.schema or {}).values())
+    lengths = index.lengths
+    is_coded = any(field.codec != "raw" for field in (folder.schema or {}).values())
     ends = {name: int(((index.flags & flag) > 0).sum()) for name, flag in ENDS.items()}
     return {
         "data_dir": str(data_dir),

@@ -50,7 +50,8 @@ def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recordi
         UsageError: There is no such episode.
     """
     recording = source if isinstance(source, Recording) else open_recording(source)
-    wanted, ids = episode or "0", recording.ids
+    wanted = episode or "0"
+    ids = recording.ids
     if not ids:
         raise UsageError("play", repr(str(recording.path)), "an episode", "none")
     if wanted not in ids and wanted.isdecimal() and int(wanted) < len(ids):
@@ -75,7 +76,8 @@ def describe_episode(
         DataFileError: It cannot be read.
     """
     recording, place = chosen_episode(source, episode)
-    info, one = recording.info(place), recording[place]
+    info = recording.info(place)
+    one = recording[place]
     there = one.keys()
     for name in fields:
         if not any(f"{known}/".startswith(f"{name}/") for known in there):
@@ -98,14 +100,16 @@ def describe_episode(
 
 
 def _curves(episode: Episode, name: str, num_values: int, max_dimensions: int | None) -> list[dict[str, Any]]:
-    shape, bounds = episode.schema[name].shape, _bounds(episode.length, num_values)
+    shape = episode.schema[name].shape
+    bounds = _bounds(episode.length, num_values)
     if 0 in shape:
         return []
     if axes_of(shape):
         means = [[np.mean(episode.read(name, start, start + 1), dtype=np.float64)] for start in bounds[:-1].tolist()]
         return [{"name": f"{name}, mean", **_extremes(np.array(means), np.array(means))[0]}]
     part = max(1, _PART_BYTES // max(1, 8 * math.prod(shape) * int(np.diff(bounds).max())))
-    lows, highs = [], []
+    lows = []
+    highs = []
     for first in range(0, len(bounds) - 1, part):
         inner = bounds[first : first + part + 1]
         rows = np.asarray(episode.read(name, int(inner[0]), int(inner[-1])), np.float64).reshape(-1, math.prod(shape))

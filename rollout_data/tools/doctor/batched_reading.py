@@ -139,13 +139,16 @@ class Reading:
         yield from np.split(np.arange(len(numbers)), edges) if len(numbers) else ()
 
     def _pieces(self, number: int, length: int) -> Iterator[Batch]:
-        one, size = np.array([number]), self._size
+        one = np.array([number])
+        size = self._size
         for start in range(0, length, size):
-            first, stop = max(0, start - 1), min(start + size, length)
+            first = max(0, start - 1)
+            stop = min(start + size, length)
             batches = list(self._try(one, one * 0 + first, one * 0 + stop - first))
             if not batches:
                 return
-            batches[0].overlap, batches[0].is_last = start - first, stop == length
+            batches[0].overlap = start - first
+            batches[0].is_last = stop == length
             yield from batches
 
     def _try(self, numbers: Array, starts: Array, counts: Array) -> Iterator[Batch]:

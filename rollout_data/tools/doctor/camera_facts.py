@@ -14,7 +14,8 @@ import numpy as np
 from .batched_reading import Array, Batch, Collector
 from .field_facts import runs_of
 
-EVERY, GRID = 5, 4
+EVERY = 5
+GRID = 4
 _CHANNELS = (1, 3, 4)
 
 
@@ -34,14 +35,17 @@ class Camera:
     """
 
     def __init__(self, name: str, scan: Any) -> None:
-        self.name, count = name, scan.num_episodes
+        self.name = name
+        count = scan.num_episodes
         shape = scan.schema[name].shape
         self.is_first = shape[2] not in _CHANNELS
         self.size = shape[1:] if self.is_first else shape[:2]
         self.channels = shape[0] if self.is_first else shape[2]
-        self.low, self.high = np.full(count, np.inf), np.full(count, -np.inf)
+        self.low = np.full(count, np.inf)
+        self.high = np.full(count, -np.inf)
         self.dark, self.bright, self.looked, self.hold, self.repeats = np.zeros((5, count), np.int64)
-        self.sharp, self.grid = np.zeros(count), np.zeros((count, GRID * GRID, self.channels))
+        self.sharp = np.zeros(count)
+        self.grid = np.zeros((count, GRID * GRID, self.channels))
         self.variation = np.zeros((count, 2, 2))
         self._tails: dict[int, tuple[int, bool]] = defaultdict(lambda: (0, False))
 
@@ -53,7 +57,8 @@ class Camera:
         for number, start, low, stop in zip(
             batch.numbers.tolist(), batch.starts.tolist(), batch.offsets[:-1], batch.offsets[1:], strict=True
         ):
-            part, first = some[low:stop], int(batch.overlap)
+            part = some[low:stop]
+            first = int(batch.overlap)
             self.low[number] = min(self.low[number], float(part.min()))
             self.high[number] = max(self.high[number], float(part.max()))
             equal = np.zeros(len(part), bool)
@@ -86,12 +91,14 @@ class Camera:
         self.looked[number] += count
         self.bright[number] += int(((told >= 254).mean((1, 2, 3)) > 0.3).sum())
         for place, one in enumerate((told, other)):
-            down, right = np.abs(np.diff(one, axis=1)).mean(), np.abs(np.diff(one, axis=2)).mean()
+            down = np.abs(np.diff(one, axis=1)).mean()
+            right = np.abs(np.diff(one, axis=2)).mean()
             self.variation[number, place] += count * np.array([down, right])
         grey = told.mean(3)
         edges = np.diff(grey, 2, axis=1)[:, :, 1:-1] + np.diff(grey, 2, axis=2)[:, 1:-1]
         self.sharp[number] += float(edges.var((1, 2)).sum())
-        high, wide = max(1, height // GRID), max(1, width // GRID)
+        high = max(1, height // GRID)
+        wide = max(1, width // GRID)
         cells = told[:, : high * GRID, : wide * GRID].reshape(count, GRID, high, GRID, wide, -1)
         self.grid[number] += cells.mean((2, 4)).sum(0).reshape(GRID * GRID, -1)
 

@@ -13,7 +13,10 @@ from .batched_reading import Array, Batch, Collector
 from .field_facts import MIN_DISTINCT
 from .findings import Inapplicable
 
-_MAX_FINALS, _MAX_DIMS, _MAX_FIRST, _MARGIN = 512, 64, 256, 5
+_MAX_FINALS = 512
+_MAX_DIMS = 64
+_MAX_FIRST = 256
+_MARGIN = 5
 _NEXT = re.compile(r"next_obs(?:ervations?)?(?:/(.+))?")
 
 
@@ -37,12 +40,14 @@ class Bounds:
         facts = [scan.facts[name] for name in names]
         if not facts or sum(int(one.is_continuous.sum()) for one in facts) < 2:
             raise Inapplicable("fewer than two continuous observations")
-        which, self.episodes = np.concatenate([one.is_continuous for one in facts]), facts[0].numbers
+        which = np.concatenate([one.is_continuous for one in facts])
+        self.episodes = facts[0].numbers
         self.first = np.concatenate([one.first for one in facts], axis=1)[:, which]
         self.steps = np.concatenate([one.step_quantile(0.99) for one in facts])[which]
         last = np.concatenate([one.last for one in facts], axis=1)[:, which]
         spread = np.unique(np.linspace(0, len(self.episodes) - 1, _MAX_FINALS).astype(np.int64))
-        rows, finals = list[int](), list[Array]()
+        rows = list[int]()
+        finals = list[Array]()
         for row in spread.tolist():
             try:
                 found = scan.recording[int(self.episodes[row])].final_observation
@@ -57,7 +62,8 @@ class Bounds:
                 finals.append(np.concatenate([np.asarray(part).reshape(-1) for part in parts])[which])
         if not rows:
             raise Inapplicable("no final observations")
-        self.numbers, self.last = self.episodes[rows], last[rows]
+        self.numbers = self.episodes[rows]
+        self.last = last[rows]
         self.finals = np.stack(finals).astype(self.first.dtype)
 
     def jumps(self, one: Array, other: Array) -> Array:
@@ -105,7 +111,8 @@ class Jumps(Collector):
         numbers = scan.examined[np.unique(np.linspace(0, len(scan.examined) - 1, _MAX_FIRST).astype(np.int64))]
         which, schemas = scan.recording.schemas()
         for name in floats(scan) if len(scan.examined) else ():
-            steps, values = np.sort(scan.sample.steps(name), axis=1), scan.sample.values(name)
+            steps = np.sort(scan.sample.steps(name), axis=1)
+            values = scan.sample.values(name)
             if not steps.shape[1]:
                 continue
             at = [int(level * (steps.shape[1] - 1)) for level in (0.4, 0.9, 0.995)]
@@ -132,7 +139,8 @@ class Jumps(Collector):
         parts = [part for part in self._parts if part[0] in batch.values]
         if self.num_dims < 8 or len(parts) < len(self._parts):
             return
-        far, moved = np.zeros(len(batch), np.int32), np.zeros(len(batch), np.int32)
+        far = np.zeros(len(batch), np.int32)
+        moved = np.zeros(len(batch), np.int32)
         for name, dims, usual, rare, _, _ in parts:
             steps = np.abs(batch.steps(name)[dims])
             far += (steps > rare[:, None]).sum(0, dtype=np.int32)
@@ -145,7 +153,9 @@ class Jumps(Collector):
             return
         numbers, frames = batch.episode_of(rows)
         inner = (frames >= _MARGIN) & (frames <= self.scan.lengths[numbers] - _MARGIN)
-        rows, numbers, frames = rows[inner], numbers[inner], frames[inner]
+        rows = rows[inner]
+        numbers = numbers[inner]
+        frames = frames[inner]
         now, before = (self._scores(batch, rows - back) for back in (0, 1))
         enters = (now < 4).all(0) & (before.max(0, initial=0) > 12) & (np.median(before, axis=0) > 2)
         # A swing passes the start with steps like those around it; a reset is a step by itself.
@@ -195,7 +205,8 @@ class Successors(Collector):
     def add(self, batch: Batch) -> None:
         for name, other in self.pairs.items():
             if name in batch.values and other in batch.values:
-                stored, rows = batch.columns(name), batch.columns(other)
+                stored = batch.columns(name)
+                rows = batch.columns(other)
                 inner = np.ones(len(batch) - 1, bool)
                 inner[batch.offsets[1:-1] - 1] = False
                 differs = (stored[:, :-1] != rows[:, 1:]) & ~(np.isnan(stored[:, :-1]) & np.isnan(rows[:, 1:]))

@@ -50,7 +50,8 @@ def doctor(
     """
     action = "call rollout_data.doctor"
     progress = arguments.flag(action, "progress", progress)
-    rules, changed = chosen_rules(action, only, skip), _changed(action, settings)
+    rules = chosen_rules(action, only, skip)
+    changed = _changed(action, settings)
     if sample is not None:
         arguments.whole(action, "sample", sample, 1)
     recording, failure = opened(action, path)

@@ -33,7 +33,8 @@ class Sample:
     def __init__(self, reading: Reading, examined: Array) -> None:
         schema = reading.recording.schema
         row_bytes = max(1, sum(schema[name].row_bytes for name in reading.names))
-        lengths, budget = reading.lengths[examined], max(256, _SAMPLE_BYTES // row_bytes)
+        lengths = reading.lengths[examined]
+        budget = max(256, _SAMPLE_BYTES // row_bytes)
         self.is_all = int(lengths.sum()) <= budget
         count = budget // max(1, min(_PIECE_FRAMES, int(np.median(lengths)))) if len(lengths) else 0
         chosen = examined[np.unique(np.linspace(0, len(examined) - 1, max(8, count)).astype(np.int64))]
@@ -83,9 +84,13 @@ class Facts:
     far_ranges = 10.0
 
     def __init__(self, reading: Reading, name: str, examined: Array, sample: Sample) -> None:
-        schema, lengths = reading.recording.schema, reading.lengths
-        self.name, self.field, self._sample = name, schema[name], sample
-        size, cells = self.field.num_elements, sum(schema[one].num_elements for one in reading.names)
+        schema = reading.recording.schema
+        lengths = reading.lengths
+        self.name = name
+        self.field = schema[name]
+        self._sample = sample
+        size = self.field.num_elements
+        cells = sum(schema[one].num_elements for one in reading.names)
         stride = max(1, -(-len(examined) * cells // _MAX_CELLS))
         self.numbers = examined[::stride]
         self.lengths = lengths[self.numbers]
@@ -95,10 +100,13 @@ class Facts:
         is_narrow = self.field.numpy_dtype.itemsize <= 2 or self.field.dtype == "float32"
         self.dtype = np.dtype(np.float32 if is_narrow else np.float64)
         shape = len(self.numbers), size
-        self.low, self.high = np.full(shape, np.inf, self.dtype), np.full(shape, -np.inf, self.dtype)
+        self.low = np.full(shape, np.inf, self.dtype)
+        self.high = np.full(shape, -np.inf, self.dtype)
         self.mean, self.step, self.changes, self.first, self.last = (np.zeros(shape, self.dtype) for _ in range(5))
         self.num_bad, self.repeats, self.hold = (np.zeros(len(lengths), np.int64) for _ in range(3))
-        self.num_rows, self.scale, self._far = 0, np.zeros(len(lengths)), [np.zeros(0, FAR)]
+        self.num_rows = 0
+        self.scale = np.zeros(len(lengths))
+        self._far = [np.zeros(0, FAR)]
         reach = np.where(self.spread > 0, self.far_ranges * self.spread, np.inf)
         self._far_low, self._far_high = self.quantile(0.5) - reach, self.quantile(0.5) + reach
 
@@ -106,9 +114,12 @@ class Facts:
         """Take the rows of a batch."""
         if self.name not in batch.values:
             return
-        columns, steps = batch.columns(self.name), batch.steps(self.name)
-        starts, counts = batch.offsets[:-1], np.diff(batch.offsets)
-        numbers, changed = batch.numbers, steps != 0
+        columns = batch.columns(self.name)
+        steps = batch.steps(self.name)
+        starts = batch.offsets[:-1]
+        counts = np.diff(batch.offsets)
+        numbers = batch.numbers
+        changed = steps != 0
         with np.errstate(invalid="ignore", over="ignore"):
             low, high = (one.reduceat(columns, starts, axis=1).T for one in (np.minimum, np.maximum))
             total = np.add.reduceat(columns[:, batch.overlap :], starts, axis=1).T
@@ -142,8 +153,10 @@ class Facts:
         counts = np.diff(batch.offsets)
         parts = np.repeat(np.arange(len(counts)), counts)
         rows = np.flatnonzero((np.arange(len(batch)) - batch.offsets[parts]) % np.maximum(1, counts // 16)[parts] == 0)
-        sizes, parts = np.abs(columns[:, rows]).max(0), parts[rows]
-        parts, sizes = parts[sizes > 0], sizes[sizes > 0]
+        sizes = np.abs(columns[:, rows]).max(0)
+        parts = parts[rows]
+        parts = parts[sizes > 0]
+        sizes = sizes[sizes > 0]
         if batch.starts[0] == 0 and len(sizes):
             found, medians = medians_of(parts, sizes)
             self.scale[batch.numbers[found]] = np.where(np.isfinite(medians), medians, 0)

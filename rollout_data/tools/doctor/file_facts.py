@@ -30,7 +30,8 @@ from .findings import Found
 
 _BLOCK = re.compile(r"rollout_(.+)_(\d+)\.h5")
 _PARTS = np.dtype([*FRAGMENT_DTYPE.descr, ("writer", "<i8"), ("sequence", "<i8"), ("block", "<i8")])
-_MAX_FRAGMENTS, _MAX_CACHE_BYTES = 1 << 22, 1 << 28
+_MAX_FRAGMENTS = 1 << 22
+_MAX_CACHE_BYTES = 1 << 28
 
 
 class Files:
@@ -47,7 +48,8 @@ class Files:
         path = scan.recording.path if scan.failure is None else Path(str(scan.path))
         is_ours = path.is_dir() and scan.metadata.get("format") in (None, "rollout-data")
         is_ours &= scan.failure is not None or scan.recording.format == "rollout-data"
-        self.path, self.folder = path, path if is_ours else None
+        self.path = path
+        self.folder = path if is_ours else None
         self.headers: dict[str, BlockHeader] = {}
         self.bad: dict[str, RolloutDataError] = {}
         for name in sorted(one.name for one in block_entries(path)) if is_ours else ():
@@ -69,7 +71,8 @@ class Files:
 
         A second copy of a block is left out. `writer` and `block` are positions in `writers` and `headers`.
         """
-        tables, seen = [np.zeros(0, _PARTS)], set()
+        tables = [np.zeros(0, _PARTS)]
+        seen = set()
         for number, header in enumerate(self.headers.values()):
             if (header.writer, header.sequence) not in seen:
                 table = np.zeros(len(header.fragments), _PARTS)
@@ -119,7 +122,8 @@ class Files:
         have been dropped.
         """
         parts = self.parts[self.parts["writer"] == (self.writers.index(writer) if writer in self.writers else -1)]
-        before, after = parts[parts["sequence"] < first], parts[parts["sequence"] >= stop]
+        before = parts[parts["sequence"] < first]
+        after = parts[parts["sequence"] >= stop]
         ended = set(before["trajectory"][before["flags"] & ENDS > 0].tolist())
         numbers = set(before["trajectory"].tolist()) - ended
         begun = dict(zip(before["trajectory"].tolist(), (before["start"] + before["length"]).tolist(), strict=True))
@@ -129,7 +133,8 @@ class Files:
         for number, start in later:
             (numbers.add if begun.get(number, 0) < start else numbers.discard)(number)
         if is_there and (len(before) or first == 0):
-            new, last = heads["trajectory"][~is_later], int(heads["trajectory"].max(initial=-1))
+            new = heads["trajectory"][~is_later]
+            last = int(heads["trajectory"].max(initial=-1))
             numbers |= {*range(int(before["trajectory"].max(initial=-1)) + 1, int(new.min(initial=last + 1)))}
         return [f"{writer}:{number}" for number in sorted(numbers)]
 
@@ -170,7 +175,8 @@ class Files:
 
     def named(self, names: Iterable[str]) -> dict[str, Any]:
         """Return `trajectories` and `left_out` of a `Found` for episodes by their names."""
-        places, left_out = list[int](), list[str]()
+        places = list[int]()
+        left_out = list[str]()
         for name in dict.fromkeys(names):
             place = self._places.get(name)
             if place is None:  # the older layout names episodes "folder:number"

@@ -22,7 +22,8 @@ _SECRETS = {
     "a home directory": re.compile(r"(?:/home/|/Users/|[A-Za-z]:\\Users\\)[^/\\\s\"']+"),
 }
 _KEYS = re.compile(r"(?i).*(api_?key|token|secret|passw(or)?d|credential)s?$")
-_MAX_DEPTH, _MAX_TEXT = 8, 1 << 16
+_MAX_DEPTH = 8
+_MAX_TEXT = 1 << 16
 #: A shorter text is no secret, whatever it is called.
 _MIN_SECRET, _MASK = 8, "***"
 

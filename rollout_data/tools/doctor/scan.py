@@ -25,7 +25,8 @@ from .findings import MAX_FRAMES, Inapplicable
 
 #: Fields of more numbers a row are pictures to the rules: read for those of images only.
 MAX_ELEMENTS = 4096
-_MIN_EPISODES, _MIN_FRAMES = 8, 100
+_MIN_EPISODES = 8
+_MIN_FRAMES = 100
 
 
 class Columns(dict[str, Array]):
@@ -66,8 +67,12 @@ class Scan:
         with_pictures: bool = False,
         progress: bool = False,
     ) -> None:
-        self.path, self._recording, self.failure, self._progress = path, recording, failure, progress
-        self.with_pictures, self._kinds = with_pictures, tuple(dict.fromkeys(collectors))
+        self.path = path
+        self._recording = recording
+        self.failure = failure
+        self._progress = progress
+        self.with_pictures = with_pictures
+        self._kinds = tuple(dict.fromkeys(collectors))
         self.unreadable: list[tuple[int, Exception]] = []
         self._made: dict[type[Any], Any] = {}
         count = self.num_episodes if sample is None else min(sample, self.num_episodes)

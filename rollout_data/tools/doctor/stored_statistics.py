@@ -22,7 +22,8 @@ from ...formats.parquet import ParquetFile
 from .batched_reading import Array
 
 _KEYS = ("mean", "std", "min", "max")
-_MAX_EPISODES, _MAX_BYTES = 2000, 1 << 24
+_MAX_EPISODES = 2000
+_MAX_BYTES = 1 << 24
 #: Statistics of a whole LeRobot dataset.
 STATISTICS = "meta/stats.json"
 #: Attributes of Minari's episodes -> what they are.
@@ -115,7 +116,8 @@ def reward_sums(scan: Any) -> Iterator[tuple[str, Array, Array, Array, Array]]:
     if len(names) != 1 or names[0] not in scan.facts:
         return
     facts = scan.facts[names[0]]
-    places, stored = list[int](), list[float]()
+    places = list[int]()
+    stored = list[float]()
     if scan.files.folder is not None:
         found: dict[str, float] = {}
         for header in {(one.writer, one.sequence): one for one in scan.files.headers.values()}.values():
@@ -131,7 +133,8 @@ def reward_sums(scan: Any) -> Iterator[tuple[str, Array, Array, Array, Array]]:
     rows = {number: row for row, number in enumerate(facts.numbers.tolist())}
     pairs = [(place, one) for place, one in pairs if place in rows]
     if pairs and facts.field.num_elements == 1:
-        places, stored = [place for place, _ in pairs], [one for _, one in pairs]
+        places = [place for place, _ in pairs]
+        stored = [one for _, one in pairs]
         at = np.array([rows[place] for place in places])
         sums = facts.mean[at, 0].astype(np.float64) * facts.lengths[at]
         most = np.maximum(np.abs(facts.low[at, 0]), np.abs(facts.high[at, 0])).astype(np.float64) * facts.lengths[at]

@@ -72,7 +72,8 @@ def intact_part(path: Path) -> tuple[BlockContent | None, int]:
 
 def _intact_notes(header: BlockHeader) -> tuple[Notes, int]:
     """Read what is intact of the notes of a block, and count the others."""
-    found, num_lost = Notes({EPISODES: [], TEXTS: []}), 0
+    found = Notes({EPISODES: [], TEXTS: []})
+    num_lost = 0
     for kind, table in header.notes.items():
         listed = list(table.read(header.read_bytes))
         found[kind] = [(key, data) for key, data in listed if data is not None]
@@ -143,7 +144,9 @@ def write_packed(
     for parts in _trajectories(folder):
         length = sum(int(fragment["length"]) for _, fragment, _ in parts)
         if num_in_block and (num_in_block + length) * parts[0][0].layouts[DATA].frame_bytes > block_bytes:
-            num_in_block, blocks, said = 0, [*blocks, []], [*said, []]
+            num_in_block = 0
+            blocks = [*blocks, []]
+            said = [*said, []]
         said[-1] += _said(parts, num_trajectories, edits)
         for place, (_, fragment, _) in enumerate(parts):
             fragment["trajectory"] = num_trajectories
@@ -152,7 +155,8 @@ def write_packed(
             fragment["flags"] = (fragment["flags"] & ~np.uint32(TENTATIVE | FIRST)) | (0 if place else FIRST)
         if not fragment["flags"] & ENDS:  # its writer died: nothing will follow
             fragment["flags"] |= OPEN
-        num_trajectories, num_frames = num_trajectories + 1, num_frames + length
+        num_trajectories = num_trajectories + 1
+        num_frames = num_frames + length
         num_in_block += length
         blocks[-1] += parts
     blocks = [block for block in blocks if block]

@@ -144,7 +144,8 @@ def tagged(path: str | os.PathLike[str], ids: Ids, said: Mapping[str, Any], *, d
         for key in chosen:
             edits.said[key] = {**edits.said.get(key, {}), **data}
             if (size := len(json.dumps(edits.said[key]))) > MAX_NOTE_BYTES:
-                where, expected = f"for trajectory {_name(key)!r}", f"at most {MAX_NOTE_BYTES} bytes said of it"
+                where = f"for trajectory {_name(key)!r}"
+                expected = f"at most {MAX_NOTE_BYTES} bytes said of it"
                 raise UsageError(_call("tag"), where, expected, f"{size}", "Record what is large as a field")
         return len(chosen)
 
@@ -195,7 +196,8 @@ def publish_edits(folder: BlockFolder, edits: Edits) -> None:
 
     To be called within `only_editor`, or for a folder that no one else knows.
     """
-    path, schema = folder.data_dir, folder.schema
+    path = folder.data_dir
+    schema = folder.schema
     assert schema is not None
     for left in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # by an editor that died
         if named_edit(left.name.removeprefix(TEMPORARY_PREFIX)):
@@ -277,17 +279,20 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         DataFileError: An edit in it is damaged.
     """
     if hasattr(path, "origin"):  # its places and ids would be taken as those of the whole folder
-        got, advice = f"{path!r}", "Give its path, and names of trajectories, such as its ids"
+        got = f"{path!r}"
+        advice = "Give its path, and names of trajectories, such as its ids"
         raise UsageError(_call(action), "", "path as a folder of block files", got, advice)
     origin, *others = origins_of(path, _call(action), "path")
     if others or isinstance(origin.path, RemotePath):
-        expected, advice = "path as one folder of this machine", "Edit it, then push it"
+        expected = "path as one folder of this machine"
+        advice = "Edit it, then push it"
         got = f"the URL {str(origin.path)!r}" if not others else f"{1 + len(others)} paths"
         raise UsageError(_call(action), "", expected, got, advice)
     if inside := recordings_in(origin.path):
         raise several_error(_call(action), origin.path, inside)
     if kind_of(origin) is not Blocks:
-        expected, advice = "path as a folder of block files", "Convert it first: rollout_data.convert(path, new_path)"
+        expected = "path as a folder of block files"
+        advice = "Convert it first: rollout_data.convert(path, new_path)"
         got = f"{str(path)!r}, which is of another format"
         raise UsageError(_call(action), "", expected, got, advice)
     folder = BlockFolder.at(origin.path)

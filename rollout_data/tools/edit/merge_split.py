@@ -81,7 +81,8 @@ def new_folder(action: str, name: str, target: str | os.PathLike[str], *sources:
         UsageError: The target is, or lies in, one of the sources, or it is not empty, or somebody else writes it.
         TargetError: The target cannot be written.
     """
-    place, verb = arguments.path(action, name, target).resolve(), action.rpartition(".")[2]
+    place = arguments.path(action, name, target).resolve()
+    verb = action.rpartition(".")[2]
     for source in sources:
         if isinstance(source, Path) and source.resolve() in (place, *place.parents):
             raise UsageError(action, "", f"{name} as a place outside of {str(source)!r}", repr(str(target)))
@@ -166,7 +167,8 @@ def split(
     """
     action = "call rollout_data.split"
     progress = arguments.flag(action, "progress", progress)
-    recording, done = open_source(action, "path", path), dict[str, NewFolder]()
+    recording = open_source(action, "path", path)
+    done = dict[str, NewFolder]()
     target = arguments.path(action, "out", out)
     chosen = recording.parts(action, parts, seed)
     for name in chosen:
@@ -186,15 +188,19 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
     A block of which a selection has some trajectories is taken as a whole, and the others are dropped: without their
     other blocks they would seem whole, or not void.
     """
-    kept, said, found = set[Key](), dict[Key, dict[str, Any]](), list[BlockFolder]()
+    kept = set[Key]()
+    said = dict[Key, dict[str, Any]]()
+    found = list[BlockFolder]()
     selections: list[Recording] = []
     renamed: list[dict[str, str]] = []
     for place, recording in enumerate(recordings):
-        ids, folder = recording.origin.ids, _intact_folder(recording)
+        ids = recording.origin.ids
+        folder = _intact_folder(recording)
         names = {} if folder is None else _free_names(_blocks_with(folder, ids), made)
         is_linked = folder is not None and not _are_copies_damaged(folder, names)
         if folder is None or not is_linked:
-            ids, folder = None, _converted(recording, made / _CONVERTED / str(place), done, progress)
+            ids = None
+            folder = _converted(recording, made / _CONVERTED / str(place), done, progress)
             names = _free_names(_blocks_with(folder, ids), made)
         else:
             done.problems += recording.problems
@@ -203,7 +209,8 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
         selections.append(recording if is_linked else open_recording(folder.data_dir))
         renamed.append(names)
         _check_fields(recordings, found)
-        wanted, blocks = _wanted(folder, ids), _blocks_with(folder, ids)
+        wanted = _wanted(folder, ids)
+        blocks = _blocks_with(folder, ids)
         done.renamed |= {(place, old): new for old, new in names.items() if old != new}
         listed = tqdm(blocks, desc="link", unit=" blocks", disable=not progress)
         num_linked = sum([_take(block, names[block.writer], made) for block in listed])
@@ -288,7 +295,8 @@ def _converted(recording: Recording, scratch: Path, done: NewFolder, progress: b
     scratch.mkdir(parents=True)
     conversion = convert(recording, scratch, progress=progress)
     if not conversion.num_episodes:
-        where, got = repr(str(recording.path)), f"none of {len(recording)}"
+        where = repr(str(recording.path))
+        got = f"none of {len(recording)}"
         advice = str(conversion.problems[0]) if conversion.problems else ""
         raise DataFileError("read", where, "an episode that can be read", got, advice)
     done.problems += conversion.problems
@@ -298,10 +306,12 @@ def _converted(recording: Recording, scratch: Path, done: NewFolder, progress: b
 
 def _check_fields(recordings: Sequence[Recording], folders: Sequence[BlockFolder]) -> None:
     """Raise `SchemaError` if the last folder has other fields than the first one that has any."""
-    last, schema = len(folders) - 1, folders[-1].schema
+    last = len(folders) - 1
+    schema = folders[-1].schema
     first = next((number for number, folder in enumerate(folders) if folder.schema is not None), last)
     if schema is not None and (difference := (folders[first].schema or NO_FIELDS).difference(schema)):
-        where, expected = f"{str(recordings[last].path)!r}", f"the fields of {str(recordings[first].path)!r}"
+        where = f"{str(recordings[last].path)!r}"
+        expected = f"the fields of {str(recordings[first].path)!r}"
         raise SchemaError("merge", where, expected, difference, "Merge what has equal fields")
 
 
@@ -334,7 +344,8 @@ def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
         found.setdefault(block.writer, []).append(block)
     names = {}
     for writer, mine in sorted(found.items()):
-        name, number = writer, 1
+        name = writer
+        number = 1
         while not _is_same(mine, name, made):
             number += 1
             name = f"{writer[:90]}-{number}"

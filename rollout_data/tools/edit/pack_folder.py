@@ -113,9 +113,12 @@ def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> F
         What was found and done; its counts are those after the repair.
     """
     folder = open_folder(data_dir, verify=True, progress=progress)
-    found, path, described = _report(folder), folder.data_dir, load_metadata(folder.data_dir)
+    found = _report(folder)
+    path = folder.data_dir
+    described = load_metadata(folder.data_dir)
     dead = recover_dead_writers(path)
-    moved, salvaged = [], {}
+    moved = []
+    salvaged = {}
     for name in tqdm(sorted(found.problems), desc="repair", unit=" files", disable=not progress):
         content, num_lost = intact_part(path / name)
         moved.append(_set_aside(path / name))
@@ -135,9 +138,11 @@ def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> F
 def _set_aside(path: Path) -> Path:
     folder = path.parent / DAMAGED_FOLDER
     folder.mkdir(exist_ok=True)
-    target, number = folder / path.name, 1
+    target = folder / path.name
+    number = 1
     while target.exists():
-        target, number = folder / f"{path.name}.{number}", number + 1
+        target = folder / f"{path.name}.{number}"
+        number = number + 1
     return path.rename(target)
 
 
@@ -161,7 +166,8 @@ def pack_dataset(
     """
     arguments.whole("pack", "block_bytes", block_bytes, 1)
     folder = _finished(data_dir, progress)
-    source, writer = folder.data_dir, f"packed-{secrets.token_hex(4)}"
+    source = folder.data_dir
+    writer = f"packed-{secrets.token_hex(4)}"
     if out_dir is not None:
         with new_folder("pack", "out_dir", out_dir, source) as made:
             summary = write_packed(folder, made, writer, block_bytes, progress=progress)

@@ -104,7 +104,8 @@ class Draft:
 
     def pieces(self, cuts: list[int], is_end: bool) -> list[Draft]:
         """Divide it before these rows; the parts but the last one ended there, or it is not known how they ended."""
-        bounds, found = [0, *cuts, self.length], []
+        bounds = [0, *cuts, self.length]
+        found = []
         for number, (start, stop) in enumerate(pairwise(bounds)):
             part = replace(self.chosen(slice(start, stop)), id=f"{self.id}/{number}")
             if stop < self.length:
@@ -151,7 +152,8 @@ def _mapped(function: Callable[[Array, Case], Array], finals: bool = True) -> Ca
 
     def mend(draft: Draft, case: Case) -> list[Draft]:
         for name in [name for name in case.names if name in draft.fields]:
-            values, final = draft.fields[name], (draft.final or {}).get(name) if finals else None
+            values = draft.fields[name]
+            final = (draft.final or {}).get(name) if finals else None
             rows = values if final is None else np.concatenate([values, final[None]])
             changed = function(rows, replace(case, finding=replace(case.finding, field=name)))
             draft.fields[name] = changed[: len(values)]
@@ -220,7 +222,8 @@ def _rolled(rows: Array, case: Case) -> Array:
 
 
 def _unwrapped(values: Array, case: Case) -> Array:
-    turn, dims = float(case.finding.evidence["turn"]), case.finding.evidence["dimensions"]
+    turn = float(case.finding.evidence["turn"])
+    dims = case.finding.evidence["dimensions"]
     changed: Array = values.copy()
     rows = changed.reshape(len(values), -1)
     rows[:, dims] = np.unwrap(rows[:, dims].astype(np.float64), axis=0, period=turn)

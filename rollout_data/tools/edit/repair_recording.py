@@ -44,7 +44,8 @@ from .repair_actions import MENDS, Case, Draft
 #: These change what numbers mean: only if `yes` names them.
 ASKS = ("VAL10", "VAL13", "IMG04", "TIM08")
 REPORT_NAME = "repair.json"
-_MENDED, _STAGING = "mended", ".mending"
+_MENDED = "mended"
+_STAGING = ".mending"
 _BLOCK_BYTES = 256 << 20
 #: Blocks of a writer, at most, that missing blocks are looked for among.
 _MOST_GONE = 10_000
@@ -164,7 +165,9 @@ class _Plan:
     """What is to be done: `dropped` places, `mends` by place, and changes of the metadata."""
 
     def __init__(self, recording: Recording, findings: Sequence[Finding], is_chosen: bool, yes: Sequence[str]) -> None:
-        self.recording, self.context, self.ids = recording, dict(recording.metadata), recording.ids
+        self.recording = recording
+        self.context = dict(recording.metadata)
+        self.ids = recording.ids
         self.dropped: set[int] = set()
         #: Place -> (code whose row of `MENDS` is applied, finding).
         self.mends: dict[int, list[tuple[str, Finding]]] = {}
@@ -176,7 +179,8 @@ class _Plan:
         self.drafts = lru_cache(maxsize=1)(self._drafts)
 
     def _planned(self, finding: Finding, is_chosen: bool, yes: Sequence[str]) -> Action:
-        code, places = finding.code, list(finding.places)
+        code = finding.code
+        places = list(finding.places)
         if finding.severity == "info" and not is_chosen:
             return Action(finding, f"nothing: worth knowing only; --only {code} mends it", "-")
         if code in ASKS and code not in yes:
@@ -235,10 +239,18 @@ class _Lazy(EpisodeToWrite):
     """A draft of an episode, without its rows until they are asked for."""
 
     def __init__(self, made: Callable[[], Draft]) -> None:
-        self._made, draft = made, made()
-        self.id, self.length, self.schema, self.texts = draft.id, draft.length, draft.schema, draft.texts
-        self.terminated, self.truncated, self.success = draft.terminated, draft.truncated, draft.success
-        self.task, self.metadata, self.final = draft.task, draft.metadata, draft.final or ()
+        self._made = made
+        draft = made()
+        self.id = draft.id
+        self.length = draft.length
+        self.schema = draft.schema
+        self.texts = draft.texts
+        self.terminated = draft.terminated
+        self.truncated = draft.truncated
+        self.success = draft.success
+        self.task = draft.task
+        self.metadata = draft.metadata
+        self.final = draft.final or ()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         return self._made().read(name, start, stop)
@@ -289,7 +301,8 @@ def _beside(
         if content is not None:
             write_block(made, replace(content, created_ns=newest_ns(folder)))
     _fill(folder, made, damaged, mends_files)
-    new, edits = BlockFolder.at(made), read_edits(folder)
+    new = BlockFolder.at(made)
+    edits = read_edits(folder)
     finish(new, metadata, _kept(new.index, plan, edits), edits.said)
     return True
 
@@ -305,7 +318,8 @@ def _damaged_in(folder: BlockFolder, recording: Recording) -> list[str]:
 def _fill(folder: BlockFolder, made: Path, damaged: Sequence[str], mends_gaps: bool) -> None:
     """Put empty blocks in the place of those that could not be read, and of those that are gone between others."""
     assert folder.schema is not None
-    gone, known = {_place_of(folder.data_dir / name) for name in damaged}, dict[str, list[int]]()
+    gone = {_place_of(folder.data_dir / name) for name in damaged}
+    known = dict[str, list[int]]()
     for block in folder.blocks.values() if mends_gaps else ():
         if not block.is_edit:
             known.setdefault(block.writer, []).append(block.sequence)

@@ -18,7 +18,8 @@ from .survey import Survey, quantiles
 
 _SHARES = tuple(share / 20 for share in range(1, 20))
 _ENDS = (0.01, 0.5, 0.99)
-_NUM_DRAWN, _NUM_LISTED = 12, 100
+_NUM_DRAWN = 12
+_NUM_LISTED = 100
 
 
 def compared(surveys: Sequence[Survey], names: Sequence[str], findings: Sequence[Any]) -> dict[str, Any]:
@@ -80,7 +81,8 @@ def _facts(surveys: Sequence[Survey], findings: Sequence[Any]) -> list[dict[str,
 
 def _list(title: str, findings: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """List the findings whose code and field others have not."""
-    there, items = {(one["code"], one["field"]) for one in others}, []
+    there = {(one["code"], one["field"]) for one in others}
+    items = []
     for one in findings:
         if (one["code"], one["field"]) not in there:
             field = f" · {one['field']}" if one["field"] else ""
@@ -93,7 +95,8 @@ def _distances(one: Survey, other: Survey) -> Iterator[tuple[str, float, Array, 
     """Of each dimension of both the mean difference of 19 quantiles over the range of both (1 to 99 %)."""
     there = {other.name(column): column for column in other.course.columns}
     for column in one.course.columns:
-        name, first = one.name(column), one.values(column)
+        name = one.name(column)
+        first = one.values(column)
         second = other.values(there[name]) if name in there else first[:0]
         if len(first) and len(second):
             apart = np.abs(quantiles(first[None], _SHARES) - quantiles(second[None], _SHARES)).mean()

@@ -23,7 +23,9 @@ Array = np.ndarray[Any, Any]
 LARGEST = 1e300
 #: The code of a value that is not finite; others are 0 to 65534, from the least of a row to its greatest.
 UNKNOWN = 65535
-PICTURE_PIXELS, _JPEG_QUALITY, _MIN_DEPTH_SIDE = 96, 60, 16
+PICTURE_PIXELS = 96
+_JPEG_QUALITY = 60
+_MIN_DEPTH_SIDE = 16
 #: In JSON: control characters, marks of direction, and what separates lines, after an even number of backslashes.
 _UNSEEN = re.compile(
     r"(?<!\\)((?:\\\\)*)\\(u00[01][0-9a-f]|u007f|u00[89][0-9a-f]|u061c|u200[ef]|u202[8-9a-e]|u206[0-9a-f]|ufeff)"
@@ -42,7 +44,8 @@ def packed(values: Array) -> dict[str, Any]:
         values: `[rows, planes, points]`; the least and the greatest finite value of each row keep all their digits.
     """
     rows = values.reshape(len(values), -1).astype(np.float64)
-    finite, rows = np.isfinite(rows), np.clip(rows, -LARGEST, LARGEST)
+    finite = np.isfinite(rows)
+    rows = np.clip(rows, -LARGEST, LARGEST)
     low = np.where(finite, rows, np.inf).min(1, initial=np.inf)
     high = np.where(finite, rows, -np.inf).max(1, initial=-np.inf)
     low, high = np.where(low > high, 0, low), np.where(low > high, 0, high)
@@ -102,7 +105,8 @@ def picture(row: Array) -> str:
     finite = row[np.isfinite(row)]
     low, high = (finite.min(), finite.max()) if finite.size else (0.0, 1.0)
     if row.ndim == 3 and 1 not in (row.shape[0], row.shape[2]):
-        low, high = 0.0, 255.0 if high > 1.5 else 1.0
+        low = 0.0
+        high = 255.0 if high > 1.5 else 1.0
     shown = pixels(row[None], float(low), float(high))[0]
     step = max(1, min(shown.shape[:2]) // (2 * PICTURE_PIXELS))  # the quick part of making it small
     image = image_module.fromarray(np.ascontiguousarray(shown[::step, ::step]))

@@ -47,7 +47,8 @@ class Closeups:
     """
 
     def __init__(self, survey: Survey, columns: Sequence[Column]) -> None:
-        self.survey, self.columns = survey, columns
+        self.survey = survey
+        self.columns = columns
 
     def episode_curves(self, number: int, num_points: int) -> dict[str, Any]:
         """Pack the curves of all columns of an episode; what it lacks is unknown."""
@@ -57,7 +58,8 @@ class Closeups:
 
     def _rows(self, episode: Episode, columns: Sequence[Column], start: int, stop: int) -> Array:
         """`[stop - start, columns]`, a whole as the median of its dimensions; NaN where nothing can be read."""
-        rows, read = np.full((stop - start, len(columns)), np.nan), dict[str, Array]()
+        rows = np.full((stop - start, len(columns)), np.nan)
+        read = dict[str, Array]()
         for at, (name, place) in enumerate(columns):
             if name not in read:
                 read[name] = np.empty((stop - start, 0))
@@ -70,7 +72,8 @@ class Closeups:
 
     def pictures(self, number: int, frames: Sequence[int]) -> dict[str, list[tuple[int, str]]]:
         """Return pictures of an episode, of some frames and of others spread over it: field -> (frame, data URL)."""
-        episode, found = self.survey.recording[number], dict[str, list[tuple[int, str]]]()
+        episode = self.survey.recording[number]
+        found = dict[str, list[tuple[int, str]]]()
         spread = np.linspace(0, episode.length - 1, NUM_PICTURES).round().astype(int).tolist()
         for name in self.survey.pictures:
             for frame in sorted({*frames, *spread}):
@@ -87,9 +90,13 @@ class Closeups:
 
     def evidence(self, finding: Mapping[str, Any]) -> dict[str, Any]:
         """Draw the worst place of a finding: pictures, or curves with its frames shaded; else the field as a whole."""
-        places, numbers, field = finding["frames"], finding["trajectories"], finding["field"]
+        places = finding["frames"]
+        numbers = finding["trajectories"]
+        field = finding["field"]
         number, start, stop = places[0] if places else (numbers[0] if numbers else -1, 0, 0)
-        found, named, what = dict[str, Any](), dimensions_of(finding), "the whole recording"
+        found = dict[str, Any]()
+        named = dimensions_of(finding)
+        what = "the whole recording"
         columns = [one for one in self.survey.course.columns if one[0] == field and one[1] in named][: len(_DASHES)]
         is_named = bool(columns)
         if not is_named:
@@ -102,8 +109,11 @@ class Closeups:
             what = f"{frames}trajectory {number}"
             episode = self.survey.recording[number]
             around = max(_AROUND, stop - start) if places else episode.length
-            first, last = max(0, start - around), min(episode.length, stop + around)
-            rows, start, stop = self._rows(episode, columns, first, last), start - first, stop - first
+            first = max(0, start - around)
+            last = min(episode.length, stop + around)
+            rows = self._rows(episode, columns, first, last)
+            start = start - first
+            stop = stop - first
         elif field is None or not columns:
             return {}
         else:
@@ -139,7 +149,8 @@ def path(values: Array) -> str:
     levels = (points.reshape(-1) - finite.min()) / np.ptp(finite) if np.ptp(finite) else 0.5 + 0 * points.reshape(-1)
     x = np.repeat((np.arange(len(points)) + 0.5) / len(points) * WIDTH, points.shape[1])
     y = HEIGHT * (0.95 - 0.9 * levels)
-    drawn, pen = "", "M"
+    drawn = ""
+    pen = "M"
     for across, down in zip(x.tolist(), y.tolist(), strict=True):
         drawn += f"{pen}{across:.0f} {down:.0f}" if np.isfinite(down) else ""
         pen = "L" if np.isfinite(down) else "M"

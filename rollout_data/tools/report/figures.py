@@ -19,7 +19,10 @@ from .survey import Survey
 Figure = dict[str, Any]
 #: More episodes than this are drawn as a density, and only the oddest as points.
 _MAX_POINTS, NUM_ODD = 400, 20
-_NUM_BINS, _MAX_GROUPS, _MAX_NAME, _PATTERNS = 40, 7, 40, ("", "/", "x", ".", "-", "\\", "+")
+_NUM_BINS = 40
+_MAX_GROUPS = 7
+_MAX_NAME = 40
+_PATTERNS = ("", "/", "x", ".", "-", "\\", "+")
 
 
 def shown(text: str) -> str:
@@ -36,7 +39,8 @@ def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
 
 def _edges(found: Array) -> Array:
     """Cut a range into bins, one for each number where these are a few whole ones."""
-    low, high = float(found.min()), float(found.max())
+    low = float(found.min())
+    high = float(found.max())
     if high - low < _NUM_BINS and bool((found == np.round(found)).all()):
         return np.arange(low - 0.5, high + 1)
     count = min(_NUM_BINS, max(8, len(found) // 4))
@@ -49,7 +53,8 @@ def histogram(title: str, unit: str, groups: Mapping[str, Array], as_share: bool
     found = np.concatenate(list(finite.values()) or [np.zeros(0)])
     if not len(found):
         return {}
-    edges, traces = _edges(found), []
+    edges = _edges(found)
+    traces = []
     centers = digits((edges[1:] + edges[:-1]) / 2, 8)
     for place, (name, values) in enumerate(finite.items()):
         heights = np.histogram(values, edges)[0] / (max(1, len(values)) if as_share else 1)
@@ -76,12 +81,14 @@ def _by_group(survey: Survey, title: str, unit: str, column: str) -> Figure:
 
 def length_against_return(survey: Survey) -> Figure:
     """Each episode as a point, or their density with the oddest as points that open them."""
-    x, y = survey.table["length"].astype(np.float64), survey.table["return"]
+    x = survey.table["length"].astype(np.float64)
+    y = survey.table["return"]
     y = np.where(np.isfinite(y), y.clip(-LARGEST, LARGEST), np.nan)
     known = np.flatnonzero(np.isfinite(y))
     if len(known) < 2:
         return {}
-    points, traces = known, list[Figure]()
+    points = known
+    traces = list[Figure]()
     if len(known) > _MAX_POINTS:
         points = known[np.argsort(-survey.oddness[known], kind="stable")[:NUM_ODD]]
         counts, xs, ys = np.histogram2d(x[known], y[known], (_NUM_BINS, _NUM_BINS))

@@ -42,7 +42,12 @@ from .survey import Course, Survey
 
 #: Size of the file at most; what does not fit is left out and counted on the page.
 MAX_PAGE_BYTES = 4_800_000
-NUM_WORST, NUM_RANDOM, NUM_FINE, MAX_DRAWN, NUM_PICKED, MAX_ROWS = 60, 20, 20, 64, 4, 5000
+NUM_WORST = 60
+NUM_RANDOM = 20
+NUM_FINE = 20
+MAX_DRAWN = 64
+NUM_PICKED = 4
+MAX_ROWS = 5000
 #: Group of fields -> its axis in the curves of an episode.
 AXES = {"observation": "y", "action": "y2", "other": "y3"}
 _POLICY = (
@@ -111,7 +116,8 @@ class Page:
     """What stands on the page of a recording, and perhaps of another one beside it."""
 
     def __init__(self, recordings: Sequence[Recording], absolute_paths: bool, progress: bool) -> None:
-        self.names, self._progress = [one.path.name for one in recordings], progress
+        self.names = [one.path.name for one in recordings]
+        self._progress = progress
         hidden = [] if absolute_paths else [one.path for one in recordings]
         kinds: list[type[Collector]] = [Course, *(kind for rule in RULES for kind in rule.collectors)]
         has_pictures = any(rule.needs == "G" for rule in RULES)
@@ -120,11 +126,13 @@ class Page:
         self.diagnoses = [_without(hidden, diagnose(scan, RULES, {}).as_dict()) for scan in scans]
         for scan in scans:
             if len(scan.unreadable) == scan.num_episodes:
-                cause, got = scan.unreadable[0][1], f"none of {scan.num_episodes:,}"
+                cause = scan.unreadable[0][1]
+                got = f"none of {scan.num_episodes:,}"
                 expected = "an episode that can be read"
                 raise DataFileError("report", f"of {str(scan.path)!r}", expected, got, str(cause)) from cause
         self.surveys = [Survey(scan) for scan in scans]
-        self.survey, self.findings = self.surveys[0], self.diagnoses[0]["findings"]
+        self.survey = self.surveys[0]
+        self.findings = self.diagnoses[0]["findings"]
         for one in self.findings:  # rows of the page are places: trajectories that opening leaves out have none
             one["trajectories"] = one["trajectories"][: len(one["trajectories"]) - len(one["left_out"])]
         self.order = summary.worst_first(self.survey, self.findings)
@@ -159,11 +167,13 @@ class Page:
 
     def _content(self) -> dict[str, Any]:
         """What is shown at once."""
-        survey, order = self.survey, self.order[:MAX_ROWS]
+        survey = self.survey
+        order = self.order[:MAX_ROWS]
         columns, values = summary.table(survey, self.findings, order)
         if len(order) < len(self.order):
             self.notes.append(f"The table holds the {len(order):,} worst of {len(self.order):,} episodes.")
-        name, evidence = self.names[0], map(self.closeups.evidence, self.findings)
+        name = self.names[0]
+        evidence = map(self.closeups.evidence, self.findings)
         views = [summary.finding_view(*one, name) for one in zip(count(), self.findings, evidence)]
         bands, fields = self._bands(views)
         findings = [one["findings"] for one in self.diagnoses]
@@ -190,12 +200,14 @@ class Page:
 
     def _bands(self, findings: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Pack the charts of dimensions, and say what stands at each."""
-        course, views = self.survey.course, []
+        course = self.survey.course
+        views = []
         if len(self.columns) < len(course.columns):
             text = f"{len(self.columns)} of {len(course.columns)} dimensions are drawn, those of narrow fields first."
             self.notes.append(text)
         for place, column in enumerate(self.columns):
-            name, found = self.survey.name(column), course.levels[column]
+            name = self.survey.name(column)
+            found = course.levels[column]
             listed = summary.marked_by(self.findings, column, name, findings)
             listed += [{"kind": "mark", "text": text} for text in self.marks.get(column, [])]
             ends = (np.fmin.reduce(found[0]), np.fmax.reduce(found[-1]))
@@ -208,14 +220,16 @@ class Page:
 
     def _curves(self) -> dict[str, Any]:
         """Name the curves of episodes, with their axes, and for actions the observations of the same name."""
-        schema, curves = self.survey.scan.schema, list[dict[str, Any]]()
+        schema = self.survey.scan.schema
+        curves = list[dict[str, Any]]()
         groups: dict[str, list[dict[str, str]]] = {name: [] for name in AXES}
         for field, place in self.columns:
             head, _, rest = field.partition("/")
             group = head if head in AXES else "other"
             twin = (f"observation/{rest}" if rest else "observation", place)
             has_twin = group == "action" and twin in self.columns and schema[twin[0]].shape == schema[field].shape
-            name, is_picked = self.survey.name((field, place)), len(groups[group]) < NUM_PICKED
+            name = self.survey.name((field, place))
+            is_picked = len(groups[group]) < NUM_PICKED
             about = {"name": name, "label": shown(name), "axis": AXES[group], "is_picked": is_picked}
             curves.append({**about, "twin": self.columns.index(twin) if has_twin else None})
             groups[group].append({"name": name})
@@ -227,7 +241,8 @@ class Page:
 
     def _episodes(self, opened: Sequence[int], budget: int) -> tuple[dict[int, Any], list[dict[str, Any]]]:
         """Read the episodes that findings open, the worst and some others, as many as fit; and the contact sheet."""
-        worst, others = self.order[:NUM_WORST], self.order[NUM_WORST:]
+        worst = self.order[:NUM_WORST]
+        others = self.order[NUM_WORST:]
         oddest = np.argsort(-self.survey.oddness, kind="stable")[:NUM_ODD]
         random = np.random.default_rng(0).permutation(others)[:NUM_RANDOM]
         num_points = dict.fromkeys(map(int, [*opened, *worst, *random]), NUM_POINTS)
@@ -266,7 +281,8 @@ def _without(paths: Sequence[Path], content: Any) -> Any:
     """Return plain values whose texts do not name the folders that some paths lie in."""
     text = json.dumps(content)
     for path in paths:
-        folder, name = str(path.parent).rstrip(os.sep) + os.sep, re.escape(json.dumps(path.name)[1:-1])
+        folder = str(path.parent).rstrip(os.sep) + os.sep
+        name = re.escape(json.dumps(path.name)[1:-1])
         pattern = re.escape(json.dumps(folder)[1:-1])
         text = re.sub(rf"(?<!\w)/(?={name}\b)" if folder == "/" else pattern, "", text)  # names of fields have "/" too
     return json.loads(text)

@@ -45,7 +45,8 @@ def counted(number: int, word: str) -> str:
 
 def about(survey: Survey, made: str) -> list[dict[str, str]]:
     """What the head says of the recording."""
-    known, times = survey.recording.metadata, survey.table["time"][~np.isnat(survey.table["time"])]
+    known = survey.recording.metadata
+    times = survey.table["time"][~np.isnat(survey.table["time"])]
     recorded = str(times.max())[:16].replace("T", " ") if len(times) else None
     said = {"format": survey.recording.format, "recorded": recorded}
     said |= {name.replace("_", " "): known.get(name) for name in _CONTEXT} | {"page made": made}
@@ -59,14 +60,17 @@ def about(survey: Survey, made: str) -> list[dict[str, str]]:
 
 def cards(survey: Survey, diagnosis: Mapping[str, Any]) -> list[dict[str, str]]:
     """The cards: verdict, counts, size, ends, what no finding touches, what was skipped."""
-    findings, lengths, num_frames = diagnosis["findings"], survey.table["length"], survey.num_frames
+    findings = diagnosis["findings"]
+    lengths = survey.table["length"]
+    num_frames = survey.num_frames
     counts = Counter(one["severity"] for one in findings)
     worst = next((severity for severity in SIGNS if counts[severity]), "good")
     verdict = {"error": "● Not as it is", "warning": "▲ With care", "info": "○ Yes", "good": "✓ Yes"}[worst]
     found = ", ".join(f"{SIGNS[one]} {counted(counts[one], one)}" for one in SIGNS if counts[one])
     touched = {number for one in findings if one["severity"] != "info" for number in one["trajectories"]}
     untouched = 1 - int(lengths[sorted(touched)].sum()) / num_frames
-    rate, ends = rate_hz(survey), Counter(survey.table["ends"].tolist())
+    rate = rate_hz(survey)
+    ends = Counter(survey.table["ends"].tolist())
     raw = num_frames * sum(field.row_bytes for field in survey.recording.schema.values())
     stored = stored_bytes(survey.recording.path)
     reasons: dict[str, list[str]] = {}
@@ -111,7 +115,8 @@ def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
 
 def finding_view(place: int, finding: Mapping[str, Any], evidence: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What the page shows of a finding."""
-    severity, numbers = finding["severity"], finding["trajectories"]
+    severity = finding["severity"]
+    numbers = finding["trajectories"]
     field = f" · {finding['field']}" if finding["field"] else ""
     command = f"rollout-data repair {shlex.quote(name)} --to {shlex.quote(name + '-repaired')} --only {finding['code']}"
     return {
@@ -141,11 +146,13 @@ def worst_first(survey: Survey, findings: Findings) -> Array:
 
 def table(survey: Survey, findings: Findings, order: Array) -> tuple[list[dict[str, str]], dict[str, list[Any]]]:
     """The columns of the table, and their values in the order given, with those that are not shown."""
-    rows, touched = survey.table[order], dict[int, dict[str, bool]]()
+    rows = survey.table[order]
+    touched = dict[int, dict[str, bool]]()
     for one in findings:  # the worst first
         for number in one["trajectories"]:
             touched.setdefault(number, {})[f"{SIGNS[one['severity']]} {one['code']}"] = True
-    success, numbers = {1: "yes", 0: "no"}, order.tolist()
+    success = {1: "yes", 0: "no"}
+    numbers = order.tolist()
     columns: dict[str, list[Any]] = {
         "number": numbers,
         "findings": [", ".join(touched.get(number, ())) for number in numbers],
@@ -161,7 +168,8 @@ def table(survey: Survey, findings: Findings, order: Array) -> tuple[list[dict[s
     }
     heads = [{"key": key, "label": key, "sort": key} for key in columns]
     heads[0]["label"], heads[1]["sort"] = "#", "rank"
-    oddest, told = survey.oddest[order].tolist(), zip(*columns.values(), strict=True)
+    oddest = survey.oddest[order].tolist()
+    told = zip(*columns.values(), strict=True)
     facts = [_facts(dict(zip(columns, row, strict=True)), one) for row, one in zip(told, oddest, strict=True)]
     return heads, {**columns, "facts": facts, "rank": list(range(len(order)))}
 
@@ -191,8 +199,10 @@ def marks(survey: Survey) -> dict[Column, list[str]]:
     found: dict[Column, list[str]] = {}
     for name, place in survey.course.columns:
         if place != WHOLE:
-            facts, values = survey.scan.facts[name], survey.values((name, place))
-            low, high = facts.low[:, place].min(), facts.high[:, place].max()
+            facts = survey.scan.facts[name]
+            values = survey.values((name, place))
+            low = facts.low[:, place].min()
+            high = facts.high[:, place].max()
             at_limit = float(np.isin(values, (low, high)).mean()) if len(values) else 0.0
             said = {
                 "not finite": not np.isfinite(high - low),

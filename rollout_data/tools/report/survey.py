@@ -52,7 +52,9 @@ class Course(Collector):
             self.columns += [(name, place) for place in range(width)] if width <= _MAX_COLUMNS else []
         shape = len(QUANTILES) + 2, math.ceil(num_frames / self.bucket_size)
         self.levels = {column: np.full(shape, np.nan) for column in self.columns}
-        self._widths, self._bucket, self._pieces = widths, 0, dict[str, list[Array]]()
+        self._widths = widths
+        self._bucket = 0
+        self._pieces = dict[str, list[Array]]()
 
     def add(self, batch: Batch) -> None:
         places = np.repeat(self._starts[batch.numbers] + batch.starts - batch.offsets[:-1], np.diff(batch.offsets))
@@ -108,14 +110,18 @@ class Survey:
     """
 
     def __init__(self, scan: Scan) -> None:
-        self.scan, self.recording, self.course = scan, scan.recording, scan.collected(Course)
+        self.scan = scan
+        self.recording = scan.recording
+        self.course = scan.collected(Course)
         self.pictures = [name for name, field in scan.schema.items() if is_picture(field.shape)]
-        self.table, self.num_frames = scan.recording.descriptions, int(scan.lengths.sum())
+        self.table = scan.recording.descriptions
+        self.num_frames = int(scan.lengths.sum())
         if "reward" in scan.facts and scan.schema["reward"].num_elements == 1:
             facts = scan.facts["reward"]
             self.table["return"][facts.numbers] = facts.mean[:, 0].astype(np.float64) * facts.lengths
         measures = {"length": self.table["length"].astype(np.float64), "return": self.table["return"]}
-        self.oddness, self.oddest = np.zeros(len(self.table)), np.full(len(self.table), "", object)
+        self.oddness = np.zeros(len(self.table))
+        self.oddest = np.full(len(self.table), "", object)
         for name, values in measures.items():
             self._compare(name, values, np.arange(len(values)))
         for name, place in self.course.columns:

@@ -48,7 +48,8 @@ def end_inside(scan: Scan, settings: Settings) -> Iterator[Found]:
         facts = scan.facts[name]
         inside = facts.mean[:, 0] * facts.lengths - facts.last[:, 0]
         for row in np.flatnonzero(inside > 0.5)[:1000].tolist():
-            number, flags = int(facts.numbers[row]), scan.read(int(facts.numbers[row]), name)[:, 0] != 0
+            number = int(facts.numbers[row])
+            flags = scan.read(int(facts.numbers[row]), name)[:, 0] != 0
             frames = np.flatnonzero(flags)
             is_success = flags[frames[0] :].all()  # once reached, for the rest of the episode
             message = f"{name!r} is true before the last frame"
@@ -73,7 +74,8 @@ def two_in_one(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("END04")
 def too_short(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Much shorter than the others, with nothing in between."""
-    lengths, usual = scan.lengths, float(np.median(scan.lengths))
+    lengths = scan.lengths
+    usual = float(np.median(scan.lengths))
     short = lengths <= settings["share"] * usual
     between = (lengths > settings["share"] * usual) & (lengths < settings["gap"] * usual)
     if usual >= 20 and short.any() and short.mean() <= settings["most"] and not between.any():
@@ -92,7 +94,8 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Found]:
         raise Inapplicable("neither observations nor actions")
     least = settings["frames"] if any(one.is_continuous.any() for one in facts) else 5 * settings["frames"]
     seen: dict[bytes, int] = {}
-    twice, of = list[int](), list[int]()
+    twice = list[int]()
+    of = list[int]()
     for row, number in enumerate(facts[0].numbers.tolist()):
         if facts[0].lengths[row] >= least:
             key = b"".join(
@@ -190,13 +193,15 @@ def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Found]:
                 yield Found("next_obs", f"{len(numbers)} next observations at ends are starts of others", numbers)
     stored = scan.collected(Successors)
     for name, other in stored.pairs.items():
-        wrong, inner = stored.wrong[name], np.maximum(scan.lengths - 1, 0)
+        wrong = stored.wrong[name]
+        inner = np.maximum(scan.lengths - 1, 0)
         if wrong.sum() > settings["share"] * inner[scan.examined].sum():
             all_same = bool(stored.same[name] > 0.9 * wrong.sum())
             message = f"{name!r} is not the following {other!r} in {int(wrong.sum()):,} frames"
             message += ", but the current one: it is shifted" * all_same
             yield Found(name, message, np.flatnonzero(wrong), evidence={"wrong": int(wrong.sum())})
-        facts, first = scan.facts[name], scan.facts[other].first
+        facts = scan.facts[name]
+        first = scan.facts[other].first
         same = (facts.last[:-1] == first[1:]).all(1) & (first[1:] != scan.facts[other].last[:-1]).any(1)
         far = jumps(facts.last[:-1], scan.facts[other].last[:-1], scan.facts[other].step_quantile(0.99))
         if (same & far).sum() >= max(2, 0.5 * (len(first) - 1)):
@@ -213,7 +218,8 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Found]:
         return
     ats, others = np.array(pairs).T
     near = ~bounds.jumps(bounds.finals[ats], bounds.last[ats])
-    names, count = floats(scan), np.full(len(others), 2)
+    names = floats(scan)
+    count = np.full(len(others), 2)
     rows = scan.recording.read_many(others, [*names, *scan.group("reward")], others * 0, count)
     which = np.concatenate([scan.facts[name].is_continuous for name in names])
     seen = np.concatenate([np.asarray(rows[name]).reshape(2 * len(others), -1) for name in names], axis=1)[:, which]
@@ -234,7 +240,8 @@ def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Found]:
     values, counts = np.unique(scan.lengths[ended], return_counts=True)
     if ended.sum() < settings["episodes"]:
         raise Inapplicable("too few episodes have ended")
-    limit, share = int(values[np.argmax(counts)]), float(counts.max() / ended.sum())
+    limit = int(values[np.argmax(counts)])
+    share = float(counts.max() / ended.sum())
     at_limit = ended & (scan.lengths == limit)
     if share >= settings["share"] and limit >= 20 and (scan.columns["ends"][at_limit] == "terminated").mean() >= 0.95:
         evidence = {"length": limit, "share": share}

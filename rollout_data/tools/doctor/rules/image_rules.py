@@ -75,7 +75,8 @@ def _swapped(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, 
 @_of_cameras("IMG05")
 def _layout(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
     variation = camera.mean(camera.variation)
-    told, other = variation[:, 0], variation[:, 1]
+    told = variation[:, 0]
+    other = variation[:, 1]
     share = other.sum(1) / np.maximum(told.sum(1), 1e-9)
     wrong = (share < settings["share"]) & (other < 0.95 * told).all(1) & (camera.channels > 1)
     return wrong, share, "neighbours are more alike with channels at the other end"
@@ -102,7 +103,8 @@ def value_range(scan: Scan, settings: Settings) -> Iterator[Found]:
             if len(numbers):
                 yield Found(name, "bytes of 0 and 1 only", numbers)
             continue
-        large, small = there & (camera.high > 1.5), there & (camera.high <= 1)
+        large = there & (camera.high > 1.5)
+        small = there & (camera.high <= 1)
         if large.any() and small.any():
             fewer = large if large.sum() < small.sum() else small
             yield Found(name, "some episodes reach 1, some 255", np.flatnonzero(fewer))

@@ -23,15 +23,21 @@ class Rewards(Collector):
     """
 
     def __init__(self, scan: Scan) -> None:
-        self.is_known, size = "reward" in scan.numeric and scan.schema["reward"].num_elements == 1, scan.num_episodes
-        self.total, self.num_nonzero, self.num_rows = np.full(size, np.nan), np.zeros(size, int), np.zeros(size, int)
-        self.at_first, self.at_last = np.zeros(size, bool), np.zeros(size, bool)
+        self.is_known = "reward" in scan.numeric and scan.schema["reward"].num_elements == 1
+        size = scan.num_episodes
+        self.total = np.full(size, np.nan)
+        self.num_nonzero = np.zeros(size, int)
+        self.num_rows = np.zeros(size, int)
+        self.at_first = np.zeros(size, bool)
+        self.at_last = np.zeros(size, bool)
 
     def add(self, batch: Batch) -> None:
         if not self.is_known or "reward" not in batch.values:
             return
         values = batch.values["reward"].reshape(-1).astype(np.float64)
-        counted, starts, numbers = values.copy(), batch.offsets[:-1], batch.numbers
+        counted = values.copy()
+        starts = batch.offsets[:-1]
+        numbers = batch.numbers
         counted[: batch.overlap] = 0
         self.total[numbers] = np.nan_to_num(self.total[numbers]) + np.add.reduceat(counted, starts)
         self.num_nonzero[numbers] += np.add.reduceat((counted != 0).astype(np.int64), starts)
@@ -45,13 +51,15 @@ class Successes(Collector):
     """int64 `[E]`: the first frame of each episode that is marked as a success; -1 without any."""
 
     def __init__(self, scan: Scan) -> None:
-        self._names, self.first = scan.roles["success"], np.full(scan.num_episodes, -1)
+        self._names = scan.roles["success"]
+        self.first = np.full(scan.num_episodes, -1)
 
     def add(self, batch: Batch) -> None:
         for name in self._names[:1]:
             rows = np.flatnonzero(batch.values[name].reshape(-1) > 0) if name in batch.values else np.zeros(0, int)
             which, first = np.unique(np.searchsorted(batch.offsets, rows, side="right") - 1, return_index=True)
-            numbers, frames = batch.numbers[which], rows[first] - batch.offsets[which] + batch.starts[which]
+            numbers = batch.numbers[which]
+            frames = rows[first] - batch.offsets[which] + batch.starts[which]
             self.first[numbers] = np.where(self.first[numbers] < 0, frames, self.first[numbers])
 
 
@@ -80,10 +88,12 @@ def _equal(scan: Scan, settings: Settings, later: int, what: str) -> Iterator[Fo
             if scan.schema[name].num_elements != scan.schema[action].num_elements:
                 continue
             near = settings["tolerance"] * np.maximum(scan.facts[action].spread, 1e-30)[dims, None]
-            num_equal, num_all = 0, 0
+            num_equal = 0
+            num_all = 0
             for batch in scan.sample.batches:
                 if action in batch.values and name in batch.values:
-                    a, o = batch.columns(action)[dims], batch.columns(name)[dims]
+                    a = batch.columns(action)[dims]
+                    o = batch.columns(name)[dims]
                     inner = np.ones(len(batch), bool)
                     inner[batch.offsets[1:] - 1] = not later
                     rows = np.flatnonzero(inner)
@@ -110,9 +120,11 @@ def reward_zero(scan: Scan, settings: Settings) -> Iterator[Found]:
 def reward_late(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Rewards arrive with the next episode."""
     rewards = _rewards(scan)
-    count, rows = int(rewards.num_nonzero.sum()), int(rewards.num_rows.sum())
+    count = int(rewards.num_nonzero.sum())
+    rows = int(rewards.num_rows.sum())
     if count >= 4 and count <= (1 - settings["zeros"]) * rows:
-        first, last = rewards.at_first.sum() / count, rewards.at_last.sum() / count
+        first = rewards.at_first.sum() / count
+        last = rewards.at_last.sum() / count
         if first > settings["first"] and last < settings["last"]:
             numbers = np.flatnonzero(rewards.at_first)
             frames = [(number, 0, 1) for number in numbers[:20].tolist()]
@@ -135,7 +147,8 @@ def _success(scan: Scan) -> Array:
 @checks("LRN05", Rewards, Successes)
 def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Success and termination, or success and sparse reward, disagree without a rule."""
-    success, ends = _success(scan), scan.columns["ends"]
+    success = _success(scan)
+    ends = scan.columns["ends"]
     rewards = scan.collected(Rewards)
     is_sparse = rewards.is_known and rewards.num_nonzero.sum() <= 0.2 * rewards.num_rows.sum()
     ended = np.flatnonzero(np.isin(ends, ["terminated", "truncated", "unknown"]) & (success >= 0))
@@ -178,7 +191,8 @@ def after_success(scan: Scan, settings: Settings) -> Iterator[Found]:
 @checks("LRN07", Rewards)
 def return_outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
     rewards = _rewards(scan)
-    total, mean = rewards.total, rewards.total / np.maximum(1, rewards.num_rows)
+    total = rewards.total
+    mean = rewards.total / np.maximum(1, rewards.num_rows)
     known = np.flatnonzero(np.isfinite(total))
     away = np.abs(total[known] - np.median(total[known])) if len(known) else total[known]
     if len(known) < 8 or not (spread := float(np.median(away))):
@@ -226,7 +240,8 @@ def imbalance(scan: Scan, settings: Settings) -> Iterator[Found]:
 
 @checks("LRN09")
 def unknown_task(scan: Scan, settings: Settings) -> Iterator[Found]:
-    texts, declared = scan.columns["task"].tolist(), _declared_tasks(scan)
+    texts = scan.columns["task"].tolist()
+    declared = _declared_tasks(scan)
     unread = {number for number, _ in scan.unreadable}
     empty = [number for number, text in enumerate(texts) if not text.strip() and number not in unread]
     if any(texts) and empty:
@@ -240,7 +255,8 @@ def unknown_task(scan: Scan, settings: Settings) -> Iterator[Found]:
     for name in scan.roles["task_index"] if declared else ():
         facts = scan.facts[name]
         indices = {int(one) for one in known} if all(one.isdigit() for one in known) else set(range(len(declared)))
-        lowest, highest = facts.low[:, 0], facts.high[:, 0]
+        lowest = facts.low[:, 0]
+        highest = facts.high[:, 0]
         was_read = lowest <= highest
         wrong = facts.numbers[was_read & ~(np.isin(lowest, list(indices)) & np.isin(highest, list(indices)))]
         if len(wrong):

@@ -11,7 +11,8 @@ from ..field_facts import worst
 from ..findings import Found, Settings, checks
 from ..scan import Collector, Scan
 
-_FLIP, _NORM = -0.9, 0.02
+_FLIP = -0.9
+_NORM = 0.02
 
 
 class Rotations(Collector):
@@ -30,12 +31,14 @@ class Rotations(Collector):
         self.mean = {name: np.zeros((size, scan.schema[name].num_elements // 4, 4)) for name in self._names}
 
     def add(self, batch: Batch) -> None:
-        starts, counts = batch.offsets[:-1], np.diff(batch.offsets)
+        starts = batch.offsets[:-1]
+        counts = np.diff(batch.offsets)
         for name in self._names:
             if name not in batch.values:
                 continue
             rows = batch.values[name].reshape(len(batch), -1, 4)
-            off, flips = is_off(rows), np.zeros(len(batch), bool)
+            off = is_off(rows)
+            flips = np.zeros(len(batch), bool)
             off[: batch.overlap] = False
             flips[1:] = is_flip(rows)
             flips[starts] = False
@@ -96,7 +99,8 @@ def order(scan: Scan, settings: Settings) -> Iterator[Found]:
                 continue
             turned = np.roll(mean[few], 1 if largest[few[0]] == 3 else -1, axis=1)
             with np.errstate(invalid="ignore", over="ignore"):
-                centre, spread = mean[many].mean(0), np.maximum(mean[many].std(0), 0.01)
+                centre = mean[many].mean(0)
+                spread = np.maximum(mean[many].std(0), 0.01)
                 before, after = (np.abs((one.mean(0) - centre) / spread).max() for one in (mean[few], turned))
                 each = np.median(np.abs(turned - centre) / spread, axis=0).mean()
             # A few episodes lie off by chance, but far less than before; half turns fit in some components only.

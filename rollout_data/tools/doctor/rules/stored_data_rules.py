@@ -73,8 +73,10 @@ def statistics(scan: Scan, settings: Settings) -> Iterator[Found]:
         facts = scan.facts.get(told.field)
         if facts is None or any(one.shape != facts.spread.shape for one in told.values.values()):
             continue
-        sample, count = facts.sorted, np.maximum(1, np.isfinite(facts.sorted).sum(1))
-        known, nan = np.ma.masked_where(np.isnan(sample), sample), np.full(len(sample), np.nan)
+        sample = facts.sorted
+        count = np.maximum(1, np.isfinite(facts.sorted).sum(1))
+        known = np.ma.masked_where(np.isnan(sample), sample)
+        nan = np.full(len(sample), np.nan)
         with np.errstate(invalid="ignore", over="ignore"):
             sd = known.std(axis=1, dtype=np.float64).filled(np.nan)
             mean = np.average(facts.mean, axis=0, weights=facts.lengths)
@@ -158,7 +160,8 @@ def leftovers(scan: Scan, settings: Settings) -> Iterator[Found]:
 def strangers(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Files that are no part of the recording; links that lead out of the folder."""
     folder = scan.files.path
-    root, is_ours = os.path.realpath(folder), scan.files.folder is not None
+    root = os.path.realpath(folder)
+    is_ours = scan.files.folder is not None
     expected = _EXPECTED.get("rollout-data" if is_ours else scan.recording.format if scan.failure is None else "")
     for entry in sorted(os.scandir(folder), key=lambda one: one.name) if folder.is_dir() else ():
         if entry.is_symlink() and not os.path.realpath(entry.path).startswith(root + os.sep):

@@ -42,7 +42,8 @@ def gap(scan: Scan, settings: Settings) -> Iterator[Found]:
     files = scan.files
     is_first, off = files.steps
     for writer, first, stop in files.holes():
-        names, blocks = files.lost(writer, first, stop), f"{first}" if stop == first + 1 else f"{first} to {stop - 1}"
+        names = files.lost(writer, first, stop)
+        blocks = f"{first}" if stop == first + 1 else f"{first} to {stop - 1}"
         message = f"block {blocks} of writer {writer!r} is gone, with frames of trajectories {', '.join(names)}"
         yield Found(message=message, **files.named(names))
     oldest = {files.writers.index(one.writer): one.sequence for one in reversed(_by_sequence(scan))}
@@ -72,10 +73,12 @@ def shared(scan: Scan, settings: Settings) -> Iterator[Found]:
     for found in scan.files.told("shared"):
         before = [number - 1 for number in found.trajectories if number]
         yield Found(message=found.message, trajectories=[*before, *found.trajectories], left_out=found.left_out)
-    parts, blocks = scan.files.parts, list(scan.files.headers)
+    parts = scan.files.parts
+    blocks = list(scan.files.headers)
     order = np.lexsort((parts["row"], parts["block"]))
     order = order[parts["length"][order] > 0]
-    block, stop = parts["block"][order], (parts["row"] + parts["length"])[order]
+    block = parts["block"][order]
+    stop = (parts["row"] + parts["length"])[order]
     shares = (block[1:] == block[:-1]) & (parts["row"][order][1:] < stop[:-1])
     for number in np.unique(block[1:][shares]).tolist():
         both = np.flatnonzero(shares & (block[1:] == number))
@@ -120,7 +123,8 @@ def fields_differ(scan: Scan, settings: Settings) -> Iterator[Found]:
         common = usual(info.schema for info in infos)
         for schema in dict.fromkeys(info.schema for info in infos if info.schema != common):
             places = [place for place, info in enumerate(infos) if info.schema == schema]
-            same, lacks = all(schema[name] == common[name] for name in schema if name in common), {*common} - {*schema}
+            same = all(schema[name] == common[name] for name in schema if name in common)
+            lacks = {*common} - {*schema}
             severity = "info" if same and lacks <= _FLAGS else "warning" if same else ""
             yield Found(None, f"fields of others: {common.difference(schema)}", places, severity=severity)
     if files.headers:
@@ -162,12 +166,14 @@ def splits(scan: Scan, settings: Settings) -> Iterator[Found]:
     except UsageError as nothing:
         raise Inapplicable("the files name no parts") from nothing
     for one, other in combinations(parts, 2):
-        mine, theirs = _SPLIT.fullmatch(one.lower()), _SPLIT.fullmatch(other.lower())
+        mine = _SPLIT.fullmatch(one.lower())
+        theirs = _SPLIT.fullmatch(other.lower())
         both = parts[one] & parts[other]
         if mine and theirs and mine[1] == theirs[1] and mine[2][:5] != theirs[2][:5] and both:
             message = f"{len(both)} episodes are in {one!r} and in {other!r}"
             yield Found(message=message, **scan.files.named(both))
-    said, total = scan.metadata.get("splits"), scan.num_episodes
+    said = scan.metadata.get("splits")
+    total = scan.num_episodes
     if scan.problems and isinstance(told := scan.metadata.get("total_episodes"), int):
         total = max(total, told)  # some are left out
     for name, text in said.items() if isinstance(said, Mapping) else ():

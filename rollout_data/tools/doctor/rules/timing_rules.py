@@ -14,7 +14,9 @@ from ..scan import Collector, Scan
 
 #: What one second is in units that a field's name ends with.
 _UNITS = {"_ns": 1e9, "_us": 1e6, "_ms": 1e3, "_s": 1.0}
-_GAP, _LAGS, _MAX_CELLS = 1.8, 40, 6_000_000
+_GAP = 1.8
+_LAGS = 40
+_MAX_CELLS = 6_000_000
 
 
 class Clocks(Collector):
@@ -71,18 +73,23 @@ class Actions(Collector):
         self._dims = {name: np.flatnonzero(scan.pending[name].is_continuous) for name in scan.group("action")}
         self._dims = {name: dims for name, dims in self._dims.items() if len(dims)}
         self._least = {name: 0.01 * scan.pending[name].range_98[dims, None] for name, dims in self._dims.items()}
-        self.is_known, size = bool(self._dims), scan.num_episodes
-        self.first, self.last = np.full(size, -1), np.full(size, -1)
+        self.is_known = bool(self._dims)
+        size = scan.num_episodes
+        self.first = np.full(size, -1)
+        self.last = np.full(size, -1)
         most = max(1, _MAX_CELLS // max(1, size))  # dimensions whose roughness is kept
         self.rough = {name: np.full((size, min(most, len(dims))), np.nan, "f4") for name, dims in self._dims.items()}
 
     def add(self, batch: Batch) -> None:
-        starts, counts = batch.offsets[:-1], np.diff(batch.offsets)
-        moving, inner = np.zeros(len(batch), bool), np.ones(len(batch), bool)
+        starts = batch.offsets[:-1]
+        counts = np.diff(batch.offsets)
+        moving = np.zeros(len(batch), bool)
+        inner = np.ones(len(batch), bool)
         inner[starts] = False
         inner[np.minimum(starts + 1, len(batch) - 1)] = False
         for name in (one for one in self._dims if one in batch.values):
-            steps, columns = batch.steps(name)[self._dims[name]], batch.columns(name)[self._dims[name]]
+            steps = batch.steps(name)[self._dims[name]]
+            columns = batch.columns(name)[self._dims[name]]
             moving |= (np.abs(steps) > self._least[name]).any(0)
             with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
                 mean = np.add.reduceat(columns, starts, axis=1) / counts
@@ -99,7 +106,8 @@ class Actions(Collector):
         if len(rows):
             which, first = np.unique(np.searchsorted(batch.offsets, rows, side="right") - 1, return_index=True)
             last = np.append(first[1:], len(rows)) - 1
-            numbers, before = batch.numbers[which], batch.starts[which] - batch.offsets[which]
+            numbers = batch.numbers[which]
+            before = batch.starts[which] - batch.offsets[which]
             self.first[numbers] = np.where(self.first[numbers] < 0, rows[first] + before, self.first[numbers])
             self.last[numbers] = rows[last] + before
 
@@ -161,7 +169,8 @@ class Repeats(Collector):
 
     def __init__(self, scan: Scan) -> None:
         floats = [name for name in scan.group("observation") if scan.pending[name].is_continuous.any()]
-        self.names, self.count = [*floats, *scan.group("action")] if floats else [], np.zeros(scan.num_episodes, int)
+        self.names = [*floats, *scan.group("action")] if floats else []
+        self.count = np.zeros(scan.num_episodes, int)
 
     def add(self, batch: Batch) -> None:
         moved = [(batch.steps(name) != 0).any(0) for name in self.names if name in batch.values]
@@ -208,7 +217,8 @@ def unit(scan: Scan, settings: Settings) -> Iterator[Found]:
         ratio = median[known] / np.median(median[known]) if len(known) else median[known]
         off = (ratio > settings["ratio"]) | (ratio < 1 / settings["ratio"])
         if off.any() and off.mean() < 0.5:
-            numbers, factors = known[off], sorted(set(np.round(ratio[off], 6).tolist()))[:8]
+            numbers = known[off]
+            factors = sorted(set(np.round(ratio[off], 6).tolist()))[:8]
             message = f"{name!r} has another unit in {off.sum()} trajectories"
             yield Found(name, message, numbers, scan.whole(numbers), {"factors": factors})
 
@@ -225,7 +235,8 @@ def frozen(scan: Scan, settings: Settings) -> Iterator[Found]:
         usual = float(np.median(facts.repeats[scan.examined] / (lengths - 1)))
         held = scan.examined[facts.hold[scan.examined] >= np.maximum(settings["frames"], settings["share"] * lengths)]
         if len(held) and usual < settings["usual"]:
-            numbers, frames = worst(held, facts.hold), []
+            numbers = worst(held, facts.hold)
+            frames = []
             for number in numbers[:20].tolist():
                 runs = runs_of((np.diff(scan.read(number, name), axis=0) == 0).all(1))
                 start, stop = max(runs, key=lambda run: run[1] - run[0])
@@ -258,7 +269,9 @@ def lag(scan: Scan, settings: Settings) -> Iterator[Found]:
 
 def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Array, Array]:
     """Correlate differences of the action at lags of 0 to 40 frames: with itself, and with the observation."""
-    own, both, count = np.zeros(_LAGS + 1), np.zeros(_LAGS + 1), 0
+    own = np.zeros(_LAGS + 1)
+    both = np.zeros(_LAGS + 1)
+    count = 0
     for batch in scan.sample.batches:
         if action not in batch.values or name not in batch.values:
             continue
@@ -345,14 +358,16 @@ def apart(scan: Scan, settings: Settings) -> Iterator[Found]:
     chosen = scan.examined[np.unique(np.linspace(0, len(scan.examined) - 1, 512).astype(np.int64))]
     for name in (one for one in names if one != main):
         step = float(np.nanmedian(scan.collected(Clocks).median[main]))
-        offs, drifts = [], []
+        offs = []
+        drifts = []
         for number in chosen.tolist():
             one, other = (scan.read(number, which)[:, 0].astype(np.float64) for which in (main, name))
             fresh = np.append(True, np.diff(other) != 0)  # a slow sensor holds its time as well
             apart = (other - one)[fresh] / step
             offs.append(np.median(apart))
             drifts.append(apart.max() - apart.min())
-        off, drifting = np.array(offs), np.array(drifts)
+        off = np.array(offs)
+        drifting = np.array(drifts)
         is_same = np.abs(np.median(off)) < 0.5 * np.median(scan.lengths)  # otherwise they start at different zeros
         wrong = (drifting > settings["frames"] + 0.01) | (is_same & (np.abs(off) > settings["frames"] + 0.01))
         if step > 0 and wrong.any():

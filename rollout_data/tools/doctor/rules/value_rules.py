@@ -37,12 +37,11 @@ def _dims(mask: Any) -> list[int]:
 @checks("VAL01")
 def not_finite(scan: Scan, settings: Settings) -> Iterator[Found]:
     for name, facts in scan.facts.items():
-        numbers, count = worst(np.flatnonzero(facts.num_bad), facts.num_bad), int(facts.num_bad.sum())
+        numbers = worst(np.flatnonzero(facts.num_bad), facts.num_bad)
+        count = int(facts.num_bad.sum())
         if count:
-            share, is_extra = (
-                count / facts.num_values,
-                name.partition("/")[0] not in ("observation", "action", "reward"),
-            )
+            share = count / facts.num_values
+            is_extra = name.partition("/")[0] not in ("observation", "action", "reward")
             frames = scan.runs(numbers, name, lambda rows: ~np.isfinite(rows).all(1))
             severity = "warning" if is_extra and share < settings["share"] else ""
             message = f"{count:,} numbers of {name!r} are NaN or infinite, in {len(numbers):,} trajectories"
@@ -91,7 +90,8 @@ def died(scan: Scan, settings: Settings) -> Iterator[Found]:
 def outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
     """Alone and far away."""
     for name, facts in _signals(scan):
-        far, active = facts.far, facts.is_active & (facts.spread > 0)
+        far = facts.far
+        active = facts.is_active & (facts.spread > 0)
         places: list[tuple[float, int, int, int]] = []
         for dim in _dims(active & facts.is_continuous):
             mine = far[far["dim"] == dim]
@@ -152,13 +152,16 @@ def saturated(scan: Scan, settings: Settings) -> Iterator[Found]:
     for name in scan.group("action"):
         facts = scan.facts[name]
         dims = np.flatnonzero(facts.is_continuous)
-        low, high = facts.low.min(0)[dims], facts.high.max(0)[dims]
+        low = facts.low.min(0)[dims]
+        high = facts.high.max(0)[dims]
         values = facts.sorted[dims]
-        at_low, at_high = (values == low[:, None]).mean(1), (values == high[:, None]).mean(1)
+        at_low = (values == low[:, None]).mean(1)
+        at_high = (values == high[:, None]).mean(1)
         share = at_low + at_high
         if not len(dims) or not ((share >= settings["share"]).mean() >= 0.5 or share.max() > settings["alone"]):
             continue
-        bounds, is_declared = declared_bounds(scan, name), False
+        bounds = declared_bounds(scan, name)
+        is_declared = False
         if bounds is not None:
             sides = ((low, bounds[0], at_low), (high, bounds[1], at_high))
             reached = [np.isclose(a, b[dims], atol=1e-6) | (at < 0.05) for a, b, at in sides]
@@ -215,7 +218,8 @@ def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Found]:
         if not facts.is_float or len(known) < 8:
             continue
         logs = np.log(facts.scale[known] / np.median(facts.scale[known]))
-        off, units = np.zeros(len(known), bool), np.log(list(_UNITS))
+        off = np.zeros(len(known), bool)
+        units = np.log(list(_UNITS))
         for sign in (1, -1):
             far = sign * logs > np.log(settings["ratio"])
             rest = max(0.0, float((sign * logs[~far]).max(initial=0)))
@@ -256,7 +260,8 @@ def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Found]:
     if not bounds:
         raise Inapplicable("no bounds of spaces are declared in the metadata")
     for name, (low, high) in bounds.items():
-        facts, width = scan.facts[name], high - low
+        facts = scan.facts[name]
+        width = high - low
         with np.errstate(invalid="ignore"):
             slack = settings["share"] * np.where(np.isfinite(width), width, np.maximum(1, np.abs(facts.spread)))
             above = np.where(np.isfinite(high), facts.high - high, 0)
@@ -291,7 +296,8 @@ def wraps(scan: Scan, settings: Settings) -> Iterator[Found]:
             is_angle = facts.is_continuous & facts.is_active & (span < 3 * turn) & (turn > 10 * usual)
             hits = (np.abs(facts.step / turn - 1) < settings["share"]) & is_angle
             if dims := _dims(hits.any(0)):
-                numbers, off = facts.numbers[hits.any(1)], turn * settings["share"]
+                numbers = facts.numbers[hits.any(1)]
+                off = turn * settings["share"]
                 evidence = {"dimensions": dims, "turn": turn, "usual_step": usual[dims].max()}
                 frames = scan.runs(numbers, name, _jumps, dims, turn - off, turn + off)
                 severity = "info" if name in scan.roles["heading"] else ""
@@ -325,7 +331,8 @@ def _halves(means: Array) -> tuple[Array, Array]:
     NaN where all values of a half are not finite.
     """
     early, late = np.array_split(np.ma.masked_invalid(means.astype(np.float64)), 2)
-    shift, noise = late.mean(0) - early.mean(0), np.ma.sqrt((early.var(0) + late.var(0)) / 2)
+    shift = late.mean(0) - early.mean(0)
+    noise = np.ma.sqrt((early.var(0) + late.var(0)) / 2)
     return shift.filled(np.nan), noise.filled(np.nan)
 
 
@@ -349,7 +356,8 @@ def overflow(scan: Scan, settings: Settings) -> Iterator[Found]:
 def narrow_quantiles(scan: Scan, settings: Settings) -> Iterator[Found]:
     for name in (*scan.group("action"), *scan.group("observation")):
         facts = scan.facts[name]
-        low, high = facts.quantile(0.01), facts.quantile(0.99)
+        low = facts.quantile(0.01)
+        high = facts.quantile(0.99)
         is_narrow = high - low < settings["part"] * np.maximum(np.abs(low), np.abs(high))
         if narrow := _dims(is_narrow & ~facts.is_constant):
             pairs = [(float(low[dim]), float(high[dim])) for dim in narrow]
