@@ -143,7 +143,7 @@ def _only_format(path: Path) -> str:
 
     Raises:
         ForeignFileError: It has none, or may have several. The error names them.
-        UsageError: It is a folder that holds recordings. The error names them.
+        UsageError: It is a folder of recordings, some of them ours. The error names them.
     """
     matching = [name for name in FORMATS if has_format(path, name)]
     refined = {FORMATS[name].refines for name in matching}
@@ -156,7 +156,8 @@ def _only_format(path: Path) -> str:
     if candidates:
         raise ForeignFileError("open", where, "one format", f"what may be {' or '.join(candidates)}", advice)
     if inside := recordings_in(path):
-        raise several_error("open", path, inside)
+        are_foreign = all(detect(entry) for entry in inside)
+        raise several_error("open", path, inside, ForeignFileError if are_foreign else UsageError)
     raise ForeignFileError("open", where, expected, "something else", advice)
 
 

@@ -34,9 +34,11 @@ def _is_recording(path: Path) -> bool:
     return False
 
 
-def several_error(action: str, path: Path, inside: list[Path]) -> UsageError:
+def several_error(
+    action: str, path: Path, inside: list[Path], error_class: type[RolloutDataError] = UsageError
+) -> RolloutDataError:
     """Build the error for a folder of recordings where one recording is needed."""
     names = ", ".join(repr(one.name) for one in inside[:_NUM_SHOWN]) + (", ..." if len(inside) > _NUM_SHOWN else "")
     count = f"{len(inside)} recording{'' if len(inside) == 1 else 's'}"
     got = f"{str(path)!r}, a folder that holds {count} ({names})"
-    return UsageError(action, "", "path as one recording", got, "Name one of them")
+    return error_class(action, "", "path as one recording", got, "Name one of them")
