@@ -407,6 +407,17 @@ def test_columns_of_language_of_other_types_keep_them(
         assert [one.to_pylist() for one in got] == [one.to_pylist() for one in columns]
 
 
+def test_a_key_of_merged_language_without_a_field_is_refused_and_not_lost(tmp_path: Path) -> None:
+    rows = [{"role": "user", "content": "stop"}]
+    for name, row in (("one", rows), ("other", [{**rows[0], "speaker": "Ann"}])):
+        made = LeRobotSet(tmp_path / name, [2])
+        made.tables = [table.append_column("language_events", pa.array([row] * 2)) for table in made.tables]
+        made.write()
+    rollout_data.merge([tmp_path / "one", tmp_path / "other"], tmp_path / "merged")
+    with pytest.raises(UsageError, match=r"'language_events' in episode .* the key 'speaker'"):
+        written(tmp_path / "merged", tmp_path / "set")
+
+
 def test_a_column_of_times_that_python_cannot_hold_is_left_out_and_named(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "source", [4, 3])
     times = [pa.array([10**18 + 1] * length, pa.timestamp("ns")) for length in made.lengths]

@@ -72,14 +72,30 @@ def column_of_texts(texts: Sequence[str], kind: Any, where: str) -> Any:
     """Return the Arrow array of texts in JSON.
 
     Raises:
-        UsageError: A text is not JSON of this type.
+        UsageError: A text is not JSON of this type, or has a key for which the type has no field.
     """
     pyarrow, _ = arrow()
     try:
-        rows = pyarrow.array([json.loads(text) for text in texts], plain_type(kind))
+        values = {text: json.loads(text) for text in texts}
+        rows = pyarrow.array([values[text] for text in texts], plain_type(kind))
+        if lost := next(filter(None, (_lost_key(value, rows.type) for value in values.values())), ""):
+            raise ValueError(f"the key {lost!r}, for which it has no field")
         return rows.cast(kind)
     except (ValueError, TypeError, pyarrow.ArrowException) as cause:
         raise UsageError("write the texts", where, f"JSON of the type {kind}", str(cause)[:200]) from cause
+
+
+def _lost_key(value: Any, kind: Any) -> str:
+    """Return a key of a JSON value for which an Arrow type has no field; "" if there is none."""
+    pyarrow, _ = arrow()
+    if isinstance(value, list) and kind.num_fields == 1:
+        return next(filter(None, (_lost_key(one, kind.field(0).type) for one in value)), "")
+    for name, inner in value.items() if isinstance(value, dict) and pyarrow.types.is_struct(kind) else ():
+        place = kind.get_field_index(name)
+        lost = str(name) if place < 0 else _lost_key(inner, kind.field(place).type)
+        if lost:
+            return lost
+    return ""
 
 
 def hub_feature(described: Any) -> Any:
