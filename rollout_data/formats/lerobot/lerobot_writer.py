@@ -430,9 +430,10 @@ class Writer(ForeignWriter):
         codec = column.codec if column.codec in (*ENCODERS, *OTHER_ENCODERS) else "h264"
         if source is not None:
             check_encodable(column.field)
+        write_video(path, self._parts(episode, column, rows, statistics), self._fps, codec)
+        if source is not None:
             why = "its packets in a video file that several episodes share cannot stand alone"
             self.changed(f"{name!r} is encoded again as {codec}, with loss: {why}", episode)
-        write_video(path, self._parts(episode, column, rows, statistics), self._fps, codec)
 
     def _new_statistics(self) -> SetStatistics:
         """Return empty statistics of all features but texts."""
