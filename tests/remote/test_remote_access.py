@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
@@ -79,14 +78,6 @@ def refuse(error: Exception, is_refused=lambda path, start, stop: True, system=L
 
     system.fails = staticmethod(act)
     return refused
-
-
-@pytest.fixture(autouse=True)
-def no_kept_tracebacks() -> Iterator[None]:
-    """A raised error keeps the frames of its traceback, and they keep loaders with their threads."""
-    yield
-    for error in REFUSALS.values():
-        error.__traceback__ = error.__context__ = None
 
 
 def played(url: str, **options) -> RolloutDataset:
