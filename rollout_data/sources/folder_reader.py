@@ -178,9 +178,13 @@ class FolderReader(ForeignReader):
         if self._noted is None:
             return super().schemas()
         every = Schema(field for field in self.store.layouts[DATA].schema.values() if not field.is_text)
-        places: dict[tuple[str, ...], int] = {}
-        which = [places.setdefault(tuple(names or ()), len(places)) for names in self._column(ABSENT)]
-        return np.array(which, np.int64), [_without(every, names) for names in places]
+        places: dict[Schema, int] = {}
+        place_of: dict[tuple[str, ...], int] = {}
+        absent = [tuple(names or ()) for names in self._column(ABSENT)]
+        for names in dict.fromkeys(absent):
+            # Names that are no fields here make no other schema.
+            place_of[names] = places.setdefault(_without(every, names), len(places))
+        return np.array([place_of[names] for names in absent], np.int64), list(places)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """A column of the table of all episodes; returns are NaN."""
