@@ -63,6 +63,7 @@ class PrefetchedBatches(Unique):
     def __iter__(self) -> Iterator[Transition]:
         dataset = self.dataset
         collector = self._collector
+        dataset.wait_for_left_reader()
         if dataset.lent_to is not None:
             dataset.lent_to.check()
             advice = "Leave that loop or close() it, or make another dataset"
@@ -75,22 +76,22 @@ class PrefetchedBatches(Unique):
         collector.base_collector = self._read()
         items = self._items = dataset.lent_to = iter(collector)
         try:
-            with items:
-                while True:
-                    try:
-                        while len(ahead) < collector.max_lag:
-                            plan, position = dataset.plan_next(steps, after=ahead[-1] if ahead else None)
-                            self._plans.append((plan, position))
-                            ahead.append(position)
-                    except (Undecided, DatasetExhausted):
-                        if not ahead:
-                            return
-                    if (batch := next(items, _END)) is _END:  # it was closed
+            while True:
+                try:
+                    while len(ahead) < collector.max_lag:
+                        plan, position = dataset.plan_next(steps, after=ahead[-1] if ahead else None)
+                        self._plans.append((plan, position))
+                        ahead.append(position)
+                except (Undecided, DatasetExhausted):
+                    if not ahead:
                         return
-                    if batch is not None:
-                        dataset.commit(ahead.popleft())
-                        yield cast(Transition, batch)
-        finally:
+                if (batch := next(items, _END)) is _END:  # it was closed
+                    return
+                if batch is not None:
+                    dataset.commit(ahead.popleft())
+                    yield cast(Transition, batch)
+        finally:  # perhaps called by the garbage collector, which must not wait for the thread
+            dataset.left_reader = items.abandon()
             self._give_back(items)
 
     def state_dict(self) -> dict[str, Any]:

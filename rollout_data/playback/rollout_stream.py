@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from storage.core.arguments import whole
+from storage.core.threads import Worker
 from storage.errors import DataFileError, DatasetExhausted, RolloutDataError, UsageError
 from storage.live.prefetch import PrefetchedItems
 
@@ -59,6 +60,7 @@ class RolloutStream(RolloutFileBase[Transition]):
         self._travelled = process_group.ALONE  # the rank of the process that sent this copy to a worker
         self._epoch, self._is_used = 0, False  # whether a batch of that epoch was delivered
         self.lent_to: PrefetchedItems[Any] | None = None  # while a thread reads ahead
+        self.left_reader: Worker | None = None  # of an iteration that was left: it may still read one batch
         self._board = Board()
         self._num_iterations = 0
         self.agree: Agree = process_group.alone  # how this process learns what is in the folders
@@ -68,6 +70,7 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def _forget(self) -> None:
         """Be as before the first batch."""
+        self.wait_for_left_reader()
         self._source: Source | None = None
         self._dealer: Any = None  # a `Dealer` from the first batch on
         self._position: Position | None = None
@@ -83,7 +86,7 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled dataset opens its files anew where it arrives, and starts from the beginning."""
-        made_anew = {"_source", "_dealer", "_position", "_readahead", "reader", "lent_to"}
+        made_anew = {"_source", "_dealer", "_position", "_readahead", "reader", "lent_to", "left_reader"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
         state["_travelled"] = self._rank()
         state["agree"] = self.agree if self._is_told else process_group.alone
@@ -92,6 +95,7 @@ class RolloutStream(RolloutFileBase[Transition]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lent_to = None
+        self.left_reader = None
         self._forget()
         self._saved, self._saved_name = state["_saved"], state["_saved_name"]
         self._is_continued = state["_is_continued"]
@@ -141,6 +145,13 @@ class RolloutStream(RolloutFileBase[Transition]):
         state, deal, _ = self._position
         return deal.number + int(state.is_exhausted.any() and not self._passes.has_pass(deal.number + 1))
 
+    def wait_for_left_reader(self) -> None:
+        """Wait until the thread of a prefetch that was left has ended its last read."""
+        reader = self.left_reader
+        self.left_reader = None
+        if reader is not None and reader.owner.is_own:
+            reader.close()
+
     # Epochs
 
     def set_epoch(self, epoch: int) -> None:
@@ -180,6 +191,7 @@ class RolloutStream(RolloutFileBase[Transition]):
             raise Undecided
 
     def reset_all(self) -> None:
+        self.wait_for_left_reader()
         if not is_in_worker() and (noted := self._noted()) is not None:  # workers have read
             self._epoch = noted[0]
             self._is_used = False
@@ -233,6 +245,8 @@ class RolloutStream(RolloutFileBase[Transition]):
             DatasetExhausted: There is no further batch.
             Undecided: It is not the next one, but that `after` a position, and the folders are to be looked at.
         """
+        if after is None:
+            self.wait_for_left_reader()
         position = after or self.position
         if self._dealer.is_due(position, self.agree is process_group.alone):
             if after is not None:

@@ -311,6 +311,7 @@ class WindowLoader(Shown):
     """Iterate over the windows of a dataset in batches; one iteration is one epoch.
 
     A gather takes less time than handing its result from a worker process over, so a thread reads ahead instead.
+    Leaving an iteration stops the thread, which may still end the batch that it is reading.
     Leaving an iteration and beginning another one goes on with the same epoch; going on with the old one as well
     raises, so `zip(loader, loader)` does. Ranks share an epoch: of each W * B windows in its order, rank r of W takes
     the r-th B, so that all have equally many batches. Under torch.distributed, every rank has to make the loader; all
@@ -441,19 +442,20 @@ class WindowLoader(Shown):
             return collate_windows(windows.batch(order.take(np.arange(first, stop), mode="wrap"), self.on_error))
 
         batches = (read(first, stop) for first, stop in bounds.tolist() if first < stop)
-        items = PipelinedDataCollector(batches, self.device, self.num_ahead)
-        with iter(items) as ahead:
-            for number, batch in enumerate(ahead, 1):
-                if number < len(bounds):
-                    self._position = start + number * global_size
-                else:  # here, so that no state stands at the end of an epoch
-                    self._go_to(epoch + 1)
-                yield batch
-                del batch
-                if self._turn != turn:
-                    got = "another one that was begun since, or a loader that was set to another place"
-                    raise UsageError("go on with an iteration", "over a WindowLoader", "one at a time", got)
-            self._go_to(epoch + 1)
+        # No `with` block: an iteration that the garbage collector drops must not wait for its thread.
+        ahead = iter(PipelinedDataCollector(batches, self.device, self.num_ahead))
+        for number, batch in enumerate(ahead, 1):
+            if number < len(bounds):
+                self._position = start + number * global_size
+            else:  # here, so that no state stands at the end of an epoch
+                self._go_to(epoch + 1)
+            yield batch
+            del batch
+            if self._turn != turn:
+                ahead.close()
+                got = "another one that was begun since, or a loader that was set to another place"
+                raise UsageError("go on with an iteration", "over a WindowLoader", "one at a time", got)
+        self._go_to(epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""

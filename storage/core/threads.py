@@ -189,6 +189,14 @@ class Worker:
             self._pool.shutdown()
         self.check()
 
+    def abandon(self) -> None:
+        """Accept no more jobs and let the thread end after those that were accepted, without waiting.
+
+        The garbage collector may call this inside any other call: it takes no lock.
+        """
+        self._is_closed = True
+        self._pool = None  # a pool that nothing holds ends its thread
+
     def _pending(self) -> list[Future[Any]]:
         self.owner.check()
         return [future for future in tuple(self._accepted) if not future.done()]

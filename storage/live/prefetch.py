@@ -131,13 +131,18 @@ class PipelinedDataCollector(Unique, Generic[T]):
 
 
 class PrefetchedItems(Owned, Iterator[T]):
-    """One iteration of a `PipelinedDataCollector`; dropping it, or leaving its loop, stops the producer."""
+    """One iteration of a `PipelinedDataCollector`.
+
+    `close` and the `with` block stop the producer and wait for its thread. Dropping the iteration stops the producer
+    without waiting: the garbage collector may drop it inside any call, also one that holds a lock which the thread
+    needs.
+    """
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
         self._collector = collector
         self._producer = producer
         self._owner = producer.worker.owner
-        weakref.finalize(self, _stop, weakref.ref(producer), producer.ending)
+        weakref.finalize(self, _abandon, weakref.ref(producer))
         self._num_got = 0
         self._futures: deque[Future[_Made]] = deque()
         self._fill()
@@ -172,6 +177,11 @@ class PrefetchedItems(Owned, Iterator[T]):
         """Stop the producer and wait for the item that it is making. Idempotent."""
         self._producer.close()
 
+    def abandon(self) -> Worker:
+        """Stop the producer without waiting, as dropping the iteration does. Return its worker, which can be closed."""
+        self._producer.abandon()
+        return self._producer.worker
+
 
 class _Made(NamedTuple):
     """An item, the event of its copy to CUDA, its stamp; or the failure of making it."""
@@ -195,28 +205,23 @@ class _Producer:
         self._pin = collector.pin
         self._transform = collector.transform
         self._stamp = collector.stamp
-        self.ending = _Ending(Worker("prefetch", max_pending=collector.max_lag))
+        self.worker = Worker("prefetch", max_pending=collector.max_lag)
+        self._thread = 0
         self._source: Iterator[Any] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._is_over = False
+        #: Whether no more items are made.
+        self.is_stopped = False
         #: Items that were begun.
         self.num_begun = 0
 
-    @property
-    def worker(self) -> Worker:
-        """The thread that makes the items."""
-        return self.ending.worker
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether no more items are made."""
-        return self.ending.is_stopped
-
     def make(self) -> _Made:
         """Make the next item, in the thread."""
+        if self.is_stopped:
+            self._forget_source()
         if self.is_stopped or self._is_over:
             return _END
-        self.ending.thread = threading.get_ident()
+        self._thread = threading.get_ident()
         try:
             if self._source is None:
                 self._source = iter(self._iterable)
@@ -252,14 +257,25 @@ class _Producer:
         self.stop()
 
     def stop(self) -> None:
-        """Make no more items, wait for the one that is being made, close the source in its thread.
+        """Make no more items, close the source in its thread, and wait for the thread unless this is it.
 
-        Does nothing in a forked child, where it runs when what it belongs to is collected.
+        Does nothing in a forked child.
         """
-        if self.worker.owner.is_own and not self.is_stopped and not self.ending.is_in_thread:
-            self.ending.is_stopped = True
+        if not self.worker.owner.is_own:
+            return
+        is_first_call = not self.is_stopped
+        self.is_stopped = True
+        if self._thread == threading.get_ident():
+            return
+        if is_first_call:
             self.worker.submit(self._forget_source)
-        self.ending.stop()
+        self.worker.close()
+
+    def abandon(self) -> None:
+        """Make no more items and let the thread end by itself. Does nothing in a forked child."""
+        if self.worker.owner.is_own:
+            self.is_stopped = True
+            self.worker.abandon()
 
     def _forget_source(self) -> None:
         """Drop what belongs to the caller, and may hold what drops this one."""
@@ -269,34 +285,11 @@ class _Producer:
         self._stamp = None
 
 
-class _Ending:
-    """Ends the thread of a producer. It holds nothing else, as what the caller gave may hold the iteration."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
-        self.thread = 0
-        self.is_stopped = False
-
-    @property
-    def is_in_thread(self) -> bool:
-        """Whether this is the thread of the producer: the garbage collector runs in any thread."""
-        return self.thread == threading.get_ident()
-
-    def stop(self) -> None:
-        """Stop; wait for the thread unless this is it. Does nothing in a forked child."""
-        if self.worker.owner.is_own:
-            self.is_stopped = True
-            if not self.is_in_thread:
-                self.worker.close()
-
-
-def _stop(producer: weakref.ref[_Producer], ending: _Ending) -> None:
-    """Stop a producer, or end its thread where it is collected together with its iteration."""
+def _abandon(producer: weakref.ref[_Producer]) -> None:
+    """Abandon the producer of an iteration that was dropped; one that was dropped with it has ended its thread."""
     there = producer()
     if there is not None:
-        there.stop()
-    else:
-        ending.stop()
+        there.abandon()
 
 
 def _hand_over(item: Any, event: Any) -> None:
