@@ -152,8 +152,9 @@ class BlockFolder:
         return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
     def keep_only(self, blocks: Sequence[Block]) -> None:
-        """Hold the intact blocks of an earlier look, edits included, in place of the present ones."""
-        self.blocks = {block.path.name: block for block in blocks if block.path.name not in self.problems}
+        """Hold the blocks of an earlier look that are intact and unchanged, and its edits, not the present blocks."""
+        present = {block.identity for block in self.blocks.values()}
+        self.blocks = {block.path.name: block for block in blocks if block.is_edit or block.identity in present}
         self.replaced = {}
         self.built = None
 

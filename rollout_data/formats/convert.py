@@ -39,7 +39,7 @@ from .conversion_resume import (
     unreadable_episodes,
 )
 from .episode_writer import ForeignWriter, occupied
-from .open_recording import open_source
+from .open_recording import check_any_readable, open_source, present_part
 from .registry import EXPORTS, WRITERS, writer_class
 
 _ACTION = "call rollout_data.convert"
@@ -87,8 +87,8 @@ def convert(
     Raises:
         UsageError: The format or an option is not known; the target holds something else, or was converted from another
             source or with other options; or another process is converting into it.
-        DataFileError: The source cannot be read; an `AccessError` or `FetchError` if its store refuses access or does
-            not answer. Call it again to resume.
+        DataFileError: The source cannot be read, or no episode of it; an `AccessError` or `FetchError` if its store
+            refuses access or does not answer. Call it again to resume.
         TargetError: The target cannot be written.
     """
     kind = _writer_of(to, options)
@@ -124,16 +124,15 @@ def _convert(
     recording: Recording, path: Path, kind: type[ForeignWriter], options: Mapping[str, Any], progress: bool
 ) -> Conversion:
     """Convert into a target that nobody else writes."""
-    removed = recording.removed()
-    if removed:
-        recording = recording.select(one for one in recording.ids if one not in removed)
+    recording, removed = present_part(recording)
+    problems = [*recording.problems, *removed]
+    check_any_readable(recording, len(recording), problems)
     damaged = _damaged(recording)
     plan = kind.planned(recording, recording.metadata, options)
     plan.source = source_state(recording)  # before a row is read: what changes later is another state
     with errors_of_target(path):
         there = kind.noted(path)
         is_complete = there is not None and kind.is_finished(path)
-    problems = [*recording.problems, *removed.values()]
     if there is not None and is_complete and not there.is_whole():
         raise occupied(path, "a complete target whose note is damaged")
     num_present = 0
@@ -148,6 +147,7 @@ def _convert(
         if is_complete:
             check_nothing_gained(there, plan, readable, path)
             problems += unread.values()
+            check_any_readable(recording, len(recording) - len(unread), problems)
             return Conversion(len(there.rows), len(there.rows), {}, problems, list(recording.advice))
         if kind.can_grow:
             plan.resume(there)
@@ -180,6 +180,7 @@ def _convert(
             break
         plan.forget()
     unwritten = set(writer.left_out)
+    check_any_readable(recording, len(recording) - len(unwritten), problems)
     for change, ids in writer.report.items():
         if change.startswith("the episode is left out"):
             unwritten.update(ids)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from storage.core.arguments import instance
-from storage.errors import UsageError
+from storage.errors import DataFileError, RolloutDataError, UsageError
 
-from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of, present_origins_of
+from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of
 from ..sources.recording import Recording, open_origin
 
 
@@ -41,8 +42,27 @@ def open(path: DataDir, format: str | None = None, *, remote: RemoteOptions | No
 def open_source(action: str, name: str, source: DataDir) -> Recording:
     """Open the source of a call, a path or a `Recording`; errors name the call and its argument."""
     found = _origin_of(action, name, source)
-    present_origins_of(source, action, name)
     return Recording(found, open_origin(found))
+
+
+def present_part(recording: Recording) -> tuple[Recording, list[DataFileError]]:
+    """Return the episodes whose files are as they were when the recording was opened, and errors of the others."""
+    removed = recording.removed()
+    if removed:
+        recording = recording.select(one for one in recording.ids if one not in removed)
+    return recording, list(removed.values())
+
+
+def check_any_readable(recording: Recording, num_readable: int, problems: Sequence[RolloutDataError]) -> None:
+    """Check that at least one episode of a recording can be read; `problems` tell why others cannot.
+
+    Raises:
+        DataFileError: There is none.
+    """
+    if not num_readable:
+        where = repr(str(recording.path))
+        reason = str(problems[0]) if problems else ""
+        raise DataFileError("read", where, "an episode that can be read", "none", reason)
 
 
 def _origin_of(action: str, name: str, source: Any) -> Origin:

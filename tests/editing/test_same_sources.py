@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 import rollout_data
@@ -40,7 +43,7 @@ def converted(source: Any, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of ours, a robomimic file, a folder with two of them, an empty folder and pipes."""
     path = tmp_path_factory.mktemp("sources")
     folder_of(path / "own", ("a",), NUM)
@@ -58,7 +61,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bound.bind(str(path / "socket.h5"))
     (path / "dangling").symlink_to(path / "nothing")
     (path / "loop").symlink_to(path / "loop")
-    return path
+    yield path
+    for writer in WRITERS:
+        writer.close()
 
 
 def in_memory(path: Path) -> str:
@@ -68,6 +73,90 @@ def in_memory(path: Path) -> str:
     return url
 
 
+def own_copy(path: Path) -> Path:
+    """Copy the folder of ours to a place of its own; blocks keep their times."""
+    return Path(shutil.copytree(path / "own", Path(tempfile.mkdtemp(dir=path)) / "own"))
+
+
+def blocks_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("rollout_*.h5"))
+
+
+def with_damaged_header(path: Path, count: int | None = None) -> Path:
+    """Overwrite the beginning of the first blocks of a folder of ours; None is all blocks."""
+    folder = own_copy(path)
+    for block in blocks_of(folder)[:count]:
+        data = block.read_bytes()
+        block.write_bytes(b"x" * 64 + data[64:])
+    return folder
+
+
+def pruned_since_opened(path: Path, trajectories: int, ids: list[str] | None = None) -> rollout_data.Recording:
+    folder = own_copy(path)
+    recording = rollout_data.open(folder)
+    chosen = recording if ids is None else recording.select(ids)
+    rollout_data.prune(folder, trajectories=trajectories)
+    return chosen
+
+
+def without_files(path: Path) -> rollout_data.Recording:
+    folder = own_copy(path)
+    recording = rollout_data.open(folder)
+    shutil.rmtree(folder)
+    return recording
+
+
+def all_dropped(path: Path) -> Path:
+    folder = own_copy(path)
+    rollout_data.drop(folder, rollout_data.open(folder).ids)
+    return folder
+
+
+def still_written(path: Path) -> Path:
+    """Return a folder whose writer has published a trajectory of 4 frames and 2 frames of the next, and writes on."""
+    folder = Path(tempfile.mkdtemp(dir=path)) / "live"
+    writer = rollout_data.RolloutWriter(folder, 1, durable=False, writer_name="live")
+    WRITERS.append(writer)
+    for step in range(6):
+        row = np.full((1, 2), step, np.float32)
+        writer.add(observation=row, action=row, reward=row[:, 0], terminated=np.array([step == 3]))
+    writer.flush()
+    return folder
+
+
+def without_observations(path: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=path)) / "bare"
+    with rollout_data.RolloutWriter(folder, 1, durable=False, without_observation=True) as writer:
+        for step in range(6):
+            row = np.full((1, 2), step, np.float32)
+            writer.add(states=row, action=row, reward=row[:, 0], terminated=np.array([step in (3, 5)]))
+    return folder
+
+
+def damaged_demos(path: Path, names: list[str]) -> Path:
+    """Copy the robomimic file and give some demos actions of another length."""
+    file = Path(tempfile.mkdtemp(dir=path)) / "own.hdf5"
+    shutil.copy(path / "own.hdf5", file)
+    with h5py.File(file, "r+") as opened:
+        for name in names:
+            del opened[f"data/{name}/actions"]
+            opened[f"data/{name}/actions"] = np.zeros((2, 2), np.float32)
+    return file
+
+
+def cut_set(path: Path, version: str, num: int) -> Path:
+    """Convert to LeRobot, and cut the last data files."""
+    pytest.importorskip("pyarrow")
+    folder = Path(tempfile.mkdtemp(dir=path)) / "set"
+    rollout_data.convert(path / "own", folder, "lerobot", fps=10, version=version, progress=False)
+    for file in sorted((folder / "data").rglob("*.parquet"))[-num:]:
+        data = file.read_bytes()
+        file.write_bytes(data[: len(data) // 2])
+    return folder
+
+
+#: Writers of the sources that are still written.
+WRITERS: list[rollout_data.RolloutWriter] = []
 #: Name -> (the source, lengths of its episodes or the error of each call).
 SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataError]]] = {
     "folder": (lambda path: path / "own", [3, 4, 5, 6, 7, 9]),
@@ -89,6 +178,23 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataErro
     "missing": (lambda path: path / "nothing", MissingFolderError),
     "pipe": (lambda path: path / "pipe", UsageError),
     "pipe with the name of a file": (lambda path: path / "pipe.h5", UsageError),
+    "damaged block": (lambda path: with_damaged_header(path, 1), [4, 6, 9]),
+    "damaged blocks only": (with_damaged_header, DataFileError),
+    "pruned since it was opened": (lambda path: pruned_since_opened(path, 3), [4, 6, 9]),
+    "selection of pruned episodes": (lambda path: pruned_since_opened(path, 3, ["a:0"]), DataFileError),
+    "recording without files": (without_files, DataFileError),
+    "still written": (still_written, [2, 4]),
+    "recording of what is still written": (lambda path: rollout_data.open(still_written(path)), [2, 4]),
+    "foreign file with damage": (lambda path: damaged_demos(path, ["demo_1"]), [3, 4, 5, 6, 9]),
+    "foreign file of damage only": (lambda path: damaged_demos(path, [f"demo_{n}" for n in range(NUM)]), DataFileError),
+    "LeRobot 3.0 with a cut file": (lambda path: cut_set(path, "v3.0", 1), [3, 4, 5, 7, 9]),
+    "LeRobot 2.1 with a cut file": (lambda path: cut_set(path, "v2.1", 1), [3, 4, 5, 7, 9]),
+    "LeRobot 3.0 of cut files": (lambda path: cut_set(path, "v3.0", NUM), DataFileError),
+    "LeRobot 2.1 of cut files": (lambda path: cut_set(path, "v2.1", NUM), DataFileError),
+    "no episode": (lambda path: rollout_data.open(path / "own").select([]), DataFileError),
+    "no foreign episode": (lambda path: rollout_data.open(path / "own.hdf5").select([]), DataFileError),
+    "all dropped": (all_dropped, DataFileError),
+    "without observations": (without_observations, [2, 4]),
     "number": (lambda path: 3, UsageError),
     "none": (lambda path: None, UsageError),
 }
@@ -104,7 +210,8 @@ def test_each_call_takes_the_same_sources(place: Path, tmp_path: Path, name: str
     else:
         with pytest.raises(expected):
             call(source(place), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
+        out = tmp_path / "out"
+        assert not out.exists() or [file.name for file in out.iterdir()] == ["rollout_conversion.jsonl"]
 
 
 FORMATS = ["lerobot", "robomimic", "isaaclab", "minari", "d4rl", "rlinf", "trajectory-folders"]

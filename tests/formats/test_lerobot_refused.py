@@ -144,6 +144,24 @@ def test_a_damaged_file_of_one_episode_costs_that_episode(tmp_path: Path, damage
     assert "episode_000002" in str(recording.problems[0])
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
+@pytest.mark.parametrize("choice", ["refuse", "rebuild"])
+def test_a_damaged_file_of_several_episodes_costs_these_episodes(tmp_path: Path, damage: str, choice: str) -> None:
+    path = LeRobotSet(tmp_path / "set", LENGTHS, files=[0, 1, 1, 2]).write()
+    file = path / "data" / "chunk-000" / "file-001.parquet"
+    data = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(data[: len(data) // 2 if damage == "cut" else 0])
+    recording = rollout_data.open(path, on_bad_index=choice)
+    check(recording, LENGTHS, [0, 3])
+    assert "file-001" in str(recording.problems[0]) and "episodes 1, 2 are left out" in str(recording.problems[0])
+    for other in ("file-000", "file-002"):
+        (path / "data" / "chunk-000" / f"{other}.parquet").unlink()
+    with pytest.raises(DataFileError, match="file-000"):
+        rollout_data.open(path)
+
+
 def test_a_task_that_rows_and_index_tell_differently_is_reported(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "set", LENGTHS)
     made.entries[1]["tasks"] = ["another"]

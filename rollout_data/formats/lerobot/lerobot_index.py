@@ -34,6 +34,8 @@ _TASK_NAMES = {2: "meta/tasks.jsonl", 3: "meta/tasks.parquet"}
 _MAX_LINES_BYTES = 1 << 24
 #: More parts of episodes than this in a file, besides those of the index, are no recording.
 _MAX_RUNS = 1 << 16
+#: Episodes of a damaged file that are named.
+_NUM_SHOWN = 20
 _ADVICE = 'Open it with on_bad_index="rebuild" to group the rows by their episode_index'
 
 
@@ -173,20 +175,30 @@ class Index:
                 raise self.bad("the index", f"{name} {self._info.content[name]}", str(found))
 
     def _read_runs(self) -> list[Run]:
-        """Look at every row of every file. A damaged file of one episode leaves that one out."""
+        """Look at every row of every file. The episodes of a damaged file are left out."""
         runs: list[Run] = []
-        episodes = {entry.file: episode for episode, entry in self.entries.items()}
+        damages: list[CorruptFileError] = []
+        episodes: dict[str, list[int]] = defaultdict(list)
+        for episode, entry in self.entries.items():
+            episodes[entry.file].append(episode)
         for name in [*episodes, *(name for name in _data_files(self._info) if name not in episodes)]:
             try:
                 runs += self._runs_of(name)
             except DataFileError as cause:
-                problem = self.bad(f"the data {name!r}", cause.expected, cause.got, cause.kind or "unreadable")
-                problem.episode = str(episodes.get(name, ""))
+                listed = episodes.get(name, [])
+                got = cause.got if len(listed) < 2 else f"{cause.got} (episodes {_shortened(listed)} are left out)"
+                problem = self.bad(f"the data {name!r}", cause.expected, got, cause.kind or "unreadable")
+                problem.episode = str(listed[0]) if len(listed) == 1 else ""
                 problem.__cause__ = cause
-                if self._info.major == 3 and not self._rebuilds:
+                is_contradiction = cause.kind == "counts"
+                if is_contradiction and self._info.major == 3 and not self._rebuilds:
                     raise problem from cause
-                self.problems.append(problem)
-                self.entries.pop(episodes.get(name, -1), None)
+                damages.append(problem)
+                for episode in listed:
+                    del self.entries[episode]
+        if damages and not runs and not self._rebuilds:
+            raise damages[0]
+        self.problems += damages
         return runs
 
     def _runs_of(self, name: str) -> list[Run]:
@@ -313,6 +325,12 @@ def _read_lines(info: Info, name: str, *numbers: str) -> list[dict[str, Any]]:
                 "read", f"line {row} of {str(path)!r}", f"an object with {', '.join(numbers)}", "none"
             )
     return lines
+
+
+def _shortened(numbers: Sequence[int]) -> str:
+    """Return numbers as text, the first ones if there are many."""
+    shown = ", ".join(map(str, numbers[:_NUM_SHOWN]))
+    return f"{shown} and {len(numbers) - _NUM_SHOWN} more" if len(numbers) > _NUM_SHOWN else shown
 
 
 def _texts(value: Any) -> tuple[str, ...]:

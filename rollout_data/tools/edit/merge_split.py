@@ -32,9 +32,9 @@ from ...blocks.folder_metadata import ENDS, Metadata, load_metadata, publish_met
 from ...blocks.write_block import block_name, write_block
 from ...formats.convert import convert
 from ...formats.frame_rate import RATE_KEYS
+from ...formats.open_recording import check_any_readable, open_source, present_part
 from ...formats.open_recording import open as open_recording
-from ...formats.open_recording import open_source
-from ...remote.locations import DataDir, DataDirs, RemotePath, present_origins_of
+from ...remote.locations import DataDir, DataDirs, RemotePath, origins_of
 from ...sources.block_source import Blocks
 from ...sources.episode_reader import NO_FIELDS
 from ...sources.recording import Recording
@@ -119,7 +119,8 @@ def merge(sources: DataDirs, out: str | os.PathLike[str], *, progress: bool = Fa
     Blocks become hard links; they are copied to other file systems, and where two writers have one name. A block that
     two sources share, as the parts of `split` do, is there once, and so is each trajectory; it is dropped only if no
     source has it. Recordings of other formats, and folders with a damaged block, are converted: data that cannot be
-    read are left out and named in `NewFolder.problems`, as by `convert`.
+    read, and episodes of an open recording that were removed since, are left out and named in `NewFolder.problems`,
+    as by `convert`.
 
     Args:
         sources: Paths of any format, or recordings.
@@ -129,11 +130,13 @@ def merge(sources: DataDirs, out: str | os.PathLike[str], *, progress: bool = Fa
     Raises:
         UsageError: There is no source, or `out` is not empty, or lies in one.
         SchemaError: The fields differ.
-        DataFileError: A source cannot be opened, or lacks an episode that an open recording of it has.
+        DataFileError: A source cannot be opened, or none of its episodes can be read.
     """
     action = "call rollout_data.merge"
     progress = arguments.flag(action, "progress", progress)
-    recordings = [open_source(action, "sources", one) for one in present_origins_of(sources, action, "sources")]
+    recordings = [open_source(action, "sources", one) for one in origins_of(sources, action, "sources")]
+    for recording in recordings:
+        _check_source(recording)
     done = NewFolder(arguments.path(action, "out", out))
     with new_folder(action, "out", out, *(one.path for one in recordings)) as made:
         _unite(recordings, made, done, progress)
@@ -163,11 +166,12 @@ def split(
     Raises:
         UsageError: The shares do not add up to 1, a name cannot be that of a folder, or `out` is not empty, or lies in
             the source.
-        DataFileError: The source cannot be opened, or lacks an episode that the open recording has.
+        DataFileError: The source cannot be opened, or none of its episodes can be read.
     """
     action = "call rollout_data.split"
     progress = arguments.flag(action, "progress", progress)
     recording = open_source(action, "path", path)
+    _check_source(recording)
     done = dict[str, NewFolder]()
     target = arguments.path(action, "out", out)
     chosen = recording.parts(action, parts, seed)
@@ -182,6 +186,12 @@ def split(
     return done
 
 
+def _check_source(recording: Recording) -> None:
+    """Raise `DataFileError` if no episode of a recording can be read."""
+    present, removed = present_part(recording)
+    check_any_readable(recording, len(present), [*recording.problems, *removed])
+
+
 def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progress: bool) -> None:
     """Link the blocks of recordings into a new folder, or write them anew, and tell what is left out there.
 
@@ -193,7 +203,9 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
     found = list[BlockFolder]()
     selections: list[Recording] = []
     renamed: list[dict[str, str]] = []
-    for place, recording in enumerate(recordings):
+    for place, source in enumerate(recordings):
+        recording, removed = present_part(source)
+        done.problems += removed
         ids = recording.origin.ids
         folder = _intact_folder(recording)
         names = {} if folder is None else _free_names(_blocks_with(folder, ids), made)
@@ -293,12 +305,9 @@ def _intact_folder(recording: Recording) -> BlockFolder | None:
 def _converted(recording: Recording, scratch: Path, done: NewFolder, progress: bool) -> BlockFolder:
     """Convert a recording to the folder `scratch`; its problems and advice are appended to those of `done`."""
     scratch.mkdir(parents=True)
+    if not len(recording):  # a part without episodes
+        return BlockFolder.at(scratch)
     conversion = convert(recording, scratch, progress=progress)
-    if not conversion.num_episodes:
-        where = repr(str(recording.path))
-        got = f"none of {len(recording)}"
-        advice = str(conversion.problems[0]) if conversion.problems else ""
-        raise DataFileError("read", where, "an episode that can be read", got, advice)
     done.problems += conversion.problems
     done.advice += conversion.advice
     return BlockFolder.at(scratch)

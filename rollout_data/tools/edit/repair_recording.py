@@ -30,6 +30,7 @@ from ...blocks.trajectory_index import TrajectoryIndex
 from ...blocks.write_block import block_name, write_block
 from ...formats.block_episode_writer import OwnWriter
 from ...formats.episode_writer import EpisodeToWrite
+from ...formats.open_recording import check_any_readable, present_part
 from ...remote.locations import DataDir, RemotePath
 from ...sources.recording import Recording
 from ...sources.video_range import VideoRange
@@ -93,7 +94,8 @@ class Repaired:
         actions: One for each finding, in the order of `doctor`.
         num_trajectories: What the new folder holds; -1 after a dry run.
         remaining: What `doctor` still finds of what was mended.
-        problems: File name -> what `verify` says of the new folder.
+        problems: File name -> what `verify` says of the new folder; id of a trajectory that was removed from the source
+            since the recording was opened -> its error.
     """
 
     path: Path
@@ -142,11 +144,13 @@ def repair(
     if recording is None:
         assert failure is not None
         raise failure
-    recording.check_present()
+    recording, removed = present_part(recording)
+    check_any_readable(recording, len(recording), [*recording.problems, *removed])
+    problems: dict[str, RolloutDataError] = {error.episode: error for error in removed}
     diagnosis = doctor(recording, only=only, progress=progress)
     plan = _Plan(recording, diagnosis.findings, bool(only), yes)
     if dry_run:
-        return Repaired(target, tuple(plan.actions))
+        return Repaired(target, tuple(plan.actions), problems=problems or None)
     if len(plan.dropped) == len(recording):
         got = "findings in all of them" if len(recording) else "none"
         raise DataFileError("repair", repr(str(path)), "a trajectory to keep", got)
@@ -158,7 +162,8 @@ def repair(
     folder = BlockFolder.at(target, verify_on_open=True)
     codes = sorted({action.finding.code for action in plan.actions if action.kind != "-"})
     remaining = doctor(target, only=codes).findings if codes else ()
-    return Repaired(target, tuple(plan.actions), len(folder.index), tuple(remaining), dict(folder.problems))
+    problems |= folder.problems
+    return Repaired(target, tuple(plan.actions), len(folder.index), tuple(remaining), problems)
 
 
 class _Plan:
