@@ -18,6 +18,7 @@ import numpy as np
 
 from storage.errors import CorruptFileError
 
+from ..sources.chunk_decoder import RowCache
 from .input_checks import KnownFiles, damage_named, file_inside, optional
 
 #: Decoded at a time; one row may be larger.
@@ -29,6 +30,8 @@ _MAX_WHOLE_ROWS = 1 << 23
 #: Of columns in lists of unknown lengths, where they have more values than the file has bytes: the least of both.
 _VALUES_PER_BYTE, _VALUES_PER_ROW, _MANY_VALUES = 1 << 5, 1 << 6, 1 << 20
 _MAX_FOOTERS = 64
+#: Row groups of encoded pictures are kept as they are stored, of all files of a folder together.
+_KEPT_GROUP_BYTES = 128 << 20
 #: Rows whose texts are copies of their own for a moment.
 _TEXTS_AT_ONCE = 64
 #: Arrow's names -> ours.
@@ -128,6 +131,12 @@ class ParquetFile:
                 if first < last:
                     yield {name: plain_array(batch.column(name)).slice(first, last - first) for name in columns}
                 position += len(batch)
+
+    def groups(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the first row and the end of each row group with some of the rows `start:stop`."""
+        for low, high in pairwise(self._starts.tolist()):
+            if low < stop and high > start:
+                yield low, high
 
     def integers(self, names: Sequence[str]) -> dict[str, Array]:
         """Read whole columns of integers or truth values: name -> `[rows]` int64."""
@@ -232,6 +241,34 @@ class ParquetFile:
         return CorruptFileError("read", repr(str(self.path)), expected, got)
 
 
+class KeptRows:
+    """Rows of some columns of a row group, as arrow arrays: what `ParquetFile.batches` yields.
+
+    Attributes:
+        nbytes: Bytes of the rows.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[dict[str, Any]] = []
+        self.nbytes = 0
+
+    def append(self, batch: dict[str, Any]) -> None:
+        """Take the next rows."""
+        self._batches.append(batch)
+        self.nbytes += sum(array.nbytes for array in batch.values())
+
+    def slices(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows `start:stop`: column -> an arrow array, a view."""
+        for batch in self._batches:
+            num_rows = len(next(iter(batch.values())))
+            first = max(start, 0)
+            last = min(stop, num_rows)
+            if first < last:
+                yield {name: array.slice(first, last - first) for name, array in batch.items()}
+            start -= num_rows
+            stop -= num_rows
+
+
 class ParquetFiles(dict[str, ParquetFile]):
     """The files of one folder by their names, opened when asked for; the footers of a few are kept.
 
@@ -243,6 +280,8 @@ class ParquetFiles(dict[str, ParquetFile]):
     def __init__(self, root: Path, known: KnownFiles | None = None) -> None:
         self._root = root
         self._known = KnownFiles() if known is None else known
+        self._groups = RowCache(_KEPT_GROUP_BYTES)
+        self._large_groups: set[tuple[str, int, tuple[str, ...]]] = set()
 
     def __missing__(self, name: str) -> ParquetFile:
         if len(self) == _MAX_FOOTERS:
@@ -250,6 +289,40 @@ class ParquetFiles(dict[str, ParquetFile]):
         self._known.check(self._root / name)
         self[name] = ParquetFile(file_inside(self._root, name), self._known)
         return self[name]
+
+    def kept_batches(
+        self, name: str, columns: Mapping[str, int | None], start: int, stop: int
+    ) -> Iterator[dict[str, Any]]:
+        """Read as `ParquetFile.batches` does, and keep the row groups that were read last, as they are encoded.
+
+        Reading a few rows of a row group takes as long as reading all rows before them.
+        """
+        file = self[name]
+        for group_start, group_stop in file.groups(start, stop):
+            self._known.check(file.path)
+            first = max(start, group_start)
+            last = min(stop, group_stop)
+            group = self._kept_group(name, columns, group_start, group_stop)
+            if group is None:
+                yield from file.batches(columns, first, last)
+            else:
+                yield from group.slices(first - group_start, last - group_start)
+
+    def _kept_group(self, name: str, columns: Mapping[str, int | None], start: int, stop: int) -> KeptRows | None:
+        """Return a row group that is kept, read if it is not there; None if it is too large."""
+        key = name, start, tuple(columns)
+        if key in self._large_groups:
+            return None
+        group: KeptRows | None = self._groups.get(key)
+        if group is None:
+            group = KeptRows()
+            for batch in self[name].batches(columns, start, stop):
+                group.append(batch)
+                if group.nbytes > _KEPT_GROUP_BYTES:
+                    self._large_groups.add(key)
+                    return None
+            self._groups.put(key, group)
+        return group
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ParquetFiles, (self._root, self._known)

@@ -6,7 +6,8 @@ are read one by one are kept by piece while they are in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from ..blocks.block_header import DATA, FINAL, read_header
 from ..blocks.missing_trajectories import is_stand_in
 from ..blocks.row_layout import RowLayout
 from ..blocks.trajectory_index import Int64s, LostBlockError, Runs, TrajectoryIndex
-from .chunk_decoder import RowCache
+from .chunk_decoder import CHUNK_CACHE_BYTES, RowCache
 from .frame_store import GONE, FrameStore, Place
 from .shared_memory import SharedMemory, Spot, shared_memory
 
@@ -158,13 +159,19 @@ class CachedFrames(FrameStore):
 class FileFrames(FrameStore):
     """Rows that are read file by file and kept while they are in use: foreign files, other systems.
 
+    Small rows are read by whole blocks. Large rows that are decoded alone or in small groups, such as pictures, are
+    read by groups: a random window decodes only the groups that it needs.
+
     Args:
         read_rows: Reads all rows of one kind of one block.
         losses: What it raises where a file is lost for good; a `LostBlockError` is made of it.
-        max_cached_bytes: How much of what was read is kept.
+        max_cached_bytes: How much of the blocks that were read is kept.
         read_part: Reads some of these rows, `start:stop`: of a damaged block the intact rows are still read. None
             where that cannot be.
         file_of: Returns the file that holds a row; None where it is that of the block.
+        group_of: Returns how many rows of a block are decoded together, and the number of its first row in the first
+            group; (None, 0) where whole blocks are read. None where all are. It needs `read_part`.
+        max_group_bytes: How much of the groups that were read is kept.
     """
 
     def __init__(
@@ -176,44 +183,112 @@ class FileFrames(FrameStore):
         max_cached_bytes: int = 1 << 30,
         read_part: ReadPart | None = None,
         file_of: Callable[[Block, Place, int], Path] | None = None,
+        group_of: Callable[[Block, Place], tuple[int | None, int]] | None = None,
+        max_group_bytes: int = CHUNK_CACHE_BYTES,
     ) -> None:
         super().__init__(index, layouts)
         self._read_rows = read_rows
         self._losses = losses
         self._read_part = read_part
         self._told_file_of = file_of
+        self._group_of = group_of
+        self._groups: dict[tuple[int, Place], tuple[int | None, int]] = {}
         #: Damaged rows of blocks whose other rows were read.
         self._damaged: dict[tuple[int, Place], dict[int, DataFileError]] = {}
         self._broken: set[tuple[int, Place]] = set()  # of which no row can be read
         self._cache = RowCache(max_cached_bytes, keeps_last=True)
+        self._cached_groups = RowCache(max_group_bytes)
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         windows = (out if out.dim() == 3 else out[None]).view(torch.uint8).numpy()
         for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
-            rows = self._cache.get((block, place))
-            if rows is None:
-                rows = self._read(block, place)
-                self._cache.put((block, place), rows)
-            damaged = self._damaged.get((block, place), {})
-            for number in sorted(damaged):
-                if row <= number < row + count:
-                    raise self._lost(block, damaged[number]) from damaged[number]
             window, begin = divmod(to, windows.shape[1])
-            windows[window, begin : begin + count] = rows[row : row + count]
+            target = windows[window, begin : begin + count]
+            group_rows, first_in_group = self._rows_of_group(block, place)
+            if group_rows is None:
+                target[:] = self._rows_of_block(block, place, row, count)
+            else:
+                self._copy_groups(block, place, row, group_rows, first_in_group, target)
+
+    def _rows_of_group(self, block: int, place: Place) -> tuple[int | None, int]:
+        """Return how many rows are decoded together and the number of the first row in its group; see `group_of`."""
+        if self._group_of is None:
+            return None, 0
+        key = block, place
+        if key not in self._groups:
+            with self._losses_named(block):
+                self._groups[key] = self._group_of(self.index.blocks[block], place)
+        return self._groups[key]
+
+    def _rows_of_block(self, block: int, place: Place, first: int, count: int) -> np.ndarray:
+        """Return rows of a block, all of which is read and kept."""
+        rows: np.ndarray | None = self._cache.get((block, place))
+        if rows is None:
+            rows = self._read(block, place)
+            self._cache.put((block, place), rows)
+        damaged = self._damaged.get((block, place), {})
+        for number in sorted(damaged):
+            if first <= number < first + count:
+                raise self._lost(block, damaged[number]) from damaged[number]
+        return rows[first : first + count]
+
+    def _copy_groups(
+        self, block: int, place: Place, first: int, group_rows: int, first_in_group: int, out: np.ndarray
+    ) -> None:
+        """Copy the rows from `first` on to `out`; read the groups that are not kept, neighbours at once."""
+        about = self.index.blocks[block]
+        num_rows = int(about.fragments["length"].sum())
+        stop = first + len(out)
+        start_of = range(-first_in_group, num_rows, group_rows)
+        groups = range((first + first_in_group) // group_rows, (stop - 1 + first_in_group) // group_rows + 1)
+        kept = {group: self._cached_groups.get((block, place, group)) for group in groups}
+        missing = [group for group in groups if kept[group] is None]
+        for some in _neighbours(missing):
+            low = max(start_of[some[0]], 0)
+            high = min(start_of[some[-1]] + group_rows, num_rows)
+            rows = self._read_part_safely(block, place, low, high)
+            for group in some:
+                begin = max(start_of[group], 0) - low
+                kept[group] = rows[begin : start_of[group] + group_rows - low].copy()
+                self._cached_groups.put((block, place, group), kept[group])
+        for group, rows in kept.items():
+            begin = max(start_of[group], 0)
+            low = max(first, begin)
+            high = min(stop, begin + len(rows))
+            out[low - first : high - first] = rows[low - begin : high - begin]
+
+    def _read_part_safely(self, block: int, place: Place, start: int, stop: int) -> np.ndarray:
+        assert self._read_part is not None
+        with self._losses_named(block):
+            return self._read_part(self.index.blocks[block], place, start, stop)
 
     def _read(self, block: int, place: Place) -> np.ndarray:
+        with self._losses_named(block):
+            try:
+                return self._read_rows(self.index.blocks[block], place)
+            except UnansweredError:
+                raise
+            except DataFileError:
+                if DataFileError not in self._losses:
+                    raise
+                is_broken = (block, place) in self._broken
+                intact = None if is_broken else self._intact_rows(block, place)
+                if intact is None:
+                    self._broken.add((block, place))
+                    raise
+                return intact
+
+    @contextmanager
+    def _losses_named(self, block: int) -> Iterator[None]:
+        """Raise what reading a block raises as the error that names its trajectories."""
         try:
-            return self._read_rows(self.index.blocks[block], place)
+            yield
         except UnansweredError:
             raise
         except DataFileError as cause:
             if DataFileError not in self._losses:
                 raise
-            found = None if (block, place) in self._broken else self._intact_rows(block, place)
-            if found is None:
-                self._broken.add((block, place))
-                raise self._lost(block, cause) from cause
-            return found
+            raise self._lost(block, cause) from cause
         except self._losses as cause:
             raise self.index.lost_block(block, _in_words(cause)) from cause
         except OSError as cause:
@@ -263,6 +338,17 @@ class FileFrames(FrameStore):
             return None
         self._damaged[block, place] = damaged
         return rows
+
+
+def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
+    """Divide ascending numbers into runs of consecutive ones."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def read_block(block: Block, place: Place, layouts: Mapping[str, RowLayout]) -> np.ndarray:

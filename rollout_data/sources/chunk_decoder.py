@@ -27,7 +27,7 @@ CHUNK_CACHE_BYTES = 512 << 20
 
 
 class RowCache:
-    """Decoded rows by key, the least recently used given up first; for several threads.
+    """Rows by key, anything with `nbytes`, the least recently used given up first; for several threads.
 
     Args:
         max_bytes: How much is kept at most.
@@ -38,21 +38,23 @@ class RowCache:
         self.max_bytes = max_bytes
         self.keeps_last = keeps_last
         self._num_bytes = 0
-        self._kept: OrderedDict[Any, np.ndarray] = OrderedDict()
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         """Rows can be read again: a pickled cache arrives empty."""
         return RowCache, (self.max_bytes, self.keeps_last)
 
-    def get(self, key: Any) -> np.ndarray | None:
+    def get(self, key: Any) -> Any:
+        """Return what is kept by a key, None if nothing is."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
                 self._kept.move_to_end(key)
             return found
 
-    def put(self, key: Any, rows: np.ndarray) -> None:
+    def put(self, key: Any, rows: Any) -> None:
+        """Keep rows; what was not used for the longest time goes where they are too many."""
         if rows.nbytes > self.max_bytes and not self.keeps_last:
             return
         with self._lock:

@@ -118,6 +118,14 @@ class ForeignReader(ABC):
         """Return the file that holds a field of a step of episode `number`, for errors."""
         return self.path
 
+    def rows_read_together(self, number: int, name: str) -> int | None:
+        """Return how many consecutive steps of a field are decoded together, counted from step 0 of the episode.
+
+        It is 1 where each row is decoded by itself, as an encoded picture is. None means that neighbours cost little
+        more, as those of small rows and of a video do.
+        """
+        return None
+
     def read_fields(self, number: int, names: Sequence[str], start: int, stop: int) -> dict[str, Any]:
         """Read several fields as `read` does: name -> values. A reader that can opens its file once for them."""
         return {name: self.read(number, name, start, stop) for name in names}

@@ -44,7 +44,7 @@ from .frame_store import GONE, FrameStore, Place
 from .shared_memory import Spot
 from .source_kind import BlocksInUse, Kind, Origins, control_modes
 
-#: Rows are read in pieces of about this size, and as much is kept.
+#: Small rows are read in pieces of about this size, and so much of them is kept.
 _PIECE_BYTES, _CACHE_BYTES = 4 << 20, 512 << 20
 #: What a batch has of its own.
 RESERVED = (
@@ -165,8 +165,20 @@ class Readers(Kind):
                     return reader.file_of(episode, name, step)
             return reader.file_of(episode, names[0], step) if names else reader.path
 
+        def group_of(block: Block, place: Place) -> tuple[int | None, int]:
+            names = list(layouts[place[0]].columns[place[1]].offsets)
+            number, episode = places[block.key]
+            reader = self._readers[number]
+            if place[0] != DATA or len(names) != 1 or names[0] not in reader.episodes[episode].schema:
+                return None, 0
+            num_rows = reader.rows_read_together(episode, names[0])
+            return num_rows, 0 if num_rows is None else int(block.fragments["start"][0]) % num_rows
+
         losses = (*GONE, DataFileError)
-        store = FileFrames(TrajectoryIndex(blocks), layouts, read, losses, _CACHE_BYTES, read_part, file_of)
+        group_bytes = self._source.chunk_cache_bytes
+        store = FileFrames(
+            TrajectoryIndex(blocks), layouts, read, losses, _CACHE_BYTES, read_part, file_of, group_of, group_bytes
+        )
         store.told_tasks = [info.task for _, info in kept]
         store.told_names = [info.name for _, info in kept]
         store.told_texts = partial(self._texts, [key for key, _ in kept], list(texts))

@@ -78,7 +78,8 @@ class WindowDataset(WindowBatches):
         contiguous: Give every field contiguous memory of its own, rather than a view of rows.
         texts: Add `task`: the number of the task that was noted of the episode, int64 `[B]`; see the attribute `texts`.
         verify_on_open: Check every checksum when a block is first seen.
-        chunk_cache_bytes: How much of the decoded chunks of coded components is kept, those used last; 0 for none.
+        chunk_cache_bytes: How much of the decoded chunks of coded components, and of the decoded pictures of other
+            systems' files, is kept, those used last; 0 for none.
         remote: How files behind a network are read.
         on_error: "skip" leaves out windows whose data are damaged or gone: the batch is shorter by them, perhaps
             empty, and no other window moves. "raise" names the file, the episode and the frame.

@@ -57,6 +57,7 @@ class Found(NamedTuple):
         stored: Dtype of its bytes in the file; None if HDF5 must convert them.
         offset: Where they lie, if in one piece.
         expansion: What a byte of a chunk can unpack to; 0 if its chunks need not be looked at before they are read.
+        chunk_rows: Rows of a chunk; 1 where there are no chunks.
     """
 
     shape: tuple[int, ...]
@@ -64,6 +65,7 @@ class Found(NamedTuple):
     stored: np.dtype[Any] | None
     offset: int | None
     expansion: int = 0
+    chunk_rows: int = 1
 
 
 class OpenFile:
@@ -178,6 +180,7 @@ class OpenFile:
         space = node.get_space()
         offset = node.get_offset()
         expansion = 0
+        chunk_rows = 1
         if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return Found((), "", None, None)
         shape: tuple[int, ...] = space.get_simple_extent_dims()
@@ -198,6 +201,7 @@ class OpenFile:
             expansion = 1
             if settings.get_layout() == h5d.CHUNKED:
                 expansion = self._expansion(node, settings)
+                chunk_rows = int(settings.get_chunk()[0])
                 num_bytes = max(num_bytes, 2 * prod(settings.get_chunk()) * node.get_type().get_size())
             claimed_bytes = stored_bytes * expansion
             likely_bytes = max(_MAX_UNPACKED_BYTES, stored_bytes * _LIKELY_EXPANSION)
@@ -208,7 +212,7 @@ class OpenFile:
         if num_bytes > most_bytes:
             got = f"{num_bytes} bytes in a file of {self.num_bytes}"
             raise CorruptFileError("read", self.place(node), "a file that holds its data", got)
-        return Found(shape, kind, stored, offset, expansion)
+        return Found(shape, kind, stored, offset, expansion, chunk_rows)
 
     def _expansion(self, node: h5d.DatasetID, settings: Any) -> int:
         """Return what a byte of a chunk can unpack to; 1 if nothing unpacks it."""

@@ -29,6 +29,8 @@ from .hdf5_datasets import Files, Found, OpenFile
 _CHECKED_AT_ONCE = 600
 #: What is metadata may be this large.
 _MAX_ASIDE_BYTES = 1 << 20
+#: Rows of at least this size, such as pictures, are read by the chunks of the file.
+_LARGE_ROW_BYTES = 16 << 10
 #: Of more steps only the last is looked at.
 _MAX_FLAGS = 1 << 16
 #: Names of ours, not to be taken by other datasets.
@@ -304,6 +306,16 @@ class Hdf5Reader(ForeignReader):
         info = self.episodes[number]
         column = info.source.layout.columns[name]
         return self.rows(info, column, column.first + start, column.first + stop)
+
+    def rows_read_together(self, number: int, name: str) -> int | None:
+        info = self.episodes[number]
+        column = info.source.layout.columns[name]
+        if column.is_picture:
+            return 1
+        if info.schema[name].row_bytes < _LARGE_ROW_BYTES or column.first:
+            return None
+        with self.files.use(info.source.path) as file:
+            return self.check(file, info)[column.path].chunk_rows
 
     def read_final(self, number: int, name: str) -> Any:
         info = self.episodes[number]

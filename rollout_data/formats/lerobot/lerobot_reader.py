@@ -326,6 +326,9 @@ class Reader(ForeignReader):
             before += run.length
         return self.path
 
+    def rows_read_together(self, number: int, name: str) -> int | None:
+        return 1 if self._features[name].kind == "image" else None
+
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         return self.read_fields(number, [name], start, stop)[name]
 
@@ -378,7 +381,9 @@ class Reader(ForeignReader):
         for run in runs if features else ():
             low = max(start - before, 0)
             high = min(stop - before, run.length)
-            if low < high:
+            if low < high and any(one.kind == "image" for one in features):
+                yield from self._files.kept_batches(run.file, widths, run.row + low, run.row + high)
+            elif low < high:
                 yield from self._files[run.file].batches(widths, run.row + low, run.row + high)
             before += run.length
 

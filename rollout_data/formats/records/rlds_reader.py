@@ -230,6 +230,10 @@ class Reader(ForeignReader):
                 found[key.removeprefix(_METADATA)] = values[0] if not leaf.shape and len(values) == 1 else values
         return found
 
+    def rows_read_together(self, number: int, name: str) -> int | None:
+        leaf = self._steps.get(name)
+        return 1 if leaf is not None and leaf.kind == "picture" else None
+
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         info = self.episodes[number]
         path, first, last = info.source
