@@ -170,12 +170,17 @@ def _read_from(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...
 
 
 @of_kind("undecodable")
-def end_time(path: Path) -> float:
-    """Return when the video ends, in seconds; 0 if it has no frame."""
+def summarize_video(path: Path) -> tuple[float, dict[str, str]]:
+    """Return when a video ends in seconds, 0 if it has no frame, and LeRobot's names of its codec and pixels."""
     with _opened(path) as (_, stream):
         start = stream.start_time or 0
         duration = stream.duration or 0
-        return float((start + duration) * stream.time_base) if stream.frames else 0.0
+        end_s = float((start + duration) * stream.time_base) if stream.frames else 0.0
+        context = stream.codec_context
+        held = {"video.codec": context.codec.canonical_name}
+        if context.pix_fmt:
+            held["video.pix_fmt"] = context.pix_fmt
+        return end_s, held
 
 
 def _frames_at(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...]) -> Iterator[Any]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+#: Names under which LeRobot describes the file of a camera.
+_DETAILS = ("video_info", "info")
+
 
 @dataclass(frozen=True)
 class VideoRange:
@@ -18,6 +21,7 @@ class VideoRange:
         num_frames: Frames of the episode.
         rate_hz: Frames per second.
         about: LeRobot's description of the camera.
+        held: What the file holds, by names of the description: "video.codec", "video.pix_fmt"; empty without PyAV.
     """
 
     path: Path
@@ -25,10 +29,31 @@ class VideoRange:
     num_frames: int
     rate_hz: float
     about: Mapping[str, Any]
+    held: Mapping[str, str]
 
     @property
     def codec(self) -> str:
-        """Name of the codec in the description of the camera; "" without one."""
-        found = [self.about.get(name) for name in ("video_info", "info")]
-        codecs = [one["video.codec"] for one in found if isinstance(one, dict) and one.get("video.codec")]
+        """Name of the codec in the file, or else in the description of the camera; "" without one."""
+        stated = [self.about[name] for name in _DETAILS if isinstance(self.about.get(name), dict)]
+        codecs = [one["video.codec"] for one in (self.held, *stated) if one.get("video.codec")]
         return str(codecs[0]) if codecs else ""
+
+    @property
+    def true_about(self) -> dict[str, Any]:
+        """The description of the camera, with what the file holds in place of other statements."""
+        about = dict(self.about)
+        known = {**self.held, "video.fps": self.rate_hz}
+        for name in _DETAILS:
+            if isinstance(about.get(name), dict):
+                about[name] = {key: known.get(key, value) for key, value in about[name].items()}
+        return about
+
+    def false_statements(self) -> list[str]:
+        """Return what the description says of the file and the file does not hold, as text."""
+        described = self.true_about
+        return [
+            f"{key} {described[name][key]!r} instead of {value!r}"
+            for name in _DETAILS
+            for key, value in (self.about[name].items() if isinstance(self.about.get(name), dict) else ())
+            if described[name][key] != value
+        ]

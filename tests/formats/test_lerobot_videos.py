@@ -236,3 +236,54 @@ def test_video_of_depth_becomes_pictures_of_the_same_depth_and_is_named(tmp_path
     for mine, theirs in zip(source, rollout_data.open(tmp_path / "kept"), strict=True):
         np.testing.assert_array_equal(theirs["observation/images.front"], mine["observation/images.front"])
         assert len(np.unique(mine["observation/images.front"])) > 100
+
+
+def test_a_copy_states_the_codec_and_the_pixels_that_its_video_files_hold(tmp_path: Path) -> None:
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
+    info_path = tmp_path / "set/meta/info.json"
+    info = json.loads(info_path.read_text())
+    right = info["features"][CAMERA]["info"]
+    stated = {**right, "video.codec": "av1", "video.pix_fmt": "yuv444p", "video.fps": 50, "has_audio": False}
+    info["features"][CAMERA]["info"] = stated
+    info_path.write_text(json.dumps(info))
+    for name, options in (("copy", {}), ("same", {"video": "h264"})):
+        done = rollout_data.convert(tmp_path / "set", tmp_path / name, "lerobot", progress=False, **options)
+        described = json.loads((tmp_path / name / "meta/info.json").read_text())["features"][CAMERA]["info"]
+        assert described == right
+        about = "the description of 'observation/images.front' has"
+        assert done.changes == {
+            f"{about} video.codec 'h264' instead of 'av1'": ["0", "1", "2", "3"],
+            f"{about} video.pix_fmt 'yuv420p' instead of 'yuv444p'": ["0", "1", "2", "3"],
+            f"{about} video.fps 20.0 instead of 50": ["0", "1", "2", "3"],
+        }
+        assert digests(tmp_path / name) == digests(tmp_path / "set")
+    again = rollout_data.convert(tmp_path / "set", tmp_path / "copy", "lerobot", progress=False)
+    assert again.num_present == 4
+
+
+def test_video_of_another_codec_than_the_first_is_encoded_again_and_named(tmp_path: Path) -> None:
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
+    file = sorted((tmp_path / "set").rglob("*.mp4"))[2]
+    encode(file, pictures(2, LENGTHS[2]), [0], {"crf": "10", "b:v": "0"}, "libvpx-vp9")
+    done = rollout_data.convert(tmp_path / "set", tmp_path / "copy", "lerobot", progress=False)
+    why = "its video is vp9, unlike that of the first episode"
+    assert done.changes[f"'observation/images.front' is encoded again as h264, with loss: {why}"] == ["2"]
+    copies = sorted((tmp_path / "copy").rglob("*.mp4"))
+    for path in copies:
+        with av.open(str(path)) as container:
+            assert container.streams.video[0].codec_context.codec.canonical_name == "h264"
+    assert digests(tmp_path / "copy")[:2] == digests(tmp_path / "set")[:2]
+
+
+def test_a_damaged_video_costs_the_camera_of_a_copy_or_the_episode_by_a_filter(tmp_path: Path) -> None:
+    rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
+    file = sorted((tmp_path / "set").rglob("*.mp4"))[1]
+    file.write_bytes(file.read_bytes()[:100])
+    recording = rollout_data.open(tmp_path / "set")
+    done = rollout_data.convert(recording, tmp_path / "whole", "lerobot", progress=False)
+    name = "observation/images.front"
+    assert done.changes[f"field {name!r} is left out: not all episodes have it"] == ["0", "2", "3"]
+    assert [problem.episode for problem in done.problems] == ["1"] and done.num_episodes == 4
+    kept = recording.filter(lambda episode: name in episode.schema)
+    rollout_data.convert(kept, tmp_path / "kept", "lerobot", progress=False)
+    assert digests(tmp_path / "kept") == [digests(tmp_path / "set")[place] for place in (0, 2, 3)]

@@ -618,3 +618,33 @@ def test_statistics_leave_out_nan_and_keep_infinite_neighbours_infinite(tmp_path
         assert (got["q50"][:2], got["mean"][0]) == ([sign * 4, sign * 4], sign * 4)
         assert got["q99" if sign > 0 else "q01"][1] == sign * np.inf
         assert all(np.isnan(value[2]) for value in got.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        (
+            [{"role": "user", "at": 10**18 + 1}],
+            pa.list_(pa.struct([("role", pa.string()), ("at", pa.timestamp("ns"))])),
+        ),
+        (
+            [{"role": "user"}],
+            pa.list_(pa.struct([("role", pa.string()), ("role", pa.string())])),
+        ),
+    ],
+)
+def test_a_column_of_language_whose_values_json_cannot_hold_is_left_out_and_named(
+    tmp_path: Path, values: list[dict[str, Any]], kind: Any
+) -> None:
+    made = LeRobotSet(tmp_path / "source", [4, 3])
+    column = pa.array([values] * 4, kind)
+    made.tables = [
+        table.append_column("language_events", column.slice(0, length))
+        for table, length in zip(made.tables, made.lengths, strict=True)
+    ]
+    recording = rollout_data.open(made.write())
+    assert any("'language_events'" in str(problem) for problem in recording.problems)
+    done = rollout_data.convert(recording, tmp_path / "own", progress=False)
+    assert done.num_episodes == 2 and any("'language_events'" in str(problem) for problem in done.problems)
+    for mine, theirs in zip(recording, rollout_data.open(tmp_path / "own"), strict=True):
+        np.testing.assert_array_equal(mine["observation/state"], theirs["observation/state"])

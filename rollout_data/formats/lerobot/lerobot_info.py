@@ -21,7 +21,7 @@ from ..format_detection import LEROBOT_INFO
 from ..input_checks import file_inside, read_object
 from ..parquet import first_row
 from ..video_frames import DepthCoding
-from .lerobot_language import describe
+from .lerobot_language import describe, fits_json
 
 #: As objects they take twenty times as much.
 MAX_OBJECT_BYTES = 1 << 24
@@ -185,7 +185,8 @@ def column_feature(source: str, name: str, row: Any, about: Mapping[str, Any]) -
         return Feature(source, "action_text" if name == "action" else name, "text")
     if leaf not in DTYPES:
         is_language = source.startswith("language_") or about.get("dtype") == "language"
-        return Feature(source, name, "language") if is_language or describe(row.type) is not None else None
+        is_read = describe(row.type) is not None or (is_language and fits_json(row.type))
+        return Feature(source, name, "language") if is_read else None
     is_vector = name.partition("/")[0] in (_OBSERVATION, "action")
     if declared is not None and prod(declared) == prod(shape) and len(shape) < 2:
         shape = declared  # in one level, as a scalar for (1,)

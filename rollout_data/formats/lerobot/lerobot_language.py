@@ -40,6 +40,16 @@ def describe(kind: Any) -> Any:
     return str(kind) if str(kind) in _PRIMITIVES else None
 
 
+def fits_json(kind: Any) -> bool:
+    """Return whether values of an Arrow type can be texts in JSON: no times in nanoseconds, no two keys of one name."""
+    pyarrow, _ = arrow()
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return fits_json(kind.storage_type)
+    fields = [kind.field(place) for place in range(kind.num_fields)]
+    has_own_names = not pyarrow.types.is_struct(kind) or len({field.name for field in fields}) == len(fields)
+    return has_own_names and getattr(kind, "unit", "") != "ns" and all(fits_json(field.type) for field in fields)
+
+
 def has_unknown(described: Any) -> bool:
     """Return whether a part of a description is Arrow's null, the type of values that were all missing."""
     if isinstance(described, Mapping):

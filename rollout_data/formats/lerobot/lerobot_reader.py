@@ -27,7 +27,7 @@ from ...sources.video_range import VideoRange
 from ..encoded_images import decode_picture
 from ..input_checks import KnownFiles, damage_named, file_inside, read_object
 from ..parquet import arrow, as_rows, first_row, shared_texts
-from ..video_frames import end_time, read_frames
+from ..video_frames import read_frames, summarize_video
 from .lerobot_index import SUCCESS, Entry, Index, Run
 from .lerobot_info import (
     INDEX_COLUMNS,
@@ -82,6 +82,7 @@ class Reader(ForeignReader):
             self.problem("open", repr(str(self.path)), "a complete set", "one whose writer has stopped", advice)
         index = Index(info, self._rebuilds)
         self._known_videos = KnownFiles()
+        self._held: dict[str, dict[str, str]] = {}
         self.problems += index.problems
         self._files = index.files
         self._tasks = index.tasks
@@ -279,7 +280,10 @@ class Reader(ForeignReader):
         path = self._video_file(file)
         if not path.stat().st_size:
             raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
-        return end_time(path) if find_spec("av") else float("inf")
+        if not find_spec("av"):
+            return float("inf")
+        end_s, self._held[file] = summarize_video(path)
+        return end_s
 
     def _video_file(self, file: str) -> Path:
         """Return the path of a video that has not changed since it was first read."""
@@ -366,7 +370,8 @@ class Reader(ForeignReader):
         info = self.episodes[number]
         file, start_s = info.source.videos[feature.source]
         about = self.metadata["features"][feature.source]
-        return VideoRange(self._video_file(file), start_s, info.length, self._fps, about)
+        held = self._held.get(file, {})
+        return VideoRange(self._video_file(file), start_s, info.length, self._fps, about, held)
 
     def _check_frames(self, array: Any, first: int, episode: str) -> None:
         frames = as_rows([array], (), repr(_FRAME))

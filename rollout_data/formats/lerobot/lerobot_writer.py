@@ -413,6 +413,9 @@ class Writer(ForeignWriter):
         source = _video_of(episode, name) if column.about is not None else None
         how = ""
         if source is not None:
+            for statement in source.false_statements():
+                self.changed(f"the description of {name!r} has {statement}", episode)
+        if source is not None and source.codec in (column.codec, ""):
             with suppress(CorruptFileError):  # reading the rows raises the error of the source
                 how = copy_video(source, path)
         if how:
@@ -433,6 +436,8 @@ class Writer(ForeignWriter):
         write_video(path, self._parts(episode, column, rows, statistics), self._fps, codec)
         if source is not None:
             why = "its packets in a video file that several episodes share cannot stand alone"
+            if source.codec not in (column.codec, ""):
+                why = f"its video is {source.codec}, unlike that of the first episode"
             self.changed(f"{name!r} is encoded again as {codec}, with loss: {why}", episode)
 
     def _new_statistics(self) -> SetStatistics:
@@ -728,7 +733,7 @@ def _chosen_video(
     first = videos[0]
     is_video = first is not None and all(one is not None and one.rate_hz == fps for one in videos)
     if first is not None and is_video and codec in (None, first.codec):
-        return first.codec or "h264", first.about
+        return first.codec or "h264", first.true_about
     if codec is not None:
         return codec, None
     return "h264" if groot or first is not None else "", None
