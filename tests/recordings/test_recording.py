@@ -172,6 +172,20 @@ def test_own_blocks_give_episodes_with_their_notes_texts_and_ends(tmp_path):
     assert recording[2].final_observation is None
 
 
+def test_schemas_of_own_episodes_are_listed_once_whatever_names_are_noted_as_absent(tmp_path):
+    """A conversion notes flags of the end and parts of a joined observation as absent: they are no fields here."""
+    absent = [["next.done"], ["count"], [], ["observation/left", "count"], ["observation/left"]]
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        for names in absent:
+            noted = {"absent_fields": names}
+            writer.add(observation=[[1.0]], action=[[0.0]], count=[3], done=[True], episode=noted)
+    recording = rollout_data.open(tmp_path)
+    which, schemas = recording.schemas()
+    assert [list(schema) for schema in schemas] == [["observation", "action", "count"], ["observation", "action"]]
+    assert which.tolist() == [0, 1, 0, 1, 0]
+    assert [schemas[place] for place in which] == [episode.schema for episode in recording]
+
+
 def test_names_of_own_episodes_stay_when_others_are_recorded(tmp_path):
     before = recorded(tmp_path)[1:3]
     with RolloutWriter(tmp_path, 2, durable=False, writer_name="a") as writer:
