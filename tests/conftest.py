@@ -1,6 +1,7 @@
 """Shared by all tests: profiles for the property tests, and a pretended GPU for the tests that need one."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,14 @@ def short_folder() -> Iterator[Path]:
     """A folder for `TMPDIR`: sockets below it have names of at most 107 bytes, for which `tmp_path` leaves no room."""
     with tempfile.TemporaryDirectory(prefix="rd_") as name:
         yield Path(name)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let SIGINT raise `KeyboardInterrupt`, also if a shell has started the tests with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,10 @@ from tests.watch import await_wait_in
 ROOT = Path(__file__).parents[1]
 FOLDERS = tuple(str(ROOT / name) + os.sep for name in ("storage", "rollout_data"))
 WAIT_S = 60
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("ctrl_c"),
+]
 
 
 def interrupt(call: Callable[[], Any], point: int) -> list[Any]:

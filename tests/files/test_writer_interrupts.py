@@ -20,6 +20,8 @@ import pytest
 from rollout_data import RolloutWriter
 from tests.files.readback import trajectories_of
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
+
 
 @pytest.fixture(autouse=True)
 def no_garbage_collection() -> Iterator[None]:
