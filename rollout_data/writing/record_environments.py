@@ -290,6 +290,9 @@ class _Recorder:
         self._sum_of_rewards = 0.0
         self._num_ended = 0
         self._num_dropped_in_a_row = 0
+        #: Steps with tensors on a GPU that were taken, and the number of the last one that was recorded.
+        self._num_late = 0
+        self._last_recorded_late = 0
         #: What the env showed before the next step to be recorded, and the same of a step to come after a reset.
         self._before = simulator.seen
         self._fresh = simulator.seen
@@ -342,19 +345,23 @@ class _Recorder:
         *values, infos = result
         step = (fresh, self._action, (*values, needed_infos(infos, {*self._names, TASK, "observations"})))
         if has_device_tensors(step):
-            self.writer.record_late(step, self._add_late)
+            self._num_late += 1
+            self.writer.record_late(step, partial(self._add_late, self._num_late))
             return
         try:
             self.writer.settle()
         finally:  # an error of an earlier step costs that step alone
             self._add(step)
 
-    def _add_late(self, step: tuple[dict[str, Any], Any, Any]) -> None:
+    def _add_late(self, number: int, step: tuple[dict[str, Any], Any, Any]) -> None:
         """Record a step from a GPU, which the writer gives again after a Ctrl-C: nothing is counted twice."""
+        if number == self._last_recorded_late:  # the Ctrl-C came after it
+            return
         parts = (self, self.simulator)
         states = [{name: _copied(value) for name, value in vars(part).items()} for part in parts]
         try:
             self._add(step)
+            self._last_recorded_late = number
         except Exception:
             raise
         except BaseException:

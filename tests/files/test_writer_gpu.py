@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from rollout_data import RecordingWrapper, RolloutWriter
+from rollout_data.writing import record_environments, rollout_writer
 from rollout_data.writing.staged_frames import Staging
+from storage.core import late_copies
 from storage.errors import SchemaError, UsageError
 from tests.files.readback import trajectories_of
 from tests.test_device_calls import no_waits
@@ -222,3 +225,78 @@ def test_an_error_of_an_earlier_step_names_the_call_of_the_wrapper_that_raises_i
             getattr(wrapped, call)()
     with suppress(UsageError):  # of the steps after it, which lack a reset
         wrapped.close()
+
+
+class CountedEnv:
+    """Rewards of step t are t; episodes of the first environment have two steps, those of the second three."""
+
+    num_envs = 2
+
+    def __init__(self):
+        self.metadata = {"autoreset_mode": "same_step"}
+        self.num_steps = 0
+
+    def reset(self):
+        return torch.zeros(2, 2, device="cuda"), {}
+
+    def step(self, actions):
+        self.num_steps += 1
+        values = torch.full((2, 1), float(self.num_steps), device="cuda")
+        ends = torch.tensor([self.num_steps % 2 == 0, self.num_steps % 3 == 0]).to("cuda")
+        return torch.zeros(2, 2, device="cuda"), values[:, 0], ends, torch.zeros_like(ends), {}
+
+
+#: Functions in which a step from a GPU is recorded and then released.
+LATE_FUNCTIONS = ("_add_late", "_record_late_step", "release")
+
+
+def interrupted_at(place, call):
+    """Make a call, interrupted as it first reaches a line, of which None is none; list all lines that it reaches."""
+    files = [module.__file__ for module in (record_environments, rollout_writer, late_copies)]
+    reached = {}
+
+    def look(frame, event, _):
+        if frame.f_code.co_filename not in files or frame.f_code.co_name not in LATE_FUNCTIONS:
+            return None
+        here = (frame.f_code, frame.f_lineno, event)
+        reached[here] = True
+        if here == place:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        with suppress(KeyboardInterrupt):
+            call()
+    finally:
+        sys.settrace(before)
+    return list(reached)
+
+
+def test_a_ctrl_c_in_any_line_counts_no_step_of_a_wrapped_environment_twice(cuda_device, tmp_path):
+    def trial(folder, place):
+        ended = []
+
+        def keep(episode):
+            ended.append(episode)
+            return True
+
+        wrapped = RecordingWrapper(CountedEnv(), folder, durable=False, keep=keep)
+        wrapped.reset()
+        actions = torch.zeros(2, 1, device="cuda")
+        for _ in range(2):
+            wrapped.step(actions)
+        reached = interrupted_at(place, lambda: wrapped.step(actions))
+        wrapped.step(actions)
+        wrapped.rollout_writer.close()
+        recorded = {(one.env, one.length, float(one.column("reward").sum())) for one in trajectories_of(folder)}
+        assert {(one.env_id, one.length, one.total_reward) for one in ended} == recorded, place
+        assert wrapped.rollout_writer.num_frames == sum(length for _, length, _ in recorded), place
+        return reached
+
+    places = trial(tmp_path / "none", None)
+    assert {place[0].co_name for place in places} == {*LATE_FUNCTIONS}
+    for number, place in enumerate(places):
+        trial(tmp_path / str(number), place)
