@@ -86,6 +86,8 @@ class Report:
             axes.plot(frames[width - 1 :], mean, color=COLOURS["expert (PPO)"], label=f"mean of {width} episodes")
             axes.legend()
         axes.set(title="PPO learns", xlabel="frames", ylabel="return of an episode")
+        axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
 
     def _draw_returns(self, axes) -> None:
         generator = np.random.default_rng(0)
