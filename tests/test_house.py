@@ -44,7 +44,7 @@ MAY_IMPORT = {
         "playback": "blocks codecs live remote sources",
         "windows": "blocks live remote sources",
         "trajectories": "blocks checkpoints live sources",
-        "writing": "blocks codecs onpolicy playback",
+        "writing": "blocks codecs onpolicy playback sources",
         "formats": "blocks codecs remote replay saving sources writing",
         "tools": "blocks formats remote saving sources writing",
         "__main__": "",

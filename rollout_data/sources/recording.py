@@ -31,7 +31,7 @@ from .episode_table import COLUMNS, as_table, column_of, kept_rows
 from .field_statistics import FieldStatistics, compute_statistics
 from .folder_reader import FolderReader
 from .format_registry import open_foreign
-from .recordings_in_folder import recordings_in, several_error
+from .recordings_in_folder import check_single
 from .source import Source, kind_of
 
 _NUM_SHOWN = 5
@@ -360,8 +360,8 @@ def open_origin(origin: Origin) -> ForeignReader:
         return reader
     origin = local_origin(origin, origin.remote or RemoteOptions())
     kind = kind_of(origin)
-    if kind in (None, Blocks) and origin.format is None and (inside := recordings_in(origin.path)):
-        raise several_error("call rollout_data.open", origin.path, inside)
+    if kind in (None, Blocks) and origin.format is None:
+        check_single("call rollout_data.open", origin.path)
     if kind is None or kind is Readers:
         return open_foreign(origin.path, origin.format, **origin.options)
     if origin.options:

@@ -34,6 +34,12 @@ def _is_recording(path: Path) -> bool:
     return False
 
 
+def check_single(action: str, path: str | os.PathLike[str]) -> None:
+    """Raise the error that names the recordings directly in a folder that is none itself."""
+    if inside := recordings_in(path):
+        raise several_error(action, Path(path), inside)
+
+
 def several_error(
     action: str, path: Path, inside: list[Path], error_class: type[RolloutDataError] = UsageError
 ) -> RolloutDataError:

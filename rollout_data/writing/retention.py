@@ -20,6 +20,7 @@ from storage.errors import UsageError
 
 from ..blocks.block_folder import BlockFolder, save_index_cache
 from ..blocks.trajectory_index import TrajectoryIndex
+from ..sources.recordings_in_folder import check_single
 from .conversion_record import note_replaced
 from .writer_journal import journal_path
 
@@ -52,11 +53,16 @@ def prune(
 
     Returns:
         The files, oldest first for each writer.
+
+    Raises:
+        UsageError: No limit is given, one is no integer >= 1, or the folder holds recordings and is none itself.
     """
     action = "call rollout_data.prune"
     limits = checked_limits(action, {"trajectories": trajectories, "frames": frames, "bytes": bytes})
     dry_run = arguments.flag(action, "dry_run", dry_run)
     folder = BlockFolder.at(arguments.path(action, "data_dir", data_dir))
+    if not folder.blocks:
+        check_single(action, folder.data_dir)
     index = folder.index
     is_growing = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
     is_kept = ~index.is_complete() & np.array(is_growing, bool)[index.writer]

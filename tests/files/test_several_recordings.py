@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rollout_data
-from rollout_data import convert, drop, edits_of, keep, tag, undrop, untag
+from rollout_data import convert, drop, edits_of, keep, prune, tag, undrop, untag
 from rollout_data.tools.cli.command_line import COMMANDS, main
 from storage.errors import UsageError
 from tests.editing.folders import files, folder_of
@@ -65,6 +65,12 @@ def test_a_page_that_was_asked_for_of_several_recordings_is_a_wrong_call(walks: 
         ["drop", "all", "a:0"],
         ["keep", "all", "--select", "length>3"],
         ["tag", "all", "a:0", "--set", "task=push"],
+        ["verify", "all"],
+        ["verify", "--repair", "all"],
+        ["pack", "all", "new"],
+        ["pack", "all", "--in-place"],
+        ["prune", "all", "--frames", "5"],
+        ["push", "all", "memory://new/walks"],
     ],
 )
 def test_commands_that_need_one_recording_name_all_that_a_folder_holds(
@@ -144,7 +150,17 @@ def test_pipes_and_sockets_among_data_are_waited_for_by_no_command(walks: Path, 
         assert any("camera.h5" in finding.message for finding in rollout_data.doctor("walk_2", only=["FIL"]).findings)
 
 
-@pytest.mark.parametrize("change", [drop, keep, undrop, untag, lambda path, ids: tag(path, ids, task="push")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        drop,
+        keep,
+        undrop,
+        untag,
+        lambda path, ids: tag(path, ids, task="push"),
+        lambda path, _: prune(path, frames=5),
+    ],
+)
 def test_editing_a_folder_of_several_recordings_names_them(walks: Path, change: Any) -> None:
     os.mkfifo(walks / "pipe.h5")
     before = files(walks)

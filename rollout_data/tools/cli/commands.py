@@ -16,7 +16,7 @@ from ...formats.convert import convert as convert_recording
 from ...formats.open_recording import open as open_recording
 from ...remote.push import push as push_folder
 from ...sources.recording import Recording
-from ...sources.recordings_in_folder import recordings_in
+from ...sources.recordings_in_folder import check_single, recordings_in
 from ...writing.retention import LIMITS
 from ...writing.retention import prune as prune_folder
 from ..edit.pack_folder import check_folder, open_folder, pack_dataset, repair_folder
@@ -173,5 +173,6 @@ def prune(options: argparse.Namespace) -> Answer:
 
 
 def push(options: argparse.Namespace) -> Answer:
+    check_single("push", options.data_dir)
     num_blocks = push_folder(options.data_dir, options.url, progress=options.progress)
     return Answer({"num_blocks": num_blocks}, [f"{num_blocks:,} blocks were uploaded"])

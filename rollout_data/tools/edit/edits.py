@@ -35,7 +35,7 @@ from ...blocks.write_block import TEMPORARY_PREFIX, write_block
 from ...remote.locations import RemotePath, origins_of
 from ...sources.block_source import Blocks
 from ...sources.episode_reader import ABSENT
-from ...sources.recordings_in_folder import recordings_in, several_error
+from ...sources.recordings_in_folder import check_single
 from ...sources.source import kind_of
 from ...writing.annotation_checks import episode_json
 
@@ -288,8 +288,7 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         advice = "Edit it, then push it"
         got = f"the URL {str(origin.path)!r}" if not others else f"{1 + len(others)} paths"
         raise UsageError(_call(action), "", expected, got, advice)
-    if inside := recordings_in(origin.path):
-        raise several_error(_call(action), origin.path, inside)
+    check_single(_call(action), origin.path)
     if kind_of(origin) is not Blocks:
         expected = "path as a folder of block files"
         advice = "Convert it first: rollout_data.convert(path, new_path)"

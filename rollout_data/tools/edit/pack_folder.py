@@ -25,6 +25,7 @@ from ...blocks.block_header import METADATA_NAME, BlockHeader
 from ...blocks.edit_blocks import named_edit
 from ...blocks.folder_metadata import load_metadata, publish_metadata
 from ...blocks.write_block import write_block
+from ...sources.recordings_in_folder import check_single
 from ...writing.conversion_record import note_replaced
 from ...writing.writer_journal import DeadWriter, recover_dead_writers
 from ..doctor.examination import opened
@@ -80,11 +81,12 @@ def open_folder(data_dir: str | os.PathLike[str], verify: bool = False, progress
     """Open a data folder, with `verify` checking all checksums, with `progress` behind a progress bar.
 
     Raises:
-        UsageError: There is no such folder.
+        UsageError: There is no such folder, or it holds recordings and is none itself.
         DataFileError: It holds neither blocks nor the metadata of a dataset.
     """
     folder = (_Watched if progress else BlockFolder).at(data_dir, verify)
     if folder.schema is None and not any(name.startswith("rollout_") for name in folder.problems):
+        check_single("open the data folder", folder.data_dir)
         expected = f"blocks (rollout_*.h5), or a {METADATA_NAME} that names fields"
         raise DataFileError("open the data folder", repr(str(folder.data_dir)), expected, "neither")
     return folder
