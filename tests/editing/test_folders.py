@@ -16,7 +16,7 @@ import rollout_data
 from rollout_data import convert, drop, edits_of, merge, split, tag
 from rollout_data.tools.cli.command_line import main
 from rollout_data.tools.edit.pack_folder import check_folder
-from storage.errors import RolloutDataWarning, SchemaError, UsageError
+from storage.errors import DataFileError, RolloutDataWarning, SchemaError, TargetError, UsageError
 from tests.editing.folders import content, files, folder_of, ids
 from tests.files.recorded import record
 from tests.recordings.sets import state, write_demos
@@ -67,6 +67,29 @@ def test_blocks_are_hard_links_and_copies_where_there_can_be_none(walk: Path, tm
     done = merge([walk], tmp_path / "copied")
     assert done.num_copied and not done.num_linked and content(tmp_path / "copied") == content(walk)
     assert not any(path.samefile(walk / path.name) for path in (tmp_path / "copied").glob("rollout_?_0*.h5"))
+
+
+@pytest.mark.parametrize("name", ["merge", "split", "repair"])
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC])
+def test_an_error_of_a_link_is_one_of_the_source_or_of_the_target(
+    walk: Path, tmp_path: Path, monkeypatch, name: str, number: int
+) -> None:
+    def failing(source: Path, target: Path) -> None:
+        if number == errno.ENOENT:
+            source.unlink()
+        raise OSError(number, os.strerror(number), str(source), None, str(target))
+
+    monkeypatch.setattr(os, "link", failing)
+    calls = {
+        "merge": lambda out: merge(walk, out),
+        "split": lambda out: split(walk, {"a": 1.0}, out),
+        "repair": lambda out: rollout_data.repair(walk, out),
+    }
+    with pytest.raises(DataFileError if number == errno.ENOENT else TargetError) as caught:
+        calls[name](tmp_path / "out")
+    if number == errno.ENOENT:
+        assert str(walk / "rollout_a_000000.h5") in str(caught.value) and "call it again" in str(caught.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_names_that_two_recordings_share_do_not_collide(walk: Path, tmp_path: Path) -> None:

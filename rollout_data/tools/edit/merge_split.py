@@ -44,6 +44,8 @@ from .edits import Edits, Key, publish_edits, read_edits
 
 #: What linking raises where files cannot have another name there.
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
+#: What linking and copying raise because of the file that is linked or copied, not because of its new place.
+_OF_SOURCE = (errno.ENOENT, errno.ESTALE, errno.EIO)
 #: Where recordings of other formats are converted to, within the new folder.
 _CONVERTED = ".converted"
 
@@ -79,6 +81,7 @@ def new_folder(action: str, name: str, target: str | os.PathLike[str], *sources:
 
     Raises:
         UsageError: The target is, or lies in, one of the sources, or it is not empty, or somebody else writes it.
+        DataFileError: A file of a source cannot be read.
         TargetError: The target cannot be written.
     """
     place = arguments.path(action, name, target).resolve()
@@ -94,9 +97,12 @@ def new_folder(action: str, name: str, target: str | os.PathLike[str], *sources:
             with replace_folder(place, ()) as made:
                 yield made
     except (DataFileError, OSError) as cause:
-        is_of_source = isinstance(cause, DataFileError) or _names_one_of(cause, sources)
-        if made is not None and is_of_source:
+        if made is not None and isinstance(cause, DataFileError):
             raise
+        if made is not None and isinstance(cause, OSError) and _names_one_of(cause, sources):
+            advice = "If it was removed meanwhile, as by prune, call it again"
+            where = repr(cause.filename)
+            raise DataFileError(verb, where, "a file that can be read", str(cause.strerror), advice) from cause
         where, got = f"into {str(target)!r}", f"{type(cause).__name__}: {cause}"
         if isinstance(cause, TargetError):
             got = cause.got
@@ -108,6 +114,8 @@ def new_folder(action: str, name: str, target: str | os.PathLike[str], *sources:
 def _names_one_of(error: OSError, places: Sequence[Path | RemotePath]) -> bool:
     """Return whether an error is of a file in one of some places."""
     if not isinstance(error.filename, (str, os.PathLike)):
+        return False
+    if error.filename2 is not None and error.errno not in _OF_SOURCE:
         return False
     path = Path(error.filename)
     return any(place in (path, *path.parents) for place in places if isinstance(place, Path))
