@@ -18,9 +18,10 @@ from rollout_data import RolloutWriter, doctor, drop, edits_of, repair, tag
 from rollout_data.blocks.block_header import read_header
 from rollout_data.tools.cli.command_line import main
 from rollout_data.tools.edit.pack_folder import check_folder
-from rollout_data.tools.edit.repair_recording import ASKS, REPORT_NAME
-from storage.errors import DataFileError, UsageError
-from tests.doctor.sets import wrong_cases
+from rollout_data.tools.edit.repair_actions import EPISODE_REPAIRS
+from rollout_data.tools.edit.repair_recording import REPORT_NAME
+from storage.errors import DataFileError
+from tests.doctor.sets import Case, wrong_cases
 from tests.editing.folders import content, files, folder_of, ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
@@ -56,8 +57,14 @@ def walking(path: Path, num: int = 8, change=lambda number, rows: rows) -> Path:
             in_env = {name: one[:, None] for name, one in rows["observation"].items()}
             action, reward = rows["action"][:, None], rows["reward"][:, None]
             ends = np.arange(len(reward))[:, None] == len(reward) - 1
+            others = {name: rows[name][:, None] for name in rows if name not in ("observation", "action", "reward")}
             writer.add_rollout(
-                observation=in_env, action=action, reward=reward, terminated=ends, final_observation=final
+                observation=in_env,
+                action=action,
+                reward=reward,
+                terminated=ends,
+                final_observation=final,
+                **others,
             )
     return path
 
@@ -197,12 +204,6 @@ def test_finals_that_come_from_wrong_successors_cost_no_row(tmp_path: Path) -> N
     assert [len(one) for one in rollout_data.open(done.path)] == [len(one) for one in rollout_data.open(path)]
 
 
-def test_only_codes_that_wait_for_a_word_are_confirmed(tmp_path: Path) -> None:
-    walking(tmp_path / "walk", num=1)
-    with pytest.raises(UsageError, match=r"expected yes with codes among 'VAL13', .*, got 'VAL01'"):
-        repair(tmp_path / "walk", tmp_path / "new", yes=["VAL01"])
-
-
 def test_nothing_that_repair_or_others_do_to_a_new_folder_reaches_the_source(sound: Path, tmp_path: Path) -> None:
     shutil.copytree(sound, tmp_path / "walk")
     before = files(tmp_path / "walk")
@@ -221,55 +222,92 @@ def _nan(number: int, rows: dict) -> dict:
     return rows
 
 
-def _long(number: int, rows: dict) -> dict:
-    if number in (2, 5):
-        rows["observation"]["quat"] = rows["observation"]["quat"] * 1.3
-    return rows
-
-
-def _flipped(number: int, rows: dict) -> dict:
-    if number in (2, 5):
-        rows["observation"]["quat"][11:23] *= -1
-    return rows
-
-
 def _scaled(number: int, rows: dict) -> dict:
     if number in (2, 5):
         rows["observation"]["pose"] = rows["observation"]["pose"] * np.float32(1000)
     return rows
 
 
+def _won_early(number: int, rows: dict) -> dict:
+    wins = np.arange(40) >= 39
+    if 2 <= number <= 5:
+        wins[10:] = True
+    return rows | {"success": wins}
+
+
 @pytest.mark.parametrize(
-    ("code", "change", "yes", "check"),
-    [
-        ("VAL01", _nan, (), lambda old, new: new.keys() == old.keys() - {"arm:3"}),
-        ("VAL11", _long, (), lambda old, new: len(new) == len(old)),
-        ("VAL12", _flipped, (), lambda old, new: len(new) == len(old)),
-        ("VAL10", _scaled, ("VAL10",), lambda old, new: len(new) == len(old)),
-    ],
+    ("code", "change", "lengths"),
+    [("VAL01", _nan, [40] * 7), ("LRN06", _won_early, [16] * 4 + [40] * 4)],
 )
-def test_what_is_mended_is_found_no_more_and_the_rest_is_bit_equal(tmp_path: Path, code, change, yes, check) -> None:
-    walking(tmp_path / "sound")
+def test_what_is_mended_is_found_no_more_and_the_rest_is_bit_equal(tmp_path: Path, code, change, lengths) -> None:
     walking(tmp_path / "walk", change=change)
     before, old = files(tmp_path / "walk"), content(tmp_path / "walk")
     finding = next(one for one in doctor(tmp_path / "walk").findings if one.code == code)
-    assert finding.trajectories and finding.code not in [one.code for one in doctor(tmp_path / "sound").findings]
     plan = repair(tmp_path / "walk", tmp_path / "new", only=[code], dry_run=True)
-    assert not (tmp_path / "new").exists() and all(one.kind == "-" for one in plan.actions) == bool(yes)
-    done = repair(tmp_path / "walk", tmp_path / "new", only=[code], yes=yes)
+    assert not (tmp_path / "new").exists() and all(action.kind != "-" for action in plan.actions)
+    done = repair(tmp_path / "walk", tmp_path / "new", only=[code])
     assert not done.remaining and not done.problems and code not in [one.code for one in doctor(done.path).findings]
     new = content(tmp_path / "new")
-    assert check(old, new)
+    assert sorted(rollout_data.open(done.path).column("length").tolist()) == lengths
     touched = {rollout_data.open(tmp_path / "walk").ids[place] for place in finding.trajectories}
-    assert {one: told for one, told in new.items() if not one.startswith("mended")} == {
-        one: told for one, told in old.items() if one not in touched
+    assert {name: told for name, told in new.items() if not name.startswith("mended")} == {
+        name: told for name, told in old.items() if name not in touched
     }
-    again = repair(tmp_path / "walk", tmp_path / "again", only=[code], yes=yes)
+    again = repair(tmp_path / "walk", tmp_path / "again", only=[code])
     assert {k: v for k, (v, _) in files(done.path).items()} == {k: v for k, (v, _) in files(again.path).items()}
     assert files(tmp_path / "walk") == before
-    if code == "VAL10":
-        right = [one["observation/pose"].sum() for one in rollout_data.open(tmp_path / "sound")]
-        assert np.allclose([one["observation/pose"].sum() for one in rollout_data.open(done.path)], right, rtol=1e-4)
+
+
+def test_a_repaired_folder_can_be_repaired(tmp_path: Path) -> None:
+    def change(number: int, rows: dict) -> dict:
+        return _won_early(number, rows) | {"log.done": np.arange(40) == 9}
+
+    walking(tmp_path / "walk", change=change)
+    once = repair(tmp_path / "walk", tmp_path / "once", only=["LRN06"])
+    twice = repair(once.path, tmp_path / "twice", only=["END02"])
+    assert not twice.remaining and not twice.problems
+    assert sorted(rollout_data.open(twice.path).column("length").tolist()) == [6] * 4 + [10] * 8 + [30] * 4
+    assert {name.partition(":")[0] for name in ids(twice.path)} == {"mended-2"}
+
+
+def cases_of_repaired_episodes() -> list[Case]:
+    """Return one case of each rule whose repair writes parts of episodes."""
+    first: dict[str, Case] = {}
+    for case in wrong_cases():
+        if case.code in EPISODE_REPAIRS and case.code[:3] in ("END", "TIM", "LRN"):
+            first.setdefault(case.code, case)
+    return list(first.values())
+
+
+@pytest.mark.parametrize("case", cases_of_repaired_episodes(), ids=lambda case: case.code)
+def test_repaired_episodes_are_consecutive_rows_of_the_source(tmp_path: Path, case: Case) -> None:
+    path, _ = case.written(tmp_path / "wrong", 0)
+    done = repair(path, tmp_path / "new", only=[case.code])
+    assert not done.remaining and not done.problems
+    source = {episode.id: episode for episode in rollout_data.open(path)}
+    for episode in rollout_data.open(done.path):
+        name = episode.metadata.get("id", episode.id).partition("/")[0]
+        rows = np.asarray(source[name].read("action"))
+        starts = range(len(rows) - len(episode) + 1)
+        start = next(row for row in starts if np.array_equal(rows[row : row + len(episode)], episode.action))
+        for field in episode.schema:
+            kept = source[name].read(field, start, start + len(episode))
+            assert np.array_equal(episode.read(field), kept), field
+
+
+def test_a_finding_about_measured_values_is_advice_with_a_script(tmp_path: Path) -> None:
+    walking(tmp_path / "walk", change=_scaled)
+    (action,) = repair(tmp_path / "walk", tmp_path / "new", only=["VAL10"]).actions
+    assert (action.kind, action.trajectories) == ("-", ())
+    assert action.says == f"nothing: {action.finding.advice}" and "RolloutWriter" in action.finding.script
+    assert content(tmp_path / "new") == content(tmp_path / "walk")
+
+
+def test_a_selection_keeps_the_repaired_episodes(tmp_path: Path) -> None:
+    walking(tmp_path / "walk", change=_won_early)
+    chosen = rollout_data.open(tmp_path / "walk").select([f"arm:{number}" for number in range(1, 7)])
+    done = repair(chosen, tmp_path / "new", only=["LRN06"])
+    assert sorted(rollout_data.open(done.path).column("length").tolist()) == [16] * 4 + [40] * 2
 
 
 def test_other_formats_become_folders_of_our_own_and_twice_the_same_bytes(tmp_path: Path) -> None:
@@ -305,7 +343,7 @@ def test_what_was_mended_of_any_defect_is_found_no_more(tmp_path: Path) -> None:
     for number, case in enumerate(wrong_cases()):
         path, _ = case.written(tmp_path / str(number) / "wrong", 0)
         try:
-            done = repair(path, tmp_path / str(number) / "new", only=[case.code], yes=ASKS)
+            done = repair(path, tmp_path / str(number) / "new", only=[case.code])
         except DataFileError:  # nothing can be opened
             refused.append(case.name)
         else:
@@ -323,14 +361,14 @@ def test_trajectories_that_opening_leaves_out_are_named_apart_from_places(tmp_pa
 
 
 def test_the_command_plans_mends_and_says_what_is_left(tmp_path: Path, capsys) -> None:
-    walking(tmp_path / "walk", change=_scaled)
-    call = ["repair", str(tmp_path / "walk"), "--to", str(tmp_path / "new"), "--only", "VAL10"]
+    walking(tmp_path / "walk", change=_won_early)
+    call = ["repair", str(tmp_path / "walk"), "--to", str(tmp_path / "new"), "--only", "LRN06"]
     assert main([*call, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "--yes VAL10 confirms it" in out and "nothing was written" in out and not (tmp_path / "new").exists()
-    assert main([*call, "--yes", "VAL10", "--json"]) == 0
+    assert "cut 5 frames after success" in out and "nothing was written" in out and not (tmp_path / "new").exists()
+    assert main([*call, "--json"]) == 0
     (action,) = json.loads(capsys.readouterr().out)["actions"]
-    assert action["kind"] == "N" and action["trajectories"] == ["arm:2", "arm:5"]
+    assert action["kind"] == "N" and action["trajectories"] == ["arm:2", "arm:3", "arm:4", "arm:5"]
     walking(tmp_path / "bad", num=1, change=lambda number, rows: _nan(3, rows))
     with warnings.catch_warnings(), pytest.raises(DataFileError, match="expected a trajectory to keep"):
         repair(tmp_path / "bad", tmp_path / "never")

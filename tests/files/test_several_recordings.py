@@ -119,7 +119,7 @@ def test_no_beginning_of_a_flag_is_taken_for_the_flag(name: str, walks: Path, ca
             assert main(given) == 2
             out, error = capsys.readouterr()
             suggested = error.partition("did you mean ")[2].split("?")[0].strip("'")
-            assert not out and suggested not in {"--undo", "--repair", "--in-place", "--yes", "--set"}
+            assert not out and suggested not in {"--undo", "--repair", "--in-place", "--set"}
     assert files(walks) == before and edits_of(walks / "walk_2") == {"dropped": [], "said": {}}
 
 

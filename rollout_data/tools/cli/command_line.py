@@ -143,7 +143,7 @@ _EDIT: Arguments = {
     "--dry-run": _flag("say how many trajectories it concerns, and change nothing"),
 }
 #: Flags that change what a command does to data. None of them is suggested for a flag that is not known.
-_CHANGING = {"--undo", "--repair", "--in-place", "--yes", "--set"}
+_CHANGING = {"--undo", "--repair", "--in-place", "--set"}
 _TO: Arguments = {"--to": {"required": True, "metavar": "NEW", "help": "a new or empty folder"}}
 _MERGE: Arguments = {"sources": {"nargs": "+", "metavar": "PATH", "help": "files or folders of any format"}, **_TO}
 _SPLIT: Arguments = {
@@ -155,8 +155,7 @@ _SPLIT: Arguments = {
 _REPAIR: Arguments = {
     **_ANY,
     **_TO,
-    "--only": {"default": "", "metavar": "CODE,..", "help": "mend these only, info too; default: all but info"},
-    "--yes": {"default": "", "metavar": "CODE,..", "help": "confirm VAL10, VAL13, IMG04 or TIM08"},
+    "--only": {"default": "", "metavar": "CODE,..", "help": "repair these only, info too; default: all but info"},
     "--dry-run": _flag("print the plan, and write nothing"),
 }
 _URL = {"help": "a URL that fsspec knows, such as s3://bucket/walk"}
@@ -236,7 +235,7 @@ COMMANDS: dict[str, Command] = {
         _SPLIT,
     ),
     "repair": _edit(
-        "Mend in a new folder what `doctor` finds; the source is not touched.",
+        "Repair the findings of `doctor` in a new folder; no measured value changes.",
         "repair walk --to walk_mended --dry-run",
         _REPAIR,
     ),

@@ -12,6 +12,7 @@ from storage.errors import RolloutDataError, UsageError
 from ...sources.recordings_in_folder import recordings_in
 from ..doctor import examination
 from ..doctor.findings import SEVERITIES, Diagnosis, Finding, Rule
+from ..doctor.rules.change_scripts import CHANGES
 from .commands import Answer
 from .list_recordings import as_lines, rows_about
 
@@ -26,8 +27,19 @@ def doctor(options: argparse.Namespace) -> Answer:
         lines = _explained(rules) if options.explain else [_row(rule) for rule in rules]
         return Answer([rule.as_dict() for rule in rules], lines)
     if options.data_dir is None:
-        raise UsageError("examine", "", "a file or folder", "none", "Give one, or --list-rules, or --explain CODE")
-    chosen = {"only": only, "skip": skip, "settings": dict(map(_setting, options.set)), "sample": options.sample}
+        raise UsageError(
+            "examine",
+            "",
+            "a file or folder",
+            "none",
+            "Give one, or --list-rules, or --explain CODE",
+        )
+    chosen = {
+        "only": only,
+        "skip": skip,
+        "settings": dict(map(_setting, options.set)),
+        "sample": options.sample,
+    }
     if several := recordings_in(options.data_dir):
         return _of_several(several, chosen, options)
     found = examination.doctor(options.data_dir, **chosen, progress=options.progress)
@@ -35,7 +47,11 @@ def doctor(options: argparse.Namespace) -> Answer:
     return Answer(found.as_dict(), _lines(found), code)
 
 
-def _of_several(paths: Sequence[Path], chosen: Mapping[str, Any], options: argparse.Namespace) -> Answer:
+def _of_several(
+    paths: Sequence[Path],
+    chosen: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> Answer:
     """Examine several recordings and answer with a row for each."""
     codes: list[int] = []
 
@@ -62,7 +78,8 @@ def _setting(pair: str) -> tuple[str, float]:
     try:
         return name, float(value)
     except ValueError:
-        raise UsageError("set", repr(name), "CODE.name=number, as in VAL05.ranges=100", repr(pair)) from None
+        expected = "CODE.name=number, as in VAL05.ranges=100"
+        raise UsageError("set", repr(name), expected, repr(pair)) from None
 
 
 def _row(rule: Rule) -> str:
@@ -71,26 +88,40 @@ def _row(rule: Rule) -> str:
 
 def _explained(rules: Sequence[Rule]) -> Iterator[str]:
     needs = {"M": "metadata", "T": "tables of episodes", "D": "data", "G": "pictures"}
-    repair = {"K": "leaves the trajectories out", "N": "rewrites them", "S": "recomputes what is stored", "-": "none"}
+    repair = {
+        "K": "leaves the trajectories out",
+        "N": "splits them, or leaves out rows or fields",
+        "S": "recomputes what is stored",
+        "-": "none",
+    }
     for rule in rules:
         yield f"{rule.code} {rule.name} ({rule.severity}, {rule.group})"
         yield f"  {rule.title}"
         yield f"  advice: {rule.advice}"
-        yield f"  reads: {needs[rule.needs]}; repair: {repair[rule.repair]}"
-        yield from (f"  --set {rule.code}.{name}={value:g}" for name, value in rule.defaults.items())
+        script = "; a finding has a script" if rule.code in CHANGES else ""
+        yield f"  reads: {needs[rule.needs]}; repair: {repair[rule.repair]}{script}"
+        for name, value in rule.defaults.items():
+            yield f"  --set {rule.code}.{name}={value:g}"
 
 
 def _lines(found: Diagnosis) -> Iterator[str]:
-    """Lay the findings out for people, the worst first."""
+    """Yield the lines of the findings, the worst first, then of the summary and of the scripts."""
     for one in found.findings:
         yield f"{one.severity} {one.code} {one.name}: {one.message}"
         if place := _place(one):
             yield f"  in {place}"
-        yield f"  -> {one.advice}"
+        yield f"  -> {one.advice}{'; the script is below' if one.script else ''}"
     about = found.summary
-    counts = ", ".join(f"{about[name]:,} {name}{'' if about[name] == 1 else 's'}" for name in reversed(SEVERITIES))
+    counts = ", ".join(_counted(about[name], name) for name in reversed(SEVERITIES))
     size = f"{about['episodes']:,} episodes, {about['frames']:,} frames"
     yield f"{size}: {counts}; {len(found.skipped)} rules do not apply"
+    for script in dict.fromkeys(one.script for one in found.findings if one.script):
+        yield ""
+        yield from script.splitlines()
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _place(one: Finding) -> str:

@@ -61,9 +61,10 @@ def split(options: argparse.Namespace) -> Answer:
 
 
 def repair(options: argparse.Namespace) -> Answer:
-    only, yes = ([code for code in given.split(",") if code] for given in (options.only, options.yes))
-    about = {"only": only, "yes": yes, "dry_run": options.dry_run, "progress": options.progress}
-    done = repair_recording.repair(options.data_dir, options.to, **about)
+    only = [code for code in options.only.split(",") if code]
+    done = repair_recording.repair(
+        options.data_dir, options.to, only=only, dry_run=options.dry_run, progress=options.progress
+    )
     lines = []
     for one in done.actions:
         which = ", ".join(one.trajectories[:3]) + (", ..." if len(one.trajectories) > 3 else "")

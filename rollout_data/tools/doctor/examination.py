@@ -22,6 +22,7 @@ from ...remote.locations import DataDir
 from ...sources.recording import Recording
 from .findings import MAX_FRAMES, SEVERITIES, Diagnosis, Finding, Found, Inapplicable, Rule, Settings
 from .rule_table import FAILED, RULES
+from .rules.change_scripts import change_script
 from .scan import Scan
 
 
@@ -180,7 +181,16 @@ def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan, 
         frames=tuple(frames[:MAX_FRAMES]),
         evidence=evidence,
         left_out=left_out,
+        script=_script(rule, scan),
     )
+
+
+def _script(rule: Rule, scan: Scan) -> str:
+    """Return the script of a rule for the recording that is examined; "" without one."""
+    if scan.failure is not None:
+        return ""
+    path = scan.path if isinstance(scan.path, (str, os.PathLike)) else scan.recording.path
+    return change_script(rule, scan.recording, str(path))
 
 
 def _failure(rule: Rule, error: Exception) -> Found:

@@ -70,7 +70,8 @@ class Rule:
         code, name: Such as "VAL01", "not finite".
         group, severity: One of `GROUPS`, of `SEVERITIES`.
         needs: "M" metadata, "T" tables of episodes, "D" data, "G" pictures: the most expensive one.
-        repair: "K" leaves out trajectories, "N" rewrites them, "S" recomputes, "-" is advice only.
+        repair: "K" leaves out trajectories, "N" splits them or leaves out rows or fields, "S" recomputes what
+            follows from the data, "-" is advice only.
         title: What is wrong, in a sentence.
         advice: What to do.
         check: Called with the `Scan` and the settings; yields `Found`, or raises `Inapplicable`.
@@ -114,6 +115,7 @@ class Finding:
         frames: Up to 20 (trajectory, start, stop), worst first.
         evidence: The numbers compared, with the threshold.
         left_out: Names of the trajectories that opening leaves out, because a part of them is missing or damaged.
+        script: Python code that changes the values in a new folder; "" if `repair` mends it, or nothing can.
     """
 
     code: str
@@ -129,6 +131,7 @@ class Finding:
     frames: tuple[tuple[int, int, int], ...]
     evidence: dict[str, Any]
     left_out: tuple[str, ...] = ()
+    script: str = ""
 
     @property
     def places(self) -> tuple[int, ...]:

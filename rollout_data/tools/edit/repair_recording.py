@@ -1,6 +1,8 @@
-"""Repairing a recording in a new folder, by the findings of `doctor`.
+"""Repair of a recording in a new folder, by the findings of `doctor`.
 
-One rule: the source stays byte for byte, and the same source gives the same bytes: no clock and no chance.
+A repair leaves out, splits, renames, rebuilds indices and recomputes what follows from the data.
+It changes no measured value. The source stays byte for byte, and the same source gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -9,9 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from storage.core import arguments
-from storage.errors import DataFileError, RolloutDataError, UnansweredError, UsageError, nearest
+from storage.errors import DataFileError, RolloutDataError, UnansweredError
 
 from ...blocks.block import FIRST_EDIT
 from ...blocks.block_folder import BlockFolder
@@ -33,46 +34,59 @@ from ...formats.episode_writer import EpisodeToWrite
 from ...formats.open_recording import check_any_readable, present_part
 from ...remote.locations import DataDir, RemotePath
 from ...sources.recording import Recording
-from ...sources.video_range import VideoRange
 from ..doctor.examination import chosen_rules, doctor, opened
 from ..doctor.findings import Finding
 from ..doctor.provenance import masked
 from .copied_blocks import intact_part, write_packed
 from .edits import Edits, Key, read_edits, write_part
 from .merge_split import finish, is_own, link_or_copy, new_folder, newest_ns
-from .repair_actions import MENDS, Case, Draft
+from .repair_actions import EPISODE_REPAIRS, EpisodePart
 
-#: These change what numbers mean: only if `yes` names them.
-ASKS = ("VAL10", "VAL13", "IMG04", "TIM08")
 REPORT_NAME = "repair.json"
-_MENDED = "mended"
+#: Writer of the blocks that a repair writes; with a number where the source has one of this name.
+_WRITER = "mended"
 _STAGING = ".mending"
 _BLOCK_BYTES = 256 << 20
-#: Blocks of a writer, at most, that missing blocks are looked for among.
-_MOST_GONE = 10_000
-#: Findings about whole blocks of ours: what is intact of them stays, and what lacks a part then is dropped.
-_OF_BLOCKS = ("FIL01", "FIL02", "FIL03", "STR01", "STR02", "STR03", "STR05", "STR06")
-#: Code -> what is done to the metadata of the whole: context and evidence -> context.
-_CONTEXTS: Mapping[str, tuple[str, Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]]]] = {
-    "STR07": ("described by the data", lambda context, evidence: _without(context, "_space", "spaces")),
-    "STR08": ("counted anew", lambda context, evidence: _without(context, "total_", "num_", "size")),
-    "STR10": ("the parts left out of the metadata", lambda context, evidence: _without(context, "splits", "mask")),
-    "FIL06": ("metadata.json written anew", lambda context, evidence: context),
-    "TIM05": ("the rate measured", lambda context, evidence: _with_rate(context, evidence)),
-    "PRV02": ("secrets masked", lambda context, evidence: masked(context)),
-    "STA02": ("stored statistics left out", lambda context, evidence: _without(context, "stat")),
+#: Most missing blocks of a writer that empty blocks replace.
+_MAX_MISSING_BLOCKS = 10_000
+#: Rules about whole blocks of our format. The intact trajectories are kept, the others are dropped.
+_BLOCK_RULES = ("FIL01", "FIL02", "FIL03", "STR01", "STR02", "STR03", "STR05", "STR06")
+
+Context = dict[str, Any]
+#: Rule code -> the action in words, and a function: (context, evidence) -> new context.
+_METADATA_REPAIRS: Mapping[str, tuple[str, Callable[[Context, Mapping[str, Any]], Context]]] = {
+    "STR07": (
+        "spaces are left out of the metadata",
+        lambda context, _: _without_keys(context, "_space", "spaces"),
+    ),
+    "STR08": (
+        "totals are counted again",
+        lambda context, _: _without_keys(context, "total_", "num_", "size"),
+    ),
+    "STR10": (
+        "splits are left out of the metadata",
+        lambda context, _: _without_keys(context, "splits", "mask"),
+    ),
+    "FIL06": ("metadata.json is rebuilt", lambda context, _: context),
+    "TIM05": (
+        "the measured rate replaces the declared one",
+        lambda context, evidence: _with_rate(context, evidence),
+    ),
+    "PRV02": ("secrets are masked", lambda context, _: masked(context)),
+    "STA02": ("stored statistics are left out", lambda context, _: _without_keys(context, "stat")),
 }
 
 
 @dataclass(frozen=True)
 class Action:
-    """What is done about a finding.
+    """The action for a finding.
 
     Attributes:
-        finding: As `doctor` gives it.
-        says: What is done, or why nothing is.
-        kind: "K" trajectories are left out, "N" rewritten, "S" computed anew, "-" nothing.
-        trajectories: Ids of the trajectories in the source that it is done to.
+        finding: The finding of `doctor`.
+        says: The action in words, or the reason why there is none.
+        kind: "K" trajectories are left out, "N" they are split or lose rows or fields, "S" metadata
+            or sums are recomputed, "-" nothing.
+        trajectories: Ids of the trajectories concerned, in the source.
     """
 
     finding: Finding
@@ -81,21 +95,29 @@ class Action:
     trajectories: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        finding = {name: getattr(self.finding, name) for name in ("code", "field", "severity", "message")}
-        return {**finding, "kind": self.kind, "action": self.says, "trajectories": list(self.trajectories)}
+        """Return the action as `repair.json` has it."""
+        return {
+            "code": self.finding.code,
+            "field": self.finding.field,
+            "severity": self.finding.severity,
+            "message": self.finding.message,
+            "kind": self.kind,
+            "action": self.says,
+            "trajectories": list(self.trajectories),
+        }
 
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair did, or would do.
+    """The result of a repair, or its plan.
 
     Attributes:
         path: The new folder.
         actions: One for each finding, in the order of `doctor`.
-        num_trajectories: What the new folder holds; -1 after a dry run.
-        remaining: What `doctor` still finds of what was mended.
-        problems: File name -> what `verify` says of the new folder; id of a trajectory that was removed from the source
-            since the recording was opened -> its error.
+        num_trajectories: Trajectories in the new folder; -1 after a dry run.
+        remaining: Findings that `doctor` still reports for the repaired rules.
+        problems: File name -> the error that `verify` reports in the new folder; id of a trajectory
+            that was removed from the source since the recording was opened -> its error.
     """
 
     path: Path
@@ -110,34 +132,36 @@ def repair(
     to: str | os.PathLike[str],
     *,
     only: Sequence[str] = (),
-    yes: Sequence[str] = (),
     dry_run: bool = False,
     progress: bool = False,
 ) -> Repaired:
-    """Mend what `doctor` finds, in a new folder of block files; the source is not touched.
+    """Repair the findings of `doctor` in a new folder of block files. The source is not changed.
 
-    Of our own format, sound blocks become hard links, what is left out is dropped as by `drop`, and what is rewritten
-    is in blocks of the writer "mended". Recordings of other formats are written anew as block files. `repair.json` in
-    the new folder lists findings and actions. Findings of severity "info" are mended only if `only` names them.
-    Sources are those of `convert`; one whose index is wrong is read with `on_bad_index="rebuild"`.
+    A repair leaves out trajectories, rows, fields or final observations, splits episodes, and
+    recomputes metadata and sums. It changes no measured value: `Finding.script` is code for that.
+
+    Sound blocks of our format become hard links, and trajectories are left out as by `drop`.
+    Episodes that are split or lose rows are written into blocks of the writer "mended". Recordings
+    of other formats are written as block files. `repair.json` in the new folder lists findings and
+    actions. Findings of severity "info" are repaired only if `only` names them. A source whose
+    index is wrong is read with `on_bad_index="rebuild"`.
 
     Args:
-        path: A path of any format, or a recording; of a selection only its trajectories are in the new folder.
+        path: A path of any format, or a recording. Of a selection, only its trajectories are in the
+            new folder.
         to: A new or empty folder.
-        only: Codes to mend, or beginnings of codes; () is all.
-        yes: Codes among `ASKS` that are confirmed: mending them changes what numbers mean.
-        dry_run: Write nothing, give the plan.
+        only: Codes of rules, or beginnings of codes; () is all.
+        dry_run: Return the plan and write nothing.
         progress: Show progress bars.
 
     Raises:
-        UsageError: A code is not known, there is nothing at the path, or `to` is not empty, or lies in it.
-        DataFileError: Nothing can be read, or nothing would be left.
+        UsageError: A code is unknown, nothing is at the path, or `to` is not empty or lies in the
+            source.
+        DataFileError: Nothing can be read, or every trajectory would be left out.
     """
     action = "call rollout_data.repair"
     dry_run = arguments.flag(action, "dry_run", dry_run)
     progress = arguments.flag(action, "progress", progress)
-    if unknown := [code for code in arguments.names(action, "yes", yes) if code not in ASKS]:
-        raise UsageError(action, "", f"yes with codes among {nearest(unknown[0], ASKS)}", repr(unknown[0]))
     chosen_rules(action, only, ())
     target = arguments.path(action, "to", to)
     recording, failure = opened(action, path)
@@ -148,156 +172,216 @@ def repair(
     check_any_readable(recording, len(recording), [*recording.problems, *removed])
     problems: dict[str, RolloutDataError] = {error.episode: error for error in removed}
     diagnosis = doctor(recording, only=only, progress=progress)
-    plan = _Plan(recording, diagnosis.findings, bool(only), yes)
+    plan = _Plan(recording, diagnosis.findings, includes_infos=bool(only))
     if dry_run:
         return Repaired(target, tuple(plan.actions), problems=problems or None)
     if len(plan.dropped) == len(recording):
         got = "findings in all of them" if len(recording) else "none"
         raise DataFileError("repair", repr(str(path)), "a trajectory to keep", got)
+    repairs_blocks = not only or any(code.startswith(tuple(only)) for code in _BLOCK_RULES)
     with new_folder(action, "to", target, recording.path) as made:
-        _write(plan, made, not only or any(code.startswith(tuple(only)) for code in _OF_BLOCKS), progress)
-        actions = [action.as_dict() for action in plan.actions]
-        report = {"source": {"format": recording.format, "checksum": checksum_of(recording.path)}, "actions": actions}
-        (made / REPORT_NAME).write_text(json.dumps(report, indent=2, default=str), encoding="utf-8")
+        _write(plan, made, repairs_blocks, progress)
+        _write_report(plan, made)
     folder = BlockFolder.at(target, verify_on_open=True)
     codes = sorted({action.finding.code for action in plan.actions if action.kind != "-"})
-    remaining = doctor(target, only=codes).findings if codes else ()
-    problems |= folder.problems
-    return Repaired(target, tuple(plan.actions), len(folder.index), tuple(remaining), problems)
+    return Repaired(
+        path=target,
+        actions=tuple(plan.actions),
+        num_trajectories=len(folder.index),
+        remaining=doctor(target, only=codes).findings if codes else (),
+        problems={**problems, **folder.problems},
+    )
+
+
+def _write_report(plan: _Plan, made: Path) -> None:
+    source = {"format": plan.recording.format, "checksum": _folder_checksum(plan.recording.path)}
+    report = {"source": source, "actions": [action.as_dict() for action in plan.actions]}
+    text = json.dumps(report, indent=2, default=str)
+    (made / REPORT_NAME).write_text(text, encoding="utf-8")
 
 
 class _Plan:
-    """What is to be done: `dropped` places, `mends` by place, and changes of the metadata."""
+    """The actions for the findings of a recording.
 
-    def __init__(self, recording: Recording, findings: Sequence[Finding], is_chosen: bool, yes: Sequence[str]) -> None:
+    Args:
+        recording: The source.
+        findings: Findings of `doctor`.
+        includes_infos: Whether findings of severity "info" are repaired.
+
+    Attributes:
+        actions: One for each finding.
+        context: Context of the new metadata.json.
+        ids: Names of the trajectories of the source.
+        dropped: Places of the trajectories that are left out.
+        repairs: Place -> (rule code, finding) of each repair of the episode.
+        writer: Name of the writer of new blocks.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        findings: Sequence[Finding],
+        includes_infos: bool,
+    ) -> None:
         self.recording = recording
         self.context = dict(recording.metadata)
         self.ids = recording.ids
         self.dropped: set[int] = set()
-        #: Place -> (code whose row of `MENDS` is applied, finding).
-        self.mends: dict[int, list[tuple[str, Finding]]] = {}
-        self._found = {finding.code for finding in findings}
-        first = sorted(findings, key=lambda one: (one.code in MENDS) - (one.code in _OF_BLOCKS))  # what is left out
-        planned = {id(finding): self._planned(finding, is_chosen, yes) for finding in first}
-        self.actions = [planned[id(finding)] for finding in findings]
-        #: The drafts of one episode, made again when they are asked for.
-        self.drafts = lru_cache(maxsize=1)(self._drafts)
+        self.repairs: dict[int, list[tuple[str, Finding]]] = {}
+        self.writer = _free_writer({block.writer for block in recording.blocks})
+        self._includes_infos = includes_infos
+        self._codes = {finding.code for finding in findings}
+        # Damaged rows are dropped first: a repaired episode would have right checksums for them.
+        ranks = [_planning_rank(finding.code) for finding in findings]
+        actions: dict[int, Action] = {}
+        for number in np.argsort(ranks, kind="stable").tolist():
+            actions[number] = self._action(findings[number])
+        self.actions = [actions[number] for number in range(len(findings))]
 
-    def _planned(self, finding: Finding, is_chosen: bool, yes: Sequence[str]) -> Action:
+    def _action(self, finding: Finding) -> Action:
         code = finding.code
-        places = list(finding.places)
-        if finding.severity == "info" and not is_chosen:
-            return Action(finding, f"nothing: worth knowing only; --only {code} mends it", "-")
-        if code in ASKS and code not in yes:
-            return Action(finding, f"nothing: it changes what numbers mean; --yes {code} confirms it", "-")
-        if code in _CONTEXTS:
-            says, change = _CONTEXTS[code]
+        if finding.severity == "info" and not self._includes_infos:
+            return Action(finding, f"nothing: severity info; --only {code} repairs it", "-")
+        if code in _METADATA_REPAIRS:
+            says, change = _METADATA_REPAIRS[code]
             self.context = change(self.context, finding.evidence)
-            if code not in MENDS or not places:
+            if code not in EPISODE_REPAIRS or not finding.places:
                 return Action(finding, says, "S")
-        if code in _OF_BLOCKS and is_own(self.recording):
-            says = "what is intact of the blocks is kept, and trajectories that lack a part are dropped"
-            if code == "STR05" or str(finding.field).startswith("notes/"):
-                return Action(finding, says, "K")
-            if code in ("FIL02", "FIL03"):  # what a damaged header says may name others, which are whole without it
-                infos = [(place, self.recording.info(place)) for place in places]
-                places = [place for place, info in infos if not (info.terminated or info.truncated)]
-            self.dropped |= set(places)  # so that no other finding has damaged rows written anew
-            return Action(finding, says, "K", (*self._ids(places), *finding.left_out))
-        if code == "END07" and "END09" in self._found:
-            code = "END08"  # final observations that come from wrong successors tell nothing of the last row
-        if (mend := MENDS.get(code)) is not None:
-            named = range(len(self.recording)) if mend.everywhere or not places else places
-            if not (places := [place for place in named if place not in self.dropped]):
-                return Action(finding, "nothing: left out because of other findings", "-")
-            for place in places:
-                self.mends.setdefault(place, []).append((code, finding))
-            return Action(finding, mend.says, finding.repair, self._ids(places))
-        if finding.repair == "-" or not places:
+        if code in _BLOCK_RULES and is_own(self.recording):
+            return self._action_for_blocks(finding)
+        if code in EPISODE_REPAIRS:
+            return self._action_for_episodes(finding)
+        if finding.repair == "-" or not finding.places:
             return Action(finding, f"nothing: {finding.advice}", "-")
-        self.dropped |= set(places)
-        return Action(finding, "left out", "K", self._ids(places))
+        self.dropped.update(finding.places)
+        return Action(finding, "left out", "K", self._ids_at(finding.places))
 
-    def _ids(self, places: Sequence[int]) -> tuple[str, ...]:
+    def _action_for_blocks(self, finding: Finding) -> Action:
+        says = "the intact trajectories of the blocks are kept, the others are left out"
+        if finding.code == "STR05" or str(finding.field).startswith("notes/"):
+            return Action(finding, says, "K")
+        places = list(finding.places)
+        if finding.code in ("FIL02", "FIL03"):
+            # A damaged header may name trajectories that are complete without its block.
+            places = [place for place in places if not self._has_ended(place)]
+        self.dropped.update(places)
+        return Action(finding, says, "K", (*self._ids_at(places), *finding.left_out))
+
+    def _action_for_episodes(self, finding: Finding) -> Action:
+        code = finding.code
+        if code == "END07" and "END09" in self._codes:
+            # Final observations that come from wrong successors say nothing about the last row.
+            code = "END08"
+        rule = EPISODE_REPAIRS[code]
+        named: Sequence[int] = finding.places
+        if rule.is_of_all or not named:
+            named = range(len(self.recording))
+        places = [place for place in named if place not in self.dropped]
+        if not places:
+            return Action(finding, "nothing: the trajectories are left out for other findings", "-")
+        for place in places:
+            self.repairs.setdefault(place, []).append((code, finding))
+        return Action(finding, rule.says, finding.repair, self._ids_at(places))
+
+    def _has_ended(self, place: int) -> bool:
+        info = self.recording.info(place)
+        return bool(info.terminated or info.truncated)
+
+    def _ids_at(self, places: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.ids[place] for place in places)
 
-    def _drafts(self, place: int) -> list[Draft]:
-        drafts = [Draft.of(self.recording[place])]
-        for code, finding in sorted(self.mends[place], key=lambda one: list(MENDS).index(one[0])):
-            case = Case(finding, place, self.recording)
-            drafts = [new for draft in drafts for new in MENDS[code].function(draft, case) if new.length]
-        return drafts
+    def parts(self, place: int) -> list[EpisodePart]:
+        """Return the parts that replace an episode."""
+        episode = self.recording[place]
+        parts = [EpisodePart.whole(episode)]
+        order = list(EPISODE_REPAIRS)
+        for code, finding in sorted(self.repairs[place], key=lambda pair: order.index(pair[0])):
+            repaired = []
+            for part in parts:
+                repaired += EPISODE_REPAIRS[code].parts(part, finding, place)
+            parts = [part for part in repaired if part.length]
+        return parts
 
-    def _draft(self, place: int, number: int) -> Draft:
-        return self.drafts(place)[number]
+    def repaired_episodes(self) -> list[tuple[int, EpisodeToWrite]]:
+        """Return (place, part) of all episodes that are repaired."""
+        places = sorted(self.repairs.keys() - self.dropped)
+        return [(place, part) for place in places for part in self.parts(place)]
 
-    def episodes(self, places: Sequence[int]) -> Iterator[tuple[int, EpisodeToWrite]]:
-        """Yield what replaces these episodes: (place, episode); one that needs no mending as it is."""
-        for place in places:
-            for number in range(len(self.drafts(place))) if place in self.mends else ():
-                yield place, _Lazy(partial(self._draft, place, number))
-            if place not in self.mends:
-                yield place, self.recording[place]
-
-
-class _Lazy(EpisodeToWrite):
-    """A draft of an episode, without its rows until they are asked for."""
-
-    def __init__(self, made: Callable[[], Draft]) -> None:
-        self._made = made
-        draft = made()
-        self.id = draft.id
-        self.length = draft.length
-        self.schema = draft.schema
-        self.texts = draft.texts
-        self.terminated = draft.terminated
-        self.truncated = draft.truncated
-        self.success = draft.success
-        self.task = draft.task
-        self.metadata = draft.metadata
-        self.final = draft.final or ()
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
-        return self._made().read(name, start, stop)
-
-    def video(self, name: str) -> VideoRange | None:
-        return None
-
-    @property
-    def final_observation(self) -> Any:
-        return self._made().final_observation
+    def all_episodes(self) -> list[tuple[int, EpisodeToWrite]]:
+        """Return (place, episode or part) of all episodes that are not left out."""
+        episodes: list[tuple[int, EpisodeToWrite]] = []
+        for place in range(len(self.recording)):
+            if place in self.dropped:
+                continue
+            if place in self.repairs:
+                episodes += [(place, part) for part in self.parts(place)]
+            else:
+                episodes.append((place, self.recording[place]))
+        return episodes
 
 
-def _write(plan: _Plan, made: Path, mends_files: bool, progress: bool) -> None:
+def _free_writer(writers: Collection[str]) -> str:
+    """Return "mended", or "mended-2" and so on where there is a writer of this name."""
+    name = _WRITER
+    number = 1
+    while name in writers:
+        number += 1
+        name = f"{_WRITER}-{number}"
+    return name
+
+
+def _planning_rank(code: str) -> int:
+    """Return 0 for rules about blocks, 2 for repairs of episodes, 1 for the others."""
+    if code in _BLOCK_RULES:
+        return 0
+    return 2 if code in EPISODE_REPAIRS else 1
+
+
+def _write(plan: _Plan, made: Path, repairs_blocks: bool, progress: bool) -> None:
     """Fill the new folder."""
     recording = plan.recording
-    pieces = list(plan.episodes(sorted(plan.mends)))
-    is_same = all(not recording.schema.difference(piece.schema) for _, piece in pieces)
-    if not (is_own(recording) and is_same and _beside(plan, pieces, made, mends_files, progress)):
-        pieces = list(plan.episodes([place for place in range(len(recording)) if place not in plan.dropped]))
-        publish_metadata(made, _write_anew(plan, pieces, made, progress), _MENDED)
+    if is_own(recording):
+        repaired = plan.repaired_episodes()
+        has_same_fields = all(not recording.schema.difference(part.schema) for _, part in repaired)
+        if has_same_fields and _link_and_write(plan, repaired, made, repairs_blocks, progress):
+            return
+    publish_metadata(made, _write_episodes(plan, plan.all_episodes(), made, progress), plan.writer)
 
 
-def _beside(
-    plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made: Path, mends_files: bool, progress: bool
+def _link_and_write(
+    plan: _Plan,
+    repaired: Sequence[tuple[int, EpisodeToWrite]],
+    made: Path,
+    repairs_blocks: bool,
+    progress: bool,
 ) -> bool:
-    """Link the blocks of a folder of ours, and write what is rewritten beside them; False where fields do not fit."""
-    folder = BlockFolder.at(plan.recording.path, verify_on_open=mends_files or bool(pieces))
+    """Link the sound blocks of our format, and write the repaired episodes beside them.
+
+    Returns:
+        Whether the fields of the repaired episodes fit. Otherwise the new folder is left empty.
+
+    Raises:
+        DataFileError: Blocks are damaged, and only other rules are repaired.
+    """
+    folder = BlockFolder.at(plan.recording.path, verify_on_open=repairs_blocks or bool(repaired))
     folder.keep_only(plan.recording.blocks)
     assert folder.schema is not None
-    metadata = Metadata.of_schema(folder.schema, _context(plan.context))
-    damaged = _damaged_in(folder, plan.recording)
-    if damaged and pieces and not mends_files:  # what is rewritten would have right checksums
+    metadata = Metadata.of_schema(folder.schema, _own_context(plan.context))
+    damaged = _damaged_files(folder, plan.recording)
+    if damaged and repaired and not repairs_blocks:
+        # The repaired episodes would be written with right checksums.
         advice = "Mend FIL and STR, too"
+        name = damaged[0]
         where = repr(str(folder.data_dir))
-        raise DataFileError("repair", where, "intact blocks", repr(damaged[0]), advice) from folder.problems[damaged[0]]
-    if pieces:
-        told = _write_anew(plan, pieces, made, progress)
-        if told.schema.difference(folder.schema):
+        error = DataFileError("repair", where, "intact blocks", repr(name), advice)
+        raise error from folder.problems[name]
+    if repaired:
+        written = _write_episodes(plan, repaired, made, progress)
+        if written.schema.difference(folder.schema):
             for path in made.glob("*.h5"):
                 path.unlink()
             return False
-        metadata = Metadata.of_schema(folder.schema, {**told.context, **metadata.context})
+        metadata = Metadata.of_schema(folder.schema, {**written.context, **metadata.context})
     for block in folder.blocks.values():
         if not block.is_edit:
             link_or_copy(block.path, made / block.path.name)
@@ -305,110 +389,142 @@ def _beside(
         content, _ = intact_part(folder.data_dir / name)
         if content is not None:
             write_block(made, replace(content, created_ns=newest_ns(folder)))
-    _fill(folder, made, damaged, mends_files)
-    new = BlockFolder.at(made)
+    _write_empty_blocks(folder, made, damaged, repairs_blocks)
     edits = read_edits(folder)
-    finish(new, metadata, _kept(new.index, plan, edits), edits.said)
+    new = BlockFolder.at(made)
+    finish(new, metadata, _kept_trajectories(new.index, plan, edits), edits.said)
     return True
 
 
-def _damaged_in(folder: BlockFolder, recording: Recording) -> list[str]:
-    """Return the damaged files of a folder that were there when a recording of it was opened."""
-    opened = {block.path.name for block in recording.blocks}
+def _damaged_files(folder: BlockFolder, recording: Recording) -> list[str]:
+    """Return the damaged files of a folder that were there when the recording was opened."""
+    opened_names = {block.path.name for block in recording.blocks}
     reported = [str(problem) for problem in recording.problems]
-    found = [name for name in folder.problems if name in opened or any(name in text for text in reported)]
-    return sorted({*found} - {METADATA_NAME})
+    damaged = set()
+    for name in folder.problems:
+        is_reported = any(name in text for text in reported)
+        if name in opened_names or is_reported:
+            damaged.add(name)
+    return sorted(damaged - {METADATA_NAME})
 
 
-def _fill(folder: BlockFolder, made: Path, damaged: Sequence[str], mends_gaps: bool) -> None:
-    """Put empty blocks in the place of those that could not be read, and of those that are gone between others."""
+def _write_empty_blocks(
+    folder: BlockFolder,
+    made: Path,
+    damaged: Sequence[str],
+    fills_gaps: bool,
+) -> None:
+    """Write empty blocks in place of unreadable ones, and with `fills_gaps` of missing ones."""
     assert folder.schema is not None
-    gone = {_place_of(folder.data_dir / name) for name in damaged}
-    known = dict[str, list[int]]()
-    for block in folder.blocks.values() if mends_gaps else ():
-        if not block.is_edit:
-            known.setdefault(block.writer, []).append(block.sequence)
-    for writer, there in known.items():
-        gone |= {(writer, one) for one in range(min(there), min(max(there), min(there) + _MOST_GONE))}
-    for writer, sequence in sorted(gone):
+    missing = {_writer_and_sequence(folder.data_dir / name) for name in damaged}
+    sequences: dict[str, list[int]] = {}
+    if fills_gaps:
+        for block in folder.blocks.values():
+            if not block.is_edit:
+                sequences.setdefault(block.writer, []).append(block.sequence)
+    for writer, known in sequences.items():
+        first = min(known)
+        stop = min(max(known), first + _MAX_MISSING_BLOCKS)
+        missing.update((writer, sequence) for sequence in range(first, stop))
+    for writer, sequence in sorted(missing):
         if sequence < FIRST_EDIT and not (made / block_name(writer, sequence)).exists():
             write_part(made, folder.schema, writer, sequence, Edits(created_ns=newest_ns(folder)))
 
 
-def _place_of(path: Path) -> tuple[str, int]:
-    """Return writer and sequence of a block, by its name if it is damaged; ("", `FIRST_EDIT`) if it has none."""
+def _writer_and_sequence(path: Path) -> tuple[str, int]:
+    """Return writer and sequence of a block, by its header or its name; else ("", `FIRST_EDIT`)."""
     try:
         header = read_header(path)
         return header.writer, header.sequence
     except (RolloutDataError, OSError):
-        found = re.fullmatch(r"rollout_([A-Za-z0-9-]{1,100})_(\d{1,18})\.h5", path.name)
-        return (found[1], int(found[2])) if found else ("", FIRST_EDIT)
+        match = re.fullmatch(r"rollout_([A-Za-z0-9-]{1,100})_(\d{1,18})\.h5", path.name)
+        return (match[1], int(match[2])) if match else ("", FIRST_EDIT)
 
 
-def _kept(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:
-    """Return the trajectories of a new folder that count: not those that are left out or rewritten, nor lack a part."""
-    gone = {plan.ids[place] for place in {*plan.dropped, *plan.mends}}
-    empty = {
-        one.writer: one.sequence for one in sorted(index.blocks, key=lambda one: one.sequence) if not len(one.fragments)
-    }
-    last = [index.blocks[number] for number in index.fragment_block[index.first_fragment[1:] - 1].tolist()]
-    is_cut = [one.sequence < empty.get(one.writer, -1) for one in last]  # what ended it may have been in there
-    whole = {*index.keys(np.flatnonzero(index.is_complete() | ~np.array(is_cut, bool)))} - before.dropped
-    if plan.recording.origin.ids is not None:  # of a selection, blocks are linked with what was not chosen
-        chosen = set(plan.ids)
-        whole = {key for key in whole if f"{key[0]}:{key[1]}" in chosen}
-    return {key for key in whole if f"{key[0]}:{key[1]}" not in gone}
+def _kept_trajectories(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:
+    """Return the trajectories of the new folder that are not dropped.
+
+    The plan leaves some out and repairs others, some were dropped before, and some lack a part.
+    """
+    empty_blocks: dict[str, int] = {}
+    for block in sorted(index.blocks, key=lambda block: block.sequence):
+        if not len(block.fragments):
+            empty_blocks[block.writer] = block.sequence
+    last_blocks = index.fragment_block[index.first_fragment[1:] - 1].tolist()
+    may_be_cut = []  # An empty block after the last fragment may replace the block with the end.
+    for number in last_blocks:
+        block = index.blocks[number]
+        may_be_cut.append(block.sequence < empty_blocks.get(block.writer, -1))
+    is_whole = index.is_complete() | ~np.array(may_be_cut, bool)
+    whole = {*index.keys(np.flatnonzero(is_whole))} - before.dropped
+    left_out = {plan.ids[place] for place in {*plan.dropped, *plan.repairs}}
+    kept = {key for key in whole if f"{key[0]}:{key[1]}" not in left_out}
+    if plan.recording.origin.ids is None:
+        return kept
+    chosen = set(plan.ids)  # Blocks of a selection are linked with their other trajectories.
+    return {key for key in kept if key[0] == plan.writer or f"{key[0]}:{key[1]}" in chosen}
 
 
-def _write_anew(plan: _Plan, pieces: Sequence[tuple[int, EpisodeToWrite]], made: Path, progress: bool) -> Metadata:
-    """Write episodes as blocks of the writer "mended"; give the metadata that belong to them."""
-    options = {"obs_disassemble_mapping": plan.recording.metadata.get("obs_disassemble_mapping") or {}}
+def _write_episodes(
+    plan: _Plan, episodes: Sequence[tuple[int, EpisodeToWrite]], made: Path, progress: bool
+) -> Metadata:
+    """Write episodes as blocks of the writer of the plan. Return the metadata that belong to them.
+
+    An episode of another format that cannot be read is left out: `doctor` reports it.
+    """
+    options: dict[str, Any] = {}
+    if is_own(plan.recording):
+        codecs = plan.recording.metadata.get("obs_disassemble_mapping")
+        options["obs_disassemble_mapping"] = codecs or {}
     staging = made / _STAGING
-    writer = OwnWriter(
-        staging, [piece for _, piece in pieces], _context(plan.context), options if is_own(plan.recording) else {}
-    )
+    listed = [episode for _, episode in episodes]
+    writer = OwnWriter(staging, listed, _own_context(plan.context), options)
     origins = []
     try:
-        for place, piece in tqdm(pieces, desc="repair", unit=" episodes", disable=not progress):
+        for place, episode in tqdm(episodes, desc="repair", unit=" episodes", disable=not progress):
             try:
-                writer.add(piece)
+                writer.add(episode)
             except UnansweredError:
                 raise
-            except DataFileError:  # a foreign episode that cannot be read: `doctor` names it
+            except DataFileError:
                 continue
-            about = plan.recording.info(place).metadata
-            origins.append((int(about.get("env", 0)), int(about.get("end_time_ns", place + 1))))
+            metadata = plan.recording.info(place).metadata
+            env = int(metadata.get("env", 0))
+            end_time_ns = int(metadata.get("end_time_ns", place + 1))
+            origins.append((env, end_time_ns))
     finally:
         writer.close()
-    write_packed(BlockFolder.at(staging), made, _MENDED, _BLOCK_BYTES, origins)
-    described = json.loads((staging / METADATA_NAME).read_text(encoding="utf-8"))
+    write_packed(BlockFolder.at(staging), made, plan.writer, _BLOCK_BYTES, origins)
+    document = json.loads((staging / METADATA_NAME).read_text(encoding="utf-8"))
     shutil.rmtree(staging)
-    return Metadata.from_json(described)
+    return Metadata.from_json(document)
 
 
-def checksum_of(path: Path) -> str | None:
+def _folder_checksum(path: Path) -> str | None:
     """Return BLAKE2b of names and contents of the files of a recording; None of a URL."""
     if isinstance(path, RemotePath):
         return None
     digest = blake2b(digest_size=16)
-    listed = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-    for one in listed:
-        digest.update(str(one.relative_to(path)).encode() + one.stat().st_size.to_bytes(8, "little"))
-        with open(one, "rb") as file:
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    for name in files:
+        digest.update(str(name.relative_to(path)).encode())
+        digest.update(name.stat().st_size.to_bytes(8, "little"))
+        with open(name, "rb") as file:
             while data := file.read(1 << 20):
                 digest.update(data)
     return digest.hexdigest()
 
 
-def _context(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: told for name, told in metadata.items() if name not in RESERVED_KEYS}
+def _own_context(metadata: Mapping[str, Any]) -> Context:
+    return {name: value for name, value in metadata.items() if name not in RESERVED_KEYS}
 
 
-def _without(context: Mapping[str, Any], *beginnings: str) -> dict[str, Any]:
-    """Leave out the keys that have one of these parts."""
-    return {name: told for name, told in context.items() if not any(part in name for part in beginnings)}
+def _without_keys(context: Mapping[str, Any], *texts: str) -> Context:
+    """Return the context without the keys that contain one of some texts."""
+    left_out = {name for name in context for text in texts if text in name}
+    return {name: value for name, value in context.items() if name not in left_out}
 
 
-def _with_rate(context: Mapping[str, Any], evidence: Mapping[str, Any]) -> dict[str, Any]:
+def _with_rate(context: Mapping[str, Any], evidence: Mapping[str, Any]) -> Context:
     rate = float(evidence["rate_hz"])
     return {**context, **{name: rate for name in ("fps", "frame_rate_hz") if name in context}}

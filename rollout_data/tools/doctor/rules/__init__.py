@@ -1,1 +1,1 @@
-"""The rules, a file for each group: what to look for, and in which table its rows stand."""
+"""The functions of the rules, a file for each group, and the scripts that change values."""

@@ -272,7 +272,13 @@ def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Found]:
             numbers = worst(numbers, over.max(1)[outside.any(1)], aligned=True)
             frames = scan.runs(numbers, name, _outside, low - slack, high + slack)
             message = f"{name!r} leaves its declared space in {len(numbers)} trajectories"
-            evidence = {"dimensions": _dims(outside.any(0)), "excess": over.max()}
+            dims = _dims(outside.any(0))
+            evidence = {
+                "dimensions": dims,
+                "low": low[dims].tolist(),
+                "high": high[dims].tolist(),
+                "excess": over.max(),
+            }
             yield Found(name, message, numbers, frames, evidence)
 
 
