@@ -1,7 +1,6 @@
 """`AdvancedReplayBuffer`: items drawn by priority, with importance weights, and limits of age and use.
 
-One rule: checking and drawing are one step under one lock, and an item that is stale or used up is removed before
-the next draw. Items and batches of tensors are two forms of the same rows.
+A call checks and draws under one lock. Stale and used-up items are removed before the next draw.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .managed_buffer import Act, ManagedBuffer, Request
 from .used_data import UsedData, UsedQueue, checked_data_id
 
 _Batch = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
-#: Where an error of tracked data was.
+#: Describes tracked objects in errors.
 _DATA = "that are data_ids"
 
 
@@ -37,22 +36,24 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     Args:
         replay_buffer_size: Items that fit.
-        replay_start_size: Items that must have been added before any is drawn.
-        max_use: An item is removed when it was drawn so often; `inf` or None for no limit.
+        replay_start_size: Items that must have been added before the first draw.
+        max_use: Draws after which an item is removed; `inf` or None for no limit.
         max_staleness: An item is removed when the learner is this many iterations past its `collect_iter`.
-        min_sample_ratio: Items there must be, for each that is asked for.
+        min_sample_ratio: A draw of n items needs at least n times this many items in the buffer.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
-        enable_track_used_data: Whether `used_data()` tells which `data_id`s are not needed any more.
+        enable_track_used_data: Whether `used_data()` lists `data_id`s that are not needed any more.
         **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`, `monitor`,
             `rate_limiter`.
 
-    An item is a nested mapping, as for `NaiveReplayBuffer`. Three leaves mean something: `priority`
-    (finite, >= 0; the largest so far if it is missing or None), `collect_iter` (an int, or a list of
-    them, of which the least counts; without it an item is never stale) and `data_id`.
+    An item is a nested mapping, as for `NaiveReplayBuffer`. Three leaves have a meaning:
 
-    Two fronts share everything: items in lists (`push`, `sample`, `update`) and batches of tensors
-    (`extend_tensors`, `sample_tensors`, `update_priorities`), which take a hundredth of the time. Batches
-    are in the order of the slots; shuffle them before cutting them up.
+    - `priority`: finite and >= 0; the largest so far if it is missing or None.
+    - `collect_iter`: an int, or a list of ints whose minimum counts. An item without it is never stale.
+    - `data_id`: see `used_data`.
+
+    Items go in and out as lists (`push`, `sample`, `update`) or as batches of tensors
+    (`extend_tensors`, `sample_tensors`, `update_priorities`). Batches take a hundredth of the time. The rows of a
+    batch are in the order of the slots; shuffle them before splitting the batch.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     @property
     def num_dead_updates(self) -> int:
-        """Updates so far of items that were gone."""
+        """Updates so far of items that were already removed or overwritten."""
         return self._ring.num_dead_updates
 
     def count(self) -> int:
         """Items that are neither overwritten nor removed."""
         return len(self._ring)
 
-    # What comes in.
+    # Adding items.
 
     @torch.no_grad()
     def extend_tensors(
@@ -112,10 +113,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
         Args:
             batch: Nested mapping of `[n, *event]` tensors or arrays; copied.
             priorities: `[n]` or one number; None for the largest so far.
-            collect_iter: `[n]` integers, or one for all; None if that is not known.
+            collect_iter: `[n]` integers, or one for all; None if it is unknown.
 
         Returns:
-            `[min(n, size)]` int64, the ids of those that stay.
+            `[min(n, size)]` int64, the ids of the stored items.
         """
         if not isinstance(batch, Mapping):
             raise SchemaError("add a batch", expected="batch as a mapping", got=type(batch).__name__)
@@ -124,78 +125,95 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
         def prepare() -> Act:
             items = read_batch(batch, self._store.form)
-            given = None if priorities is None else self._ring.checked(priorities, items.num_rows)
+            checked = None if priorities is None else self._ring.checked(priorities, items.num_rows)
             collected = self._checked_iterations(collect_iter, items.num_rows)
-            return partial(self._write, items, given, collected, start_s)
+            return partial(self._write, items, checked, collected, start_s)
 
         ids: torch.Tensor = self._alone(len(leaf) if np.ndim(leaf) else 0, True, prepare)
         return ids
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
-        plain = []
+        leaves_of_items = []
         priorities = []
         iterations = []
         for item in items:
             if not isinstance(item, Mapping):
                 expected = "data as a mapping or a list of them"
                 raise SchemaError("add an item", expected=expected, got=type(item).__name__)
-            one = dict(item)
-            priorities.append(one.pop("priority", None))
-            if "collect_iter" in one:  # a number in any form; never a column
-                one["collect_iter"] = plain_number(one["collect_iter"])
-            iterations.append(_earliest(one.get("collect_iter")))
-            if self._used is not None and "data_id" in one:
-                one["data_id"] = checked_data_id(one["data_id"])
-            plain.append(one)
-        is_known = any(iteration != UNKNOWN for iteration in iterations)
+            leaves = dict(item)
+            priorities.append(leaves.pop("priority", None))
+            if "collect_iter" in leaves:  # a number in any form; never a column
+                leaves["collect_iter"] = plain_number(leaves["collect_iter"])
+            iterations.append(_earliest(leaves.get("collect_iter")))
+            if self._used is not None and "data_id" in leaves:
+                leaves["data_id"] = checked_data_id(leaves["data_id"])
+            leaves_of_items.append(leaves)
         collected = None
-        if is_known:
+        if any(iteration != UNKNOWN for iteration in iterations):
             collected = sent(torch.tensor(iterations, dtype=torch.int64, device="cpu"), self.device)
-        read = read_items(plain, self._store.form)
-        return partial(self._write, read, self._filled_in(priorities), collected, start_s)
+        rows = read_items(leaves_of_items, self._store.form)
+        return partial(self._write, rows, self._filled_in(priorities), collected, start_s)
 
     def _write(
-        self, items: Items, given: tuple[Any, float | None] | None, collected: torch.Tensor | None, start_s: float
+        self,
+        items: Items,
+        priorities: tuple[Any, float | None] | None,
+        collected: torch.Tensor | None,
+        start_s: float,
     ) -> torch.Tensor:
-        """Add checked items with priorities `[n]`, and the largest, and iterations `[n]`; give the ids that stay."""
-        num_passed = max(0, items.num_rows - self.replay_buffer_size)  # overwritten by others of the same push
+        """Add checked items; return the ids of the stored ones.
+
+        Args:
+            items: n items.
+            priorities: `[n]` checked priorities and their maximum; None for the largest so far.
+            collected: `[n]` iterations; None if they are unknown.
+            start_s: Start of the call, on the clock of `time.monotonic()`.
+        """
+        # Items at the front that later items of the same push overwrite.
+        num_passed = max(0, items.num_rows - self.replay_buffer_size)
         if self._used is not None:
             pushed = [objects.get("data_id") for objects in items.objects or ()]
             slots = self._store.ring.slot(self._store.next_ids(items.num_rows))
             self._used.replace([*self._store.values(slots, "data_id"), *pushed[:num_passed]], pushed)
         ids = self._store.write(items)
-        kept = None if given is None else (given[0][num_passed:], given[1])
-        kept_collected = None if collected is None else collected[num_passed:]
-        self._ring.register(ids, self._store.ring.total, kept, kept_collected)
+        of_stored = None if priorities is None else (priorities[0][num_passed:], priorities[1])
+        collected_of_stored = None if collected is None else collected[num_passed:]
+        self._ring.register(ids, self._store.ring.total, of_stored, collected_of_stored)
         if self.monitor is not None:
-            self._note_push(items.num_rows, start_s, priority=self.max_priority if given is None else given[0])
+            priority = self.max_priority if priorities is None else priorities[0]
+            self._note_push(items.num_rows, start_s, priority=priority)
         return ids
 
-    def _checked_iterations(self, given: Any, num_rows: int) -> torch.Tensor | None:
-        if given is None:
+    def _checked_iterations(self, collect_iter: Any, num_rows: int) -> torch.Tensor | None:
+        """Return `[num_rows]` int64 iterations on the device; None for None."""
+        if collect_iter is None:
             return None
-        found = sent(numbers("add a batch", "collect_iter", given), self.device)
-        if found.is_floating_point() or found.dtype is torch.bool:
-            raise UsageError("add a batch", expected="collect_iter of integers", got=str(found.dtype))
-        if found.dim() > 1 or (found.dim() and len(found) != num_rows):
+        iterations = sent(numbers("add a batch", "collect_iter", collect_iter), self.device)
+        if iterations.is_floating_point() or iterations.dtype is torch.bool:
+            raise UsageError("add a batch", expected="collect_iter of integers", got=str(iterations.dtype))
+        if iterations.dim() > 1 or (iterations.dim() and len(iterations) != num_rows):
             expected = f"a collect_iter, or {num_rows} of them"
-            raise UsageError("add a batch", expected=expected, got=f"shape {list(found.shape)}")
-        return found.long().expand(num_rows)
+            raise UsageError("add a batch", expected=expected, got=f"shape {list(iterations.shape)}")
+        return iterations.long().expand(num_rows)
 
     def _filled_in(self, priorities: list[Any]) -> tuple[Any, float | None] | None:
-        """Check priorities of items; those that are None become the largest so far."""
-        known = [plain_number(value) for value in priorities if value is not None]
-        if not known:
+        """Return checked priorities of items and their maximum; replace each None by the largest so far.
+
+        None if all are None.
+        """
+        stated = [plain_number(value) for value in priorities if value is not None]
+        if not stated:
             return None
-        _, largest = self._ring.checked(known, len(known))
+        _, largest = self._ring.checked(stated, len(stated))
         highest = self.max_priority
         values = []
         for value in priorities:
             values.append(highest if value is None else float(value))
             highest = max(highest, values[-1])
-        return own(sent(torch.tensor(values, dtype=torch.float64, device="cpu"), self.device)), largest
+        filled = torch.tensor(values, dtype=torch.float64, device="cpu")
+        return own(sent(filled, self.device)), largest
 
-    # What goes out.
+    # Drawing.
 
     @torch.no_grad()
     def sample(
@@ -208,9 +226,9 @@ class AdvancedReplayBuffer(ManagedBuffer):
             replace: Has no effect here: an item may come more than once.
 
         Returns:
-            Copies of items, each with `replay_unique_id`, `replay_buffer_idx`, `priority`, `use` (with this
-            draw and the copies before it in the list), `staleness` (-1 if that is not known) and `IS`, the
-            importance weight in (0, 1]. None if there are not enough items, or the rate limiter refuses.
+            Copies of items. None if there are not enough items, or the rate limiter refuses. Each item has the
+            leaves `replay_unique_id`, `replay_buffer_idx`, `priority`, `use` (draws so far, including this draw and
+            the copies before it in the list), `staleness` (-1 if unknown) and `IS` (importance weight in (0, 1]).
         """
         return super().sample(size, cur_learner_iter, sample_range, replace)
 
@@ -230,14 +248,14 @@ class AdvancedReplayBuffer(ManagedBuffer):
         action = arguments.calling(self, "sample_tensors")
         batch_size = arguments.whole(action, "batch_size", batch_size, 1)
         request = Request.checked(action, batch_size, cur_learner_iter)._replace(are_tensors=True)
-        found: _Batch | None = self._alone(batch_size, False, lambda: self.prepare_sample(request))
-        if found is None:
+        batch: _Batch | None = self._alone(batch_size, False, lambda: self.prepare_sample(request))
+        if batch is None:
             expected = f"items for a batch of {batch_size}"
             if self.rate_limiter is not None:
                 expected += " that the rate limiter lets pass"
             got = f"{self.count()} of {self.push_count} that were added"
             raise BufferEmptyError("sample from", repr(self.name), expected, got, "Add items first")
-        return found
+        return batch
 
     def prepare_sample(self, request: Request) -> Act | None:
         self._drop(self._ring.stale(request.iteration))
@@ -245,24 +263,25 @@ class AdvancedReplayBuffer(ManagedBuffer):
             return list
         among = None if request.sample_range is None else self._slots_in(request)
         num_rows = self.count() if among is None else len(among)
-        is_enough = num_rows >= self.min_sample_ratio * request.size and self.push_count >= self.replay_start_size
-        if not is_enough or not self._ring.has_mass(among):
+        has_started = self.push_count >= self.replay_start_size
+        has_enough = num_rows >= self.min_sample_ratio * request.size
+        if not (has_started and has_enough and self._ring.has_mass(among)):
             return None
         return partial(self._take, request, among)
 
     def _slots_in(self, request: Request) -> torch.Tensor:
-        """List the slots of the items in a range by age, oldest first."""
+        """Return the slots of the items in the requested range of ages, oldest first."""
         ids = self._store.ring.ids()
         live = self._ring.those_that_count(self._store.ring.slot(ids))
-        found: torch.Tensor = live[list(request.among(len(live)))]
-        return found
+        slots: torch.Tensor = live[list(request.among(len(live)))]
+        return slots
 
     def _take(self, request: Request, among: torch.Tensor | None) -> Any:
-        """Draw, count the uses of what was drawn, and remove what was used up."""
+        """Draw items, count their uses, and remove used-up items."""
         start_s = time.monotonic()
         drawn = self._ring.draw(request.size, self.rng, among)
         assert drawn is not None
-        found: Any = self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
+        sample: Any = self._batch_of(drawn) if request.are_tensors else self._items_of(drawn, request)
         if self.monitor is not None:
             facts = self._facts(drawn, request)
             facts["staleness"] = facts["staleness"][facts["staleness"] >= 0]
@@ -271,10 +290,10 @@ class AdvancedReplayBuffer(ManagedBuffer):
         if self._used is not None:
             self._used.hold(self._store.values(drawn.places, "data_id"))
         self._drop(used_up)
-        return found
+        return sample
 
     def _facts(self, drawn: Draw, request: Request) -> dict[str, torch.Tensor]:
-        """Describe what was drawn, before it is counted, for `sample` and the monitor."""
+        """Return priority, use and staleness of drawn items `[n]`, before the draw is counted."""
         slots = drawn.places
         ring = self._ring
         return {
@@ -285,45 +304,51 @@ class AdvancedReplayBuffer(ManagedBuffer):
 
     def _items_of(self, drawn: Draw, request: Request) -> list[dict[str, Any]]:
         facts = {**self._facts(drawn, request), "IS": drawn.importance}
-        lists = {name: values.tolist() for name, values in facts.items()}
-        return self._store.items(drawn.places, self._ids_of(drawn.ids, drawn.places) | lists, self.output_device)
+        extra = self._ids_of(drawn.ids, drawn.places)
+        extra |= {name: values.tolist() for name, values in facts.items()}
+        return self._store.items(drawn.places, extra, self.output_device)
 
     def _batch_of(self, drawn: Draw) -> _Batch:
         device = self.output_device or self.device
         batch = self._store.columns(drawn.places, self.output_device, nested=True)
-        if objects := self._store.objects(drawn.places):
-            for name in dict.fromkeys(name for one in objects for name in one):
-                values = [one.get(name) for one in objects]
-                is_number = all(isinstance(value, (bool, int, float)) for value in values)
-                put_leaf(batch, name, torch.tensor(values, device=device) if is_number else values)
+        objects = self._store.objects(drawn.places)
+        for name in dict.fromkeys(name for of_item in objects for name in of_item):
+            values = [of_item.get(name) for of_item in objects]
+            is_number = all(isinstance(value, (bool, int, float)) for value in values)
+            put_leaf(batch, name, torch.tensor(values, device=device) if is_number else values)
         weights = float32_of(drawn.importance)
         ids = drawn.ids
-        return (batch, weights, ids) if device == self.device else (batch, weights.to(device), ids.to(device))
+        if device != self.device:
+            weights = weights.to(device)
+            ids = ids.to(device)
+        return batch, weights, ids
 
-    # What a learner found.
+    # Updating.
 
     def update_priorities(self, ids: Any, priorities: Any) -> Any:
         """Set the priorities of items to `priorities + eps`.
 
         Args:
-            ids: `[n]` int64, as `sample_tensors` gives them.
+            ids: `[n]` int64, from `sample_tensors`.
             priorities: `[n]` finite numbers >= 0, or one for all.
 
         Returns:
-            How many were there, as for `update`; on a GPU a 0-d tensor, which `int` waits for.
+            Number of updated items, as for `update`; on a GPU a 0-d tensor, which `int` waits for.
         """
         with self._lock:
             return self.prepare_priorities(ids, priorities)()
 
     def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
         if not isinstance(info, Mapping):
-            raise UsageError(
-                arguments.calling(self, "update"), f"of {self.name!r}", "info as a mapping", type(info).__name__
-            )
+            action = arguments.calling(self, "update")
+            raise UsageError(action, f"of {self.name!r}", "info as a mapping", type(info).__name__)
         rows = self._rows_of(info.get(UNIQUE_ID))
         priorities = info.get("priority")
-        update = self.prepare_priorities(*([], []) if priorities is None else (rows, priorities))
-        used = [checked_data_id(one) for one in listed(info.get("used_id"))]
+        if priorities is None:
+            rows = []
+            priorities = []
+        update = self.prepare_priorities(rows, priorities)
+        used = [checked_data_id(data_id) for data_id in listed(info.get("used_id"))]
 
         def apply() -> int:
             if self._used is not None:
@@ -333,38 +358,39 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return apply
 
     def prepare_priorities(self, ids: Any, priorities: Any) -> Callable[[], int]:
-        """Do as `prepare_update`, for `update_priorities`."""
+        """Check an update of `update_priorities`; return a function that applies it."""
         return self._ring.prepare_update(ids, priorities)
 
     def used_data(self) -> UsedQueue:
-        """Return the queue of `data_id`s that no item and no sample needs any more; each comes once.
+        """Return the queue of `data_id`s that no item and no sample needs any more; each appears once.
 
         Raises:
-            UsageError: Not created with `enable_track_used_data`.
+            UsageError: The buffer was created without `enable_track_used_data`.
         """
         if self._used is None:
             raise UsageError("track used data", f"of {self.name!r}", "enable_track_used_data=True", "False")
         return self._used.queue
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check what must always hold: (whether it does, what does not)."""
+        """Check the invariants: return (whether all hold, a description of the first that does not)."""
         with self._lock:
             return self._ring.check_valid()
 
     # Removing and saving.
 
     def _drop(self, slots: torch.Tensor | None) -> None:
-        """Remove the items in some slots, those that are still there; None is none."""
+        """Remove the live items in some slots; None removes nothing."""
         if slots is None:
             return
-        found = self._ring.drop(slots)
+        dropped = self._ring.drop(slots)
         if self._used is not None:
-            self._used.replace(self._store.values(found, "data_id"), ())
-        self._store.forget_objects(found)
+            self._used.replace(self._store.values(dropped, "data_id"), ())
+        self._store.forget_objects(dropped)
 
     def _clear(self) -> None:
         if self._used is not None:
-            self._used.replace(self._store.values(self._store.ring.slot(self._store.ring.ids()), "data_id"), ())
+            slots = self._store.ring.slot(self._store.ring.ids())
+            self._used.replace(self._store.values(slots, "data_id"), ())
         super()._clear()
         self._ring.clear()
 
@@ -372,16 +398,23 @@ class AdvancedReplayBuffer(ManagedBuffer):
         return PrioritizedRing(self.replay_buffer_size, 1, self.rule, self.device, self._limits)
 
     def _arguments(self) -> dict[str, Any]:
+        # JSON has no infinity.
         limits = {name: None if x is None or isinf(x) else x for name, x in vars(self._limits).items()}
-        found = super()._arguments() | {"replay_start_size": self.replay_start_size, **limits, **vars(self.rule)}
-        tracking = {"enable_track_used_data": self._used is not None}
-        return found | {"min_sample_ratio": self.min_sample_ratio, **tracking}
+        return {
+            **super()._arguments(),
+            "replay_start_size": self.replay_start_size,
+            **limits,
+            **vars(self.rule),
+            "min_sample_ratio": self.min_sample_ratio,
+            "enable_track_used_data": self._used is not None,
+        }
 
     def _get_state(self) -> State:
         state = super()._get_state()
         numbers, tensors = self._ring.state(self._store.ring.num_live)
         used = None if self._used is None else to_json(self._used.to_json(), _DATA).decode()
-        return State(state.arguments, {**state.numbers, **numbers, "used_data": used}, {**state.tensors, **tensors})
+        numbers = {**state.numbers, **numbers, "used_data": used}
+        return State(state.arguments, numbers, {**state.tensors, **tensors})
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         text = numbers["used_data"]
@@ -389,13 +422,14 @@ class AdvancedReplayBuffer(ManagedBuffer):
             raise SchemaError("load a state", "", f"tracked data: {self._used is not None}", f"{text is not None}")
         ring = self._make_ring()
         ring.restore(min(numbers["total"], self.replay_buffer_size), numbers, tensors)
-        self._ring, self._used = ring, None if text is None else UsedData.from_json(from_json(text.encode(), _DATA))
+        self._ring = ring
+        self._used = None if text is None else UsedData.from_json(from_json(text.encode(), _DATA))
         super()._set_state(numbers, tensors)
 
 
-def _earliest(given: Any) -> int:
-    """Read when an item was collected: an int, or several of which the least counts."""
-    known = [plain_number(value) for value in listed(given) if value is not None]
-    if not all(map(arguments.is_whole, known)):
-        raise UsageError("add an item", expected="a collect_iter of integers", got=repr(given)[:60])
-    return min(known, default=UNKNOWN)
+def _earliest(collect_iter: Any) -> int:
+    """Return the least iteration of an int or a list of ints; `UNKNOWN` if there is none."""
+    iterations = [plain_number(value) for value in listed(collect_iter) if value is not None]
+    if not all(map(arguments.is_whole, iterations)):
+        raise UsageError("add an item", expected="a collect_iter of integers", got=repr(collect_iter)[:60])
+    return min(iterations, default=UNKNOWN)

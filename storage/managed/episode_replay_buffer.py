@@ -19,7 +19,7 @@ from ..core.fields import unflatten
 from ..core.random_indices import uniform
 from ..errors import SchemaError, UsageError
 from ..saving.saved_store import State
-from .item_store import GIVEN, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
+from .item_store import SAMPLE_LEAVES, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
 from .managed_buffer import Act, ManagedBuffer, Request
 
 _FIRST_STEPS = 256
@@ -110,7 +110,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
             form = self._store.form or (read[0][0].form if read else None)
             is_stack = isinstance(episode, Mapping)
             if is_stack:
-                rows = read_batch({name: leaf for name, leaf in episode.items() if name not in GIVEN}, form)
+                rows = read_batch({name: leaf for name, leaf in episode.items() if name not in SAMPLE_LEAVES}, form)
             elif isinstance(episode, Iterable) and not isinstance(episode, (str, bytes)):
                 rows = read_items(list(episode), form)
             else:
@@ -166,7 +166,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
                 slots, {name: [value] * length for name, value in given.items()}, self.output_device
             )
         columns = self._store.columns(slots, self.output_device, contiguous=True)
-        return unflatten({name: self._store.given(name, column) for name, column in columns.items()}) | given
+        return unflatten({name: self._store.as_pushed(name, column) for name, column in columns.items()}) | given
 
     def _clear(self) -> None:
         super()._clear()

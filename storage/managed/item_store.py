@@ -1,8 +1,8 @@
-"""Items: the forms in which they are given, their ids, and `ItemStore`, which keeps them in memory.
+"""`ItemStore`, which stores items in memory; the checks of items; the ids of items.
 
-One rule: copies are kept of what is given, and copies are given: a column of a ring per leaf of numbers, and a list by
-slot of all other leaves, the objects. All items have the same columns; objects may come and go. Which rows count, and
-which are drawn, is decided elsewhere. An id is `<name>_<row>`, cut at its last "_": names may hold any character.
+Each leaf of numbers has a column in a ring. All other leaves are objects, stored by slot. All items have the same
+columns, but not the same objects. Items are copied when they are added and when they are returned.
+An id is `<name>_<row>`. It is split at its last "_", since a name may contain "_".
 """
 
 from __future__ import annotations
@@ -25,24 +25,31 @@ from ..saving.saved_store import checked_count, checked_tensor
 
 UNIQUE_ID = "replay_unique_id"
 SLOT = "replay_buffer_idx"
-#: Leaves that a sample adds to an item; they are not stored when the item is pushed back.
-GIVEN = frozenset({UNIQUE_ID, SLOT, "staleness", "use", "IS"})
+#: Leaves that `sample` adds to an item. They are dropped if the item is pushed again.
+SAMPLE_LEAVES = frozenset({UNIQUE_ID, SLOT, "staleness", "use", "IS"})
 _ACTION = "add an item"
-#: Objects that need no copy.
+#: Immutable types of objects, which need no copy.
 _CONSTANTS = (str, int, float, bool, bytes, type(None))
-#: Key of a JSON object that stands for something else than a dict.
+#: Key of a JSON object that encodes a tuple, or a dict that itself has this key.
 _TAG = "__is__"
 
 
 class Form(NamedTuple):
-    """The columns of items, and the names of those that came as arrays of numpy and are given back as such."""
+    """The columns of items, and the names of the columns that are returned as numpy arrays."""
 
     schema: Schema
     arrays: frozenset[str]
 
 
 class Items(NamedTuple):
-    """Checked items: columns `[n, *event]` in the order of the schema; objects by flat name, None if there are none."""
+    """Checked items.
+
+    Attributes:
+        num_rows: Number of items, n.
+        columns: `[n, *event]`, in the order of the schema.
+        objects: The objects of each item by flat name; None if no item has any.
+        form: The columns.
+    """
 
     num_rows: int
     columns: list[torch.Tensor]
@@ -51,56 +58,60 @@ class Items(NamedTuple):
 
 
 class UnknownNameError(MissingFieldError):
-    """An id, or a call, names a buffer that is not there (a `KeyError`)."""
+    """An id or a call names a buffer that does not exist (a `KeyError`)."""
 
 
 def raise_unknown(name: Any, known: Iterable[str]) -> NoReturn:
-    """Raise the error that no buffer has this name."""
-    raise UnknownNameError("find a buffer", expected=f"buffer_name one of {nearest(str(name), known)}", got=repr(name))
+    """Raise `UnknownNameError`: no buffer has this name."""
+    options = nearest(str(name), known)
+    raise UnknownNameError("find a buffer", expected=f"buffer_name one of {options}", got=repr(name))
 
 
 def split_unique_id(unique_id: Any) -> tuple[str, int]:
-    """Return the buffer's name and the row of an id; raise `UsageError` if it is none."""
+    """Return the buffer's name and the row of an id; raise `UsageError` if it is not an id."""
     name, _, row = unique_id.rpartition("_") if isinstance(unique_id, str) else ("", "", "")
-    if not name or not (row.isascii() and row.isdigit()):
+    is_row = row.isascii() and row.isdigit()
+    if not name or not is_row:
         raise UsageError("read an id", expected="'<name>_<row>'", got=repr(unique_id))
     return name, int(row)
 
 
 def as_items(data: Any) -> list[Any]:
-    """List what was pushed: one item, or several."""
+    """Return pushed data, one item or several, as a list."""
     return [data] if isinstance(data, Mapping) else several(data)
 
 
 def several(data: Any) -> list[Any]:
-    """List several items; one item, a text or a number is an error."""
+    """Return several items as a list; raise `SchemaError` for one item, a text or a number."""
     if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
         raise SchemaError("push", expected="data as a list of items", got=type(data).__name__)
     return list(data)
 
 
 def listed(values: Any) -> list[Any]:
-    """List values of any form: tensors and arrays as numbers, None as nothing, a single value as one."""
+    """Return values as a list: `[]` for None, Python numbers for tensors and arrays, `[value]` for a single value."""
     if values is None:
         return []
     if isinstance(values, (torch.Tensor, np.ndarray, np.generic)):
         return list(values.reshape(-1).tolist())
-    return list(values) if isinstance(values, Iterable) and not isinstance(values, (str, bytes)) else [values]
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        return [values]
+    return list(values)
 
 
 def plain_number(value: Any) -> Any:
-    """Return a single number of torch or numpy as Python's."""
-    is_one = isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1
-    return value.item() if is_one else value
+    """Return a tensor or array of one number as a Python number; return any other value unchanged."""
+    is_array = isinstance(value, (torch.Tensor, np.ndarray, np.generic))
+    return value.item() if is_array and math.prod(value.shape) == 1 else value
 
 
 def read_items(items: Sequence[Any], form: Form | None) -> Items:
-    """Check items; `form` is that of the items before, None if there are none.
+    """Check items; `form` is the form of earlier items, None if there are none.
 
     Raises:
-        MissingFieldError, SchemaError, FieldTypeError: Naming the first leaf that does not fit.
+        MissingFieldError, SchemaError, FieldTypeError: The text names the first leaf that does not fit.
     """
-    parts = [_split_leaves(item, GIVEN) for item in items]
+    parts = [_split_leaves(item, SAMPLE_LEAVES) for item in items]
     if not parts:
         return Items(0, [], None, form or Form(Schema([]), frozenset()))
     form = form or _form_of(parts[0][0], 0)
@@ -144,12 +155,16 @@ class ItemStore:
         self._order = StreamOrder(device)
 
     def next_ids(self, num_rows: int) -> torch.Tensor:
-        """List the ids that new items will have, those that stay."""
+        """Return the ids of the next `num_rows` items, without items that the same write overwrites."""
         total = self.ring.total + num_rows
-        return torch.arange(total - min(num_rows, self.capacity), total, device=self.device)
+        num_stored = min(num_rows, self.capacity)
+        return torch.arange(total - num_stored, total, device=self.device)
 
     def write(self, items: Items) -> torch.Tensor:
-        """Append checked items; of more than fit the newest stay. Gives the ids of those, on the device."""
+        """Append checked items; return the ids of the stored ones, on the device.
+
+        If there are more than `capacity`, only the newest are stored.
+        """
         ids = self.next_ids(items.num_rows)
         if not items.num_rows:
             return ids
@@ -177,54 +192,61 @@ class ItemStore:
         if not self.ring.names:
             return {}
         self._order.wait(is_write=False)
-        found = self.ring.gather(slots, contiguous, nested)
+        columns = self.ring.gather(slots, contiguous, nested)
         self._order.record(is_write=False)
-        return found if device is None else map_leaves(lambda leaf: leaf.to(device), found)
+        return columns if device is None else map_leaves(lambda leaf: leaf.to(device), columns)
 
-    def given(self, name: str, column: torch.Tensor) -> Any:
-        """Return a copied column as it came: as an array or a tensor."""
+    def as_pushed(self, name: str, column: torch.Tensor) -> Any:
+        """Return a copied column in the form in which it was pushed: a numpy array or a tensor."""
         return column.cpu().numpy() if self.form is not None and name in self.form.arrays else column
 
     def objects(self, slots: torch.Tensor) -> list[dict[str, Any]]:
-        """Copy the objects of `[n]` slots; empty if no item has any."""
-        return [_copied(self._objects.get(slot, {})) for slot in slots.tolist()] if self._objects else []
+        """Copy the objects of `[n]` slots; `[]` if no item has any."""
+        if not self._objects:
+            return []
+        return [_copied(self._objects.get(slot, {})) for slot in slots.tolist()]
 
     def values(self, slots: torch.Tensor, name: str) -> list[Any]:
-        """List one object of `[n]` slots, None where it is missing; not copied."""
-        return [self._objects.get(slot, {}).get(name) for slot in slots.tolist()] if self._objects else []
+        """Return the objects called `name` in `[n]` slots, not copied; None where missing, `[]` if there are none."""
+        if not self._objects:
+            return []
+        return [self._objects.get(slot, {}).get(name) for slot in slots.tolist()]
 
     def items(
         self, slots: torch.Tensor, extra: Mapping[str, Sequence[Any]], device: torch.device | None = None
     ) -> list[dict[str, Any]]:
-        """Copy the items in `[n]` slots to a device, and add more leaves to them, n values each."""
+        """Copy the items in `[n]` slots to a device; add the leaves `extra`, n values each."""
         columns = self.columns(slots, device)
-        lists = {name: list(self.given(name, column)) for name, column in columns.items()}
-        found = _rows(unflatten({**lists, **extra}), len(slots))
-        for item, objects in zip(found, self.objects(slots), strict=False):
+        lists = {name: list(self.as_pushed(name, column)) for name, column in columns.items()}
+        items = _rows(unflatten({**lists, **extra}), len(slots))
+        for item, objects in zip(items, self.objects(slots), strict=False):
             for name, value in objects.items():
                 put_leaf(item, name, value)
-        return found
+        return items
 
     def forget_objects(self, slots: torch.Tensor) -> None:
         """Delete the objects of `[n]` slots, whose items were removed."""
-        for slot in slots.tolist() if self._objects else ():
+        if not self._objects:
+            return
+        for slot in slots.tolist():
             self._objects.pop(slot, None)
 
     def clear(self) -> None:
-        """Forget every item; columns and their memory stay."""
+        """Remove every item; keep the columns and their memory."""
         self.ring.clear()
         self._objects = {}
 
     def moved(self, first: int, capacity: int) -> ItemStore:
-        """Copy the items from id `first` on to a new store, where they are counted from 0."""
-        made = ItemStore(capacity, self.device, self.form)
+        """Copy the items from id `first` on to a new store, where their ids count from 0."""
+        store = ItemStore(capacity, self.device, self.form)
         if self.form is not None:
             slots = self.ring.slot(torch.arange(first, self.ring.total, device=self.device))
-            made.write(Items(len(slots), list(self.columns(slots).values()), self.objects(slots) or None, self.form))
-        return made
+            columns = list(self.columns(slots).values())
+            store.write(Items(len(slots), columns, self.objects(slots) or None, self.form))
+        return store
 
     def state(self, where: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return numbers, and tensors that may share memory; raise if an object cannot be JSON."""
+        """Return numbers, and tensors that may share memory; raise if an object has no JSON form."""
         schema, arrays = self.form or (None, frozenset())
         num_live = self.ring.num_live
         views = [self.ring.slots_view(name)[:num_live, 0] for name in schema or ()]
@@ -236,12 +258,13 @@ class ItemStore:
         return {"total": self.ring.total, "schema": written, "arrays": sorted(arrays)}, tensors
 
     def restore(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], where: str) -> ItemStore:
-        """Take over, as an empty store, what `state` gave; raise if it is not that. Gives itself."""
+        """Load what `state` returned into this empty store and return it; raise if the state does not fit."""
         total = checked_count(numbers, "total", 0, 1 << 62)
         num_live = min(total, self.capacity)
         columns = {}
         if numbers["schema"] is not None:
-            schema = Schema(make_field(one["name"], one["shape"], one["dtype"]) for one in numbers["schema"])
+            fields = numbers["schema"]
+            schema = Schema(make_field(field["name"], field["shape"], field["dtype"]) for field in fields)
             for place, (name, field) in enumerate(schema.items()):
                 shape = [num_live, *field.shape]
                 columns[name] = checked_tensor(tensors, f"column/{place}", field.torch_dtype, shape).unsqueeze(1)
@@ -252,9 +275,9 @@ class ItemStore:
         if "objects" in tensors:
             objects = from_json(tensors["objects"].cpu().numpy().tobytes(), where)
             is_list = isinstance(objects, list) and len(objects) == num_live
-            if not is_list or not all(type(one) is dict for one in objects):
-                raise CorruptFileError("read objects", where, f"{num_live} of them", "others")
-            self._objects = {slot: one for slot, one in enumerate(objects) if one}
+            if not is_list or not all(type(of_item) is dict for of_item in objects):
+                raise CorruptFileError("read objects", where, f"a list of {num_live} dicts", "something else")
+            self._objects = {slot: of_item for slot, of_item in enumerate(objects) if of_item}
         return self
 
 
@@ -267,16 +290,17 @@ def put_leaf(item: dict[str, Any], name: str, value: Any) -> None:
 
 
 def to_json(value: Any, where: str) -> bytes:
-    """Write an object as JSON from which `from_json` makes an equal one; tuples stay tuples.
+    """Return JSON from which `from_json` builds an equal object; tuples stay tuples.
 
     Raises:
-        FieldTypeError: It holds something else than None, bool, int, float, str, list, tuple and dict of str.
+        FieldTypeError: The object contains a type other than None, bool, int, float, str, list, tuple and dict with
+            keys that are str.
     """
     return json.dumps(_encoded(value, where), separators=(",", ":")).encode()
 
 
 def from_json(data: bytes, where: str) -> Any:
-    """Read what `to_json` wrote; raise `CorruptFileError` if it is not that."""
+    """Build an object from the JSON of `to_json`; raise `CorruptFileError` for other bytes."""
     try:
         return _decoded(json.loads(data))
     except (ValueError, TypeError, KeyError, RecursionError) as cause:
@@ -284,26 +308,30 @@ def from_json(data: bytes, where: str) -> Any:
 
 
 def _split_leaves(item: Any, skipped: frozenset[str] = frozenset()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors and arrays of numbers of an item, and all other leaves, by flat name. Nothing is copied."""
+    """Return two dicts by flat name: an item's tensors and arrays of numbers, and its other leaves. Copies nothing."""
     columns: dict[str, Any] = {}
     objects: dict[str, Any] = {}
     for name, leaf in flatten(item, keeps_empty=True).items():
         if name in skipped:
             continue
         is_array = isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc"
-        (columns if is_array or isinstance(leaf, torch.Tensor) else objects)[name] = leaf
+        if is_array or isinstance(leaf, torch.Tensor):
+            columns[name] = leaf
+        else:
+            objects[name] = leaf
     return columns, objects
 
 
 def _form_of(leaves: Mapping[str, Any], num_lead: int) -> Form:
-    """Declare the columns that first leaves show."""
+    """Return the form of the leaves of a first item; `num_lead` axes come before the event."""
     tensors = {name: dense(name, as_given(leaf), _ACTION) for name, leaf in leaves.items()}
+    schema = Schema(make_field(name, x.shape[num_lead:], x.dtype) for name, x in tensors.items())
     arrays = frozenset(name for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor))
-    return Form(Schema(make_field(name, x.shape[num_lead:], x.dtype) for name, x in tensors.items()), arrays)
+    return Form(schema, arrays)
 
 
 def _fitted(leaves: Mapping[str, Any], form: Form, num_lead: int) -> list[torch.Tensor]:
-    """Return leaves in the order and the dtypes of the columns, or raise."""
+    """Return leaves in the order and the dtypes of the columns; raise if one does not fit."""
     check_same_names(form.schema, leaves, _ACTION)
     return [
         fit(_ACTION, field, leaves[name], num_lead=num_lead).to(field.torch_dtype)
@@ -316,20 +344,22 @@ def _copied(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(tree: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
-    """Turn a nested dict of lists into a list of nested dicts."""
+    """Convert a nested dict of lists into a list of nested dicts."""
     parts = [_rows(part, num_rows) if isinstance(part, dict) else part for part in tree.values()]
+    if not parts:
+        return [{} for _ in range(num_rows)]
     keys = tuple(tree)
-    return [dict(zip(keys, values)) for values in zip(*parts)] if parts else [{} for _ in range(num_rows)]  # noqa: B905
+    return [dict(zip(keys, values)) for values in zip(*parts)]  # noqa: B905
 
 
 def _encoded(value: Any, where: str) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
-        found = [_encoded(one, where) for one in value]
-        return found if type(value) is list else {_TAG: "tuple", "of": found}
+        entries = [_encoded(entry, where) for entry in value]
+        return entries if type(value) is list else {_TAG: "tuple", "of": entries}
     if type(value) is dict and all(type(key) is str for key in value):
-        fields = {key: _encoded(one, where) for key, one in value.items()}
+        fields = {key: _encoded(entry, where) for key, entry in value.items()}
         return {_TAG: "dict", "of": fields} if _TAG in value else fields
     expected = "objects of None, bool, int, float, str, list, tuple and dict of str"
     advice = "Keep numbers in tensors or arrays, and other objects elsewhere"
@@ -338,13 +368,13 @@ def _encoded(value: Any, where: str) -> Any:
 
 def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [_decoded(one) for one in value]
+        return [_decoded(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get(_TAG)
-    if kind == "tuple":
+    tag = value.get(_TAG)
+    if tag == "tuple":
         return tuple(map(_decoded, value["of"]))
-    if kind not in (None, "dict"):
-        raise ValueError(f"no kind {kind!r}")
-    fields = value if kind is None else value["of"]
-    return {key: _decoded(one) for key, one in fields.items()}
+    if tag not in (None, "dict"):
+        raise ValueError(f"unknown type {tag!r}")
+    fields = value if tag is None else value["of"]
+    return {key: _decoded(entry) for key, entry in fields.items()}
