@@ -28,7 +28,7 @@ from .cached_frames import FileFrames, read_block
 from .frame_store import FileMap, FrameStore, MappedFrames, can_map
 from .remote_frames import RemoteFrames
 from .shared_memory import SharedMemory, Spot, share, shared_at
-from .source_kind import BlocksInUse, Choice, Kind, Origins, control_modes
+from .source_kind import BlocksInUse, Choice, Kind, Origins, conventions
 
 
 class Blocks(Kind):
@@ -78,11 +78,9 @@ class Blocks(Kind):
         return read_metadata(folder.data_dir) if found is None else counted_metadata(folder, found)
 
     @property
-    def modes(self) -> set[str]:
+    def conventions(self) -> set[tuple[str, str]]:
         local = [load_metadata(folder.data_dir) for folder in self._folders] if not self._source.is_remote else []
-        return control_modes(
-            [*(one.metadata for one in self.remote), *(one.context for one in local if one is not None)]
-        )
+        return conventions([*(one.metadata for one in self.remote), *(one.context for one in local if one is not None)])
 
     @property
     def remote(self) -> list[RemoteFolder]:

@@ -42,7 +42,7 @@ from .episode_reader import EpisodeInfo, ForeignReader
 from .format_registry import detect, holds_files_of_others, open_foreign
 from .frame_store import GONE, FrameStore, Place
 from .shared_memory import Spot
-from .source_kind import BlocksInUse, Kind, Origins, control_modes
+from .source_kind import BlocksInUse, Kind, Origins, conventions
 
 #: Small rows are read in pieces of about this size, and so much of them is kept.
 _PIECE_BYTES, _CACHE_BYTES = 4 << 20, 512 << 20
@@ -84,9 +84,9 @@ class Readers(Kind):
         return {"frame_rate_hz": found["fps"], **found} if "fps" in found else found
 
     @property
-    def modes(self) -> set[str]:
+    def conventions(self) -> set[tuple[str, str]]:
         episodes = (self._readers[number].episodes[episode].metadata for number, episode in self._chosen())
-        return control_modes([*(reader.metadata for reader in self._readers), *episodes])
+        return conventions([*(reader.metadata for reader in self._readers), *episodes])
 
     def refresh(self, in_use: BlocksInUse) -> None:
         """Do nothing: what was found is played."""

@@ -29,7 +29,7 @@ from .format_registry import trajectory_folders
 from .frame_store import FrameStore
 from .shared_memory import Spot
 from .source_kind import BlocksInUse as BlocksInUse
-from .source_kind import Kind, Origins, mixed_modes
+from .source_kind import Kind, Origins, mixed_conventions
 
 #: Trajectories that cannot be read, and why.
 Losses = list[tuple[Int64s, DataFileError]]
@@ -83,9 +83,9 @@ class Source(Origins):
         return read_metadata(self.paths[0]) if self._kind is None else self._kind.metadata
 
     @property
-    def modes(self) -> set[str]:
-        """What the actions control; see `control_modes`."""
-        return set() if self._kind is None else self._kind.modes
+    def conventions(self) -> set[tuple[str, str]]:
+        """Control modes and orders of quaternions that metadata state; see `conventions`."""
+        return set() if self._kind is None else self._kind.conventions
 
     def refresh(self, in_use: BlocksInUse = tuple) -> None:
         """Look at the folders again; blocks that are `in_use` stay readable although they are gone."""
@@ -101,8 +101,8 @@ class Source(Origins):
         self._decide(_kind_of_all(self.origins) if self._kind is None else None)
         if self._kind is not None:
             self._kind.refresh(in_use)
-            if not self._has_compared and (mixed := mixed_modes(self.modes)):
-                self.advise(mixed)
+            for remark in [] if self._has_compared else mixed_conventions(self.conventions):
+                self.advise(remark)
             self._has_compared = True
 
     def release(self, in_use: BlocksInUse = tuple) -> None:

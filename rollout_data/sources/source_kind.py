@@ -36,6 +36,11 @@ from .shared_memory import Spot
 BlocksInUse = Callable[[], Collection[Block]]
 #: The last problems are kept, and more are known again by their hashes, so that each is reported once.
 MAX_PROBLEMS, _MAX_REPORTED = 1000, 100_000
+#: Names in metadata under which a recording states what its actions control, and the order of its quaternions.
+MODE_KEY = "control_mode"
+ORDER_KEY = "quaternion_order"
+#: The order of quaternions in metadata of a recording whose episodes have several.
+MIXED = "mixed"
 
 
 class Origins:
@@ -118,17 +123,27 @@ class Origins:
             raise DataFileError("open the folders together", repr(str(where)), expected, difference, advice)
 
 
-def control_modes(found: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return what the actions control, by metadata of recordings or episodes; unknown ones are left out."""
-    return {str(metadata.get("control_mode", "unknown")) for metadata in found} - {"unknown"}
+def conventions(found: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    """Return control modes and orders of quaternions that metadata of recordings or episodes state: (name, value)."""
+    stated = {(name, str(metadata[name])) for metadata in found for name in (MODE_KEY, ORDER_KEY) if name in metadata}
+    return stated - {(MODE_KEY, "unknown")}
 
 
-def mixed_modes(modes: Set[str]) -> DataFileError | None:
-    """Build the problem that actions of one stream do not mean the same; None if there is one mode, or none known."""
-    if len(modes) < 2:
-        return None
-    advice = "Convert the actions, or train on one of them"
-    return DataFileError("mix the actions", "", "one control mode", ", ".join(sorted(modes)), advice)
+def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
+    """Build the remarks that actions, or quaternions, of one stream do not mean the same; none if each has one value.
+
+    An unknown order of quaternions differs from a known one.
+    """
+    modes = sorted(value for name, value in stated if name == MODE_KEY)
+    orders = sorted(value for name, value in stated if name == ORDER_KEY)
+    remarks = []
+    if len(modes) > 1:
+        advice = "Convert the actions, or train on one of them"
+        remarks.append(DataFileError("mix the actions", "", "one control mode", ", ".join(modes), advice))
+    if len(orders) > 1 or orders == [MIXED]:
+        advice = 'Open the clips with quaternions="wxyz" or "xyzw", or read those of one order'
+        remarks.append(DataFileError("mix the quaternions", "", "one order", ", ".join(orders), advice))
+    return remarks
 
 
 class Kind(ABC):
@@ -153,8 +168,8 @@ class Kind(ABC):
 
     @property
     @abstractmethod
-    def modes(self) -> set[str]:
-        """What the actions control; see `control_modes`."""
+    def conventions(self) -> set[tuple[str, str]]:
+        """Control modes and orders of quaternions that metadata state; see `conventions`."""
 
     @abstractmethod
     def refresh(self, in_use: BlocksInUse) -> None:

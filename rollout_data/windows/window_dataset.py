@@ -264,9 +264,9 @@ class WindowDataset(WindowBatches):
         return self._source.metadata
 
     @property
-    def modes(self) -> set[str]:
-        """What the actions control, as far as metadata tell; of more than one a warning was given."""
-        return self._source.modes
+    def conventions(self) -> set[tuple[str, str]]:
+        """Control modes and orders of quaternions that metadata state, as (name, value)."""
+        return self._source.conventions
 
     @property
     def texts(self) -> dict[int, str]:

@@ -30,7 +30,7 @@ from ..blocks.trajectory_index import Int64s
 from ..remote.locations import DataDir, is_one
 from ..sources.field_statistics import FieldStatistics, compute_statistics
 from ..sources.process_group import ShardChoice, agreement_of, checked_shard, current_shard
-from ..sources.source_kind import mixed_modes
+from ..sources.source_kind import mixed_conventions
 from .skipped_windows import OnError
 from .window_dataset import WindowDataset
 from .window_index import Even, arrivals, checked_windows, rank_batches, turn_of
@@ -85,8 +85,8 @@ class WindowMixture(WindowBatches):
                 parts = [f"{a} instead of {b}" for a, b in zip(dataset.form, first, strict=False) if a != b]
                 got = parts[0] if parts else "others"
                 raise UsageError(_MIX, f"with number {number}", "the fields and deltas of number 0", got)
-        if problem := mixed_modes(set().union(*(dataset.modes for dataset in self.datasets))):
-            warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
+        for remark in mixed_conventions(set().union(*(dataset.conventions for dataset in self.datasets))):
+            warnings.warn(str(remark), RolloutDataWarning, stacklevel=2)
         if any(dataset.on_error == "skip" for dataset in self.datasets):
             self.on_error = "skip"
         self._open()

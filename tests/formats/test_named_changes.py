@@ -253,3 +253,14 @@ def test_metadata_that_no_reader_takes_are_refused_by_a_writer(tmp_path):
     with pytest.raises(UsageError, match=r"metadata of at most 16777216 bytes"):
         record_with_notes(tmp_path / "ours", {"notes": "x" * (17 << 20)}, "open")
     assert list((tmp_path / "ours").glob("*.h5")) == []
+
+
+@pytest.mark.parametrize(("order", "stated"), [("unknown", "wxyz"), ("mixed", "wxyz"), ("xyzw", None), ("wxyz", None)])
+def test_quaternions_of_another_order_than_an_isaac_lab_file_states_are_named(tmp_path, order, stated):
+    with RolloutWriter(tmp_path / "own", 1, durable=False, metadata={"quaternion_order": order}) as writer:
+        writer.add(observation=[[0.0, 0.0, 0.0, 1.0]], action=[[0.0]], done=[True])
+    conversion = rollout_data.convert(tmp_path / "own", tmp_path / "new.hdf5", to="isaaclab")
+    named = [change for change in conversion.changes if "quaternions" in change]
+    assert named == ([f"quaternions of the order {order!r} stand in a file that states {stated!r}"] if stated else [])
+    recording = rollout_data.open(tmp_path / "new.hdf5", format="isaaclab")
+    assert recording.metadata["quaternion_order"] == (stated or order)

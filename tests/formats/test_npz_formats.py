@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 import rollout_data
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataError,
+    RolloutDataWarning,
+    UnsafeFileError,
+    UsageError,
+)
 from tests.formats.values import action, state
 
 CLIPS = Path(__file__).parents[2] / "examples" / "data" / "motions"
@@ -240,6 +247,39 @@ class TestMotion:
         turned = rollout_data.open(tmp_path, quaternions="wxyz")
         assert turned.metadata["quaternion_order"] == "wxyz"
         assert not [remark for remark in turned.advice if "mix the quaternions" in str(remark)]
+
+    @pytest.mark.parametrize("orders", [("wxyz", "xyzw"), ("wxyz", None), ("xyzw", "wxyz", None)])
+    def test_recordings_of_several_orders_of_quaternions_are_not_mixed_silently(
+        self, tmp_path: Path, orders: tuple[str | None, ...]
+    ) -> None:
+        paths = []
+        for number, order in enumerate(orders):
+            paths.append(tmp_path / f"{number}.npz")
+            np.savez(paths[-1], **clip_arrays(number), **({} if order is None else {"quaternion_order": order}))
+        expected = f"expected one order, got {', '.join(sorted(order or 'unknown' for order in orders))}"
+        mixtures = [
+            lambda: rollout_data.WindowDataset(paths, length=1),
+            lambda: rollout_data.WindowMixture(paths, length=1),
+            lambda: rollout_data.RolloutDataset([rollout_data.open(path) for path in paths], 1).get_batch(1),
+        ]
+        for mix in mixtures:
+            with pytest.warns(RolloutDataWarning, match=expected):
+                mix()
+        merged = rollout_data.merge(paths, tmp_path / "merged")
+        assert [expected in str(remark) for remark in merged.advice].count(True) == 1 and merged.problems == []
+        recording = rollout_data.open(tmp_path / "merged")
+        assert recording.metadata["quaternion_order"] == "mixed"
+        assert [episode.metadata["quaternion_order"] for episode in recording] == [one or "unknown" for one in orders]
+        with pytest.warns(RolloutDataWarning, match="expected one order, got mixed"):
+            rollout_data.WindowDataset(tmp_path / "merged", length=1)
+
+    def test_recordings_of_one_order_of_quaternions_mix_without_a_remark(self, tmp_path: Path) -> None:
+        paths = [tmp_path / "a.npz", tmp_path / "b.npz"]
+        for number, path in enumerate(paths):
+            np.savez(path, **clip_arrays(number), quaternion_order="wxyz")
+        merged = rollout_data.merge(paths, tmp_path / "merged")
+        assert merged.advice == rollout_data.WindowDataset(paths, length=1).advice == []
+        assert rollout_data.open(tmp_path / "merged").metadata["quaternion_order"] == "wxyz"
 
     def test_a_wrong_order_of_quaternions_is_refused(self, tmp_path: Path) -> None:
         np.savez(tmp_path / "a.npz", **clip_arrays(), quaternion_order="zyxw")

@@ -14,6 +14,7 @@ import numpy as np
 from storage.saving.hdf5_files import MAX_HEAP_BYTES
 
 from ...sources.episode_reader import ABSENT
+from ...sources.source_kind import ORDER_KEY
 from ..episode_writer import Array, EpisodeToWrite
 from . import robomimic_writer
 
@@ -30,12 +31,17 @@ class Writer(robomimic_writer.Writer):
     """
 
     format = "isaaclab"
-    HOLDS = frozenset(("env", "env_args", "env_name", "format_version", "quaternion_order", "total"))
+    HOLDS = frozenset(("env", "env_args", "env_name", "format_version", ORDER_KEY, "total"))
     OPTIONS: ClassVar[Mapping[str, Any]] = {"env_name": ""}
     but_dones = ""  # there are none
 
+    @property
+    def _order(self) -> str:
+        """The order of quaternions that the file states."""
+        return "xyzw" if self.metadata.get(ORDER_KEY) == "xyzw" else "wxyz"
+
     def about_root(self) -> dict[str, Any]:
-        return {"format_version": int(self.metadata.get("quaternion_order") == "xyzw")}
+        return {"format_version": int(self._order == "xyzw")}
 
     def about(self) -> dict[str, Any]:
         given = self.metadata.get("env_args")
@@ -49,6 +55,9 @@ class Writer(robomimic_writer.Writer):
         lost = sorted(name for name in lost if name != ABSENT)
         what = f"metadata of episodes are left out unless they are texts or numbers: {', '.join(lost)}"
         self.changed(what, episode, lost)
+        order = episode.metadata.get(ORDER_KEY, self.metadata.get(ORDER_KEY))
+        what = f"quaternions of the order {order!r} stand in a file that states {self._order!r}"
+        self.changed(what, episode, order not in (None, self._order))
         absent = self._fields.absent(episode)
         told = {"task": episode.task or None, "success": episode.success}
         told[ABSENT] = json.dumps(absent) if absent else None

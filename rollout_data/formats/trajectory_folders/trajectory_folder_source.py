@@ -23,7 +23,7 @@ from ...sources.cached_frames import FileFrames
 from ...sources.episode_reader import ABSENT
 from ...sources.frame_store import GONE, FrameStore, Place
 from ...sources.shared_memory import Spot
-from ...sources.source_kind import BlocksInUse, Choice, Kind, Origins, control_modes
+from ...sources.source_kind import BlocksInUse, Choice, Kind, Origins, conventions
 from ..import_errors import copied_actions
 from .trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
 from .trajectory_listing import ChunkFile, is_trajectory_folder
@@ -71,8 +71,8 @@ class Chunks(Kind):
         return dict(self._scans[0].metadata)
 
     @property
-    def modes(self) -> set[str]:
-        return control_modes(scan.metadata for scan in self._scans)
+    def conventions(self) -> set[tuple[str, str]]:
+        return conventions(scan.metadata for scan in self._scans)
 
     def refresh(self, in_use: BlocksInUse) -> None:
         scans = [

@@ -39,6 +39,7 @@ from ...sources.block_source import Blocks
 from ...sources.episode_reader import NO_FIELDS
 from ...sources.recording import Recording
 from ...sources.source import kind_of
+from ...sources.source_kind import MIXED, ORDER_KEY, conventions, mixed_conventions
 from .copied_blocks import rebuilt
 from .edits import Edits, Key, publish_edits, read_edits
 
@@ -241,6 +242,10 @@ def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progres
                 said[names[writer], number] = said.get((names[writer], number), {}) | told
     described = [load_metadata(one.data_dir) for one in found]
     metadata = _common(described)
+    stated = conventions(one.context for one in described if one is not None)
+    done.advice += mixed_conventions(stated)
+    if metadata is not None and len({value for name, value in stated if name == ORDER_KEY}) > 1:
+        metadata = replace(metadata, context={**metadata.context, ORDER_KEY: MIXED})
     if {_rate_of(one) for one in described} != {_rate_of(metadata)}:
         for selection, of_source, names in zip(selections, described, renamed, strict=True):
             for (writer, number), rate in _rates_of_episodes(selection, _rate_of(of_source)).items():
