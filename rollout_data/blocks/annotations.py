@@ -29,14 +29,14 @@ class Noted(Protocol):
     Attributes:
         index: Which trajectories there are.
         read_header: Gives the header of a block.
-        told_tasks: The task of each trajectory, of other files than blocks.
-        told_texts: Returns the texts of all text fields, of other files than blocks.
+        episode_tasks: The task of each trajectory, of other files than blocks.
+        read_texts: Returns the texts of all text fields, of other files than blocks.
     """
 
     index: TrajectoryIndex
     read_header: Callable[[Block], BlockHeader]
-    told_tasks: Sequence[str] | None
-    told_texts: Callable[[], Iterable[str]] | None
+    episode_tasks: Sequence[str] | None
+    read_texts: Callable[[], Iterable[str]] | None
 
 
 class Notes:
@@ -139,13 +139,13 @@ class Notes:
         for _, header in self._noted(noted, TEXTS):
             with suppress(FileNotFoundError):  # removed since its header was read
                 found.update(header.read_notes(TEXTS))
-        told = set(self._told(noted)) | set(noted.told_texts() if noted.told_texts is not None else ())
+        told = set(self._told(noted)) | set(noted.read_texts() if noted.read_texts is not None else ())
         return found | {text_id(text): text for text in told}
 
     def _told(self, noted: Noted) -> Sequence[str]:
         """Return the task of each trajectory; "" where none is known."""
-        if noted.told_tasks is not None:
-            return noted.told_tasks
+        if noted.episode_tasks is not None:
+            return noted.episode_tasks
         return [task if isinstance(task, str) else "" for task in self.column(noted, TASK)]
 
     def _noted(self, noted: Noted, kind: str) -> Iterator[tuple[Block, BlockHeader]]:

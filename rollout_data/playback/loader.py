@@ -182,10 +182,10 @@ class RolloutLoader(Shown):
         readers = copy.deepcopy(dataset)
         readers.follow(dataset.state_dict(), partial(board.agree, _TOLD, is_told=True))
         begun = dataset.position.deal
-        seen = dataset.source.sight(), 0, dataset.source.shared(dataset.source.snapshot())
+        seen = dataset.source.listing(), 0, dataset.source.shared(dataset.source.snapshot())
         board.write(f"{_TOLD}_{begun.turn}", (seen, None))
         if isinstance(begun.source, CachedFrames):
-            board.write(f"{_TOLD}_frames_{begun.turn}", (begun.source.told(), None))
+            board.write(f"{_TOLD}_frames_{begun.turn}", (begun.source.shared(), None))
         options = {
             **self._options,
             "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),

@@ -26,7 +26,7 @@ from ..blocks.missing_trajectories import Lengths, lacking
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, name_keys, random_keys, stable_order
 from ..sources.cached_frames import CachedFrames
 from ..sources.frame_store import FrameStore
-from ..sources.listing_messages import Sights
+from ..sources.listing_messages import ListingMessages
 from ..sources.process_group import Agree, current_shard
 from ..sources.source import BlocksInUse, Source
 from .step_planner import Deal, Position, go_on_with
@@ -256,7 +256,7 @@ class Dealer:
     agree: Agree
     is_cut_off: bool
     is_shared: bool
-    _sights: Sights = field(default_factory=Sights)
+    _listings: ListingMessages = field(default_factory=ListingMessages)
     _looked_s: float = 0.0
     _agreed_s: float = 0.0
     _num_batches: int = 1
@@ -384,9 +384,9 @@ class Dealer:
     def _agreed(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
         """Take over what the process that looks for all has seen; give the batches until the next look."""
         told, left, spot = self.agree(turn, partial(self._look, wanted, in_use))
-        if (sight := self._sights.whole(told)) is not None:
-            self.source.adopt(sight, spot)
-            self._sights.heard = self.source.sight()  # of the memory that is shared, not of what was told
+        if (listing := self._listings.restore(told)) is not None:
+            self.source.adopt(listing, spot)
+            self._listings.last = self.source.listing()  # of the shared memory, not of the message
         return int(left)
 
     def _look(self, wanted: int, in_use: BlocksInUse) -> Any:
@@ -403,7 +403,7 @@ class Dealer:
         self._num_batches = max(1, int(min(fitting, 2 * self._num_batches, _MOST_BATCHES)))
         self._agreed_s = now_s
         spot = self.source.shared(self.source.snapshot()) if self.is_shared or current_shard().total > 1 else None
-        return self._sights.news(self.source.sight()), self._num_batches, spot
+        return self._listings.shorten(self.source.listing()), self._num_batches, spot
 
     def _kept(self, turn: int, store: FrameStore, used: tuple[Int64s, Int64s], before: Deal | None) -> FrameStore:
         """Copy the frames that are used into memory, or map what another process of this machine has copied."""
@@ -421,7 +421,7 @@ class Dealer:
                     made.append(CachedFrames(store, trajectories, device, self.is_shared))
                 except DataFileError as problem:
                     self.source.leave_out(store, trajectories, problem, self.skips)
-            return made[0].told() if self.is_shared else None
+            return made[0].shared() if self.is_shared else None
 
         told = self.agree(f"frames_{turn}", make) if self.is_shared else make()
         if not made and (found := CachedFrames.mapped(store, told)) is not None and found.holds(trajectories):

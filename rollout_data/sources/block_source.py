@@ -51,7 +51,7 @@ class Blocks(Kind):
         self._adopted: list[Block] | None = None
         self._files: FileMap | None = None
         self._last: FrameStore | None = None
-        self._sight: tuple[FrameStore | None, Any] = None, None
+        self._listing: tuple[FrameStore | None, Any] = None, None
         self._shared: tuple[TrajectoryIndex | None, SharedMemory | None] = None, None
         self._broken: DataFileError | None = None
         self._look_due_s = 0.0
@@ -86,18 +86,18 @@ class Blocks(Kind):
     def remote(self) -> list[RemoteFolder]:
         return [folder for folder in self._folders if isinstance(folder, RemoteFolder)]
 
-    def sight(self) -> Any:
-        if self._sight[0] is not (store := self.snapshot()):
-            self._sight = store, self._sight_of(store)
-        return self._sight[1]
+    def listing(self) -> Any:
+        if self._listing[0] is not (store := self.snapshot()):
+            self._listing = store, self._listing_of(store)
+        return self._listing[1]
 
-    def _sight_of(self, store: FrameStore) -> Any:
+    def _listing_of(self, store: FrameStore) -> Any:
         blocks = [(self._source.paths.index(block.path.parent), block) for block in store.index.blocks]
         return Blocks, self._source.schema, store.index.num_present, blocks
 
     def shared(self, store: FrameStore) -> Spot | None:
         if self._shared[0] is not store.index:
-            self._shared = store.index, share((self._sight_of(store), store.index))
+            self._shared = store.index, share((self._listing_of(store), store.index))
             found, _ = shared_at(self._shared[1].spot if self._shared[1] is not None else None)
             if found is not None:  # what this process has of its own is given up, but for its blocks
                 vars(store.index).update({**vars(found[1]), "blocks": store.index.blocks})
@@ -106,13 +106,13 @@ class Blocks(Kind):
         memory = self._shared[1]
         return None if memory is None else memory.spot
 
-    def adopt(self, sight: Any, spot: Spot | None) -> bool:
-        if sight is not None and sight is self._sight[1]:
+    def adopt(self, listing: Any, spot: Spot | None) -> bool:
+        if listing is not None and listing is self._listing[1]:
             return True
         found, memory = shared_at(spot)
-        if found is None and sight is None:
+        if found is None and listing is None:
             return False
-        _, self._source.schema, num_present, placed = sight if found is None else found[0]
+        _, self._source.schema, num_present, placed = listing if found is None else found[0]
         paths = self._source.paths
         blocks = [replace(block, path=paths[folder] / block.path.name) for folder, block in placed]
         self._adopted, self._pinned, self._last = blocks[:num_present], blocks[num_present:], None

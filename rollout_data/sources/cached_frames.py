@@ -1,7 +1,7 @@
-"""Frames copied into memory: of this process alone, or for all workers of a machine, which map one copy.
+"""Frame stores in memory: copies of whole trajectories, and rows of other systems' files that are read when needed.
 
-One rule: a copy holds what its process could read of some trajectories; what it could not is told with it. Files that
-are read one by one are kept by piece while they are in use.
+A copy of trajectories belongs to one process, or is shared by all workers of a machine. It lists the trajectories that
+could not be read.
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ from .chunk_decoder import CHUNK_CACHE_BYTES, RowCache
 from .frame_store import GONE, FrameStore, Place
 from .shared_memory import SharedMemory, Spot, shared_memory
 
-#: Gives all rows of a block: `[num_rows, row_bytes]` uint8.
+#: Reads all rows of a block: `[num_rows, row_bytes]` uint8.
 ReadRows = Callable[[Block, Place], np.ndarray]
 #: Reads the rows `start:stop` of a block: `[stop - start, row_bytes]` uint8.
 ReadPart = Callable[[Block, Place, int, int], np.ndarray]
-#: Of more rows than the second of these, so many are tried before all intact ones are looked for.
-_NUM_TRIED, _FEW_TRIED = 8, 64
+#: Of a damaged block with many rows, so many are tried. If none of them can be read, the others are not tried.
+_NUM_SAMPLES = 8
+_MANY_ROWS = 64
+#: Runs that are copied at once: index arrays stay small beside the data.
+_NUM_RUNS = 4096
 
-_NUM_RUNS = 4096  # copied at once: index arrays stay small beside the data
 
+class SharedFrames(NamedTuple):
+    """Where other processes find the frames that one process has cached.
 
-class ToldFrames(NamedTuple):
-    """Where one process has cached frames, for others; trajectories of which index, and those it could not read."""
+    Attributes:
+        spot: The shared memory.
+        trajectories: int64 `[K]`, numbers of the cached trajectories.
+        content: Checksum of the index that these numbers belong to; see `_content`.
+        lost: int64, numbers of the trajectories that could not be read.
+    """
 
     spot: Spot
     trajectories: Int64s
@@ -54,7 +62,7 @@ class CachedFrames(FrameStore):
         source: Where the rows come from.
         trajectories: int64 `[K]`, which trajectories; only these can be read.
         device: Where to keep them.
-        is_shared: Other processes are going to map them, see `told` and `mapped`.
+        is_shared: Other processes are going to map them; see `shared` and `mapped`.
         memory: Where another process has put the rows of just these trajectories.
     """
 
@@ -70,9 +78,9 @@ class CachedFrames(FrameStore):
         self.is_lost = source.is_lost
         is_there = memory is not None
         self.read_header = source.read_header
-        self.told_tasks = source.told_tasks
-        self.told_texts = source.told_texts
-        self.told_names = source.told_names
+        self.episode_tasks = source.episode_tasks
+        self.read_texts = source.read_texts
+        self.episode_names = source.episode_names
         trajectories = trajectories if is_there else trajectories[~self.is_lost[trajectories]]
         self._trajectories = trajectories
         lengths = source.index.lengths[trajectories]
@@ -92,7 +100,7 @@ class CachedFrames(FrameStore):
             expected = f"at most 90 % of the free {free / 2**30:.1f} GiB"
             got = f"{needed / 2**30:.1f} GiB"
             raise UsageError("cache the dataset in memory", "", expected, got, "Use cache='none'")
-        self._memory = self._shared(shapes.values()) if is_shared else memory
+        self._memory = self._shared_memory(shapes.values()) if is_shared else memory
         self._rows: dict[Place, torch.Tensor] = {}
         runs = source.locate(trajectories, np.zeros_like(lengths), lengths, np.cumsum(lengths) - lengths)
         for (table, name), shape in shapes.items():
@@ -107,29 +115,30 @@ class CachedFrames(FrameStore):
             self._rows[table, name] = rows.to(device)
 
     @classmethod
-    def mapped(cls, source: FrameStore, told: ToldFrames | None) -> CachedFrames | None:
-        """Return what another process has cached of the same index; None where that is not to be had."""
-        if told is None or told.content != _content(source.index):
+    def mapped(cls, source: FrameStore, shared: SharedFrames | None) -> CachedFrames | None:
+        """Map what another process has cached; None where it is of another index, or is there no more."""
+        if shared is None or shared.content != _content(source.index):
             return None
         try:
-            memory = SharedMemory(spot=told.spot)
+            memory = SharedMemory(spot=shared.spot)
         except OSError:  # that process has gone on, or away
             return None
-        source.is_lost[told.lost] = True
-        return cls(source, told.trajectories, torch.device("cpu"), memory=memory)
+        source.is_lost[shared.lost] = True
+        return cls(source, shared.trajectories, torch.device("cpu"), memory=memory)
 
-    def told(self) -> ToldFrames | None:
-        """Return where other processes find all this, moved to shared memory; None if it cannot be shared."""
+    def shared(self) -> SharedFrames | None:
+        """Move the frames to shared memory and return where other processes find them; None if they cannot be."""
         if self._memory is None:
-            self._memory = self._shared([rows.shape for rows in self._rows.values()])
+            self._memory = self._shared_memory([rows.shape for rows in self._rows.values()])
             for place, rows in self._rows.items() if self._memory is not None else ():
                 self._rows[place] = self._empty(rows.shape).copy_(rows)
-        spot = self._memory.spot if self._memory is not None else None
+        if self._memory is None or self._memory.spot is None:
+            return None
         lost = np.flatnonzero(self.is_lost)
-        return None if spot is None else ToldFrames(spot, self._trajectories, _content(self.index), lost)
+        return SharedFrames(self._memory.spot, self._trajectories, _content(self.index), lost)
 
-    def _shared(self, shapes: Iterable[Sequence[int]]) -> SharedMemory | None:
-        """Make memory for rows of these shapes; None where it cannot be made."""
+    def _shared_memory(self, shapes: Iterable[Sequence[int]]) -> SharedMemory | None:
+        """Make shared memory for rows of these shapes; None where it cannot be made."""
         return shared_memory([4 * prod(shape) for shape in shapes]) if self.device.type == "cpu" else None
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
@@ -139,14 +148,14 @@ class CachedFrames(FrameStore):
         return BufferPool(1).empty(shape, torch.int32)
 
     def holds(self, trajectories: Int64s) -> bool:
-        """Return whether all these trajectories are here that can be read."""
+        """Return whether all of these trajectories that can be read are cached."""
         return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
         return Runs(target, np.zeros_like(target), self._first_row[trajectory] + frame, count)
 
     def probe(self, trajectory: int) -> None:
-        """Do nothing: what is in memory can be read."""
+        """Do nothing: what was cached could be read."""
 
     def finals(self, column: str, trajectories: Int64s) -> torch.Tensor:
         rows = sent(torch.from_numpy(self._final_row[trajectories]), self.device)
@@ -157,17 +166,17 @@ class CachedFrames(FrameStore):
 
 
 class FileFrames(FrameStore):
-    """Rows that are read file by file and kept while they are in use: foreign files, other systems.
+    """Rows of files that are not mapped, mostly of other systems; they are read when needed and kept for a while.
 
     Small rows are read by whole blocks. Large rows that are decoded alone or in small groups, such as pictures, are
     read by groups: a random window decodes only the groups that it needs.
 
     Args:
         read_rows: Reads all rows of one kind of one block.
-        losses: What it raises where a file is lost for good; a `LostBlockError` is made of it.
+        losses: Errors of a file that is lost for good; they become a `LostBlockError`.
         max_cached_bytes: How much of the blocks that were read is kept.
-        read_part: Reads some of these rows, `start:stop`: of a damaged block the intact rows are still read. None
-            where that cannot be.
+        read_part: Reads the rows `start:stop` of a block, so that the intact rows of a damaged block are read. None
+            where rows cannot be read apart.
         file_of: Returns the file that holds a row; None where it is that of the block.
         group_of: Returns how many rows of a block are decoded together, and the number of its first row in the first
             group; (None, 0) where whole blocks are read. None where all are. It needs `read_part`.
@@ -190,7 +199,7 @@ class FileFrames(FrameStore):
         self._read_rows = read_rows
         self._losses = losses
         self._read_part = read_part
-        self._told_file_of = file_of
+        self._find_file = file_of
         self._group_of = group_of
         self._groups: dict[tuple[int, Place], tuple[int | None, int]] = {}
         #: Damaged rows of blocks whose other rows were read.
@@ -303,7 +312,7 @@ class FileFrames(FrameStore):
         return lost
 
     def _file_of(self, block: Block, place: Place, row: int) -> Path:
-        return block.path if self._told_file_of is None else self._told_file_of(block, place, row)
+        return block.path if self._find_file is None else self._find_file(block, place, row)
 
     def _intact_rows(self, block: int, place: Place) -> np.ndarray | None:
         """Read the intact rows of a damaged block, zeros for the others, which are noted; None if there are none."""
@@ -330,8 +339,8 @@ class FileFrames(FrameStore):
             is_first_read = read(start, middle)
             return read(middle, stop) or is_first_read
 
-        samples = range(0, num_rows, -(-num_rows // _NUM_TRIED)) if num_rows > _FEW_TRIED else ()
-        if samples and not any(read(one, one + 1) for one in samples):  # as where a whole file is damaged
+        samples = range(0, num_rows, -(-num_rows // _NUM_SAMPLES)) if num_rows > _MANY_ROWS else ()
+        if samples and not any(read(row, row + 1) for row in samples):  # as where a whole file is damaged
             return None
         damaged.clear()
         if not read(0, num_rows):
@@ -365,19 +374,20 @@ def read_block(block: Block, place: Place, layouts: Mapping[str, RowLayout]) -> 
 
 
 def _in_words(cause: Exception) -> str:
+    """Describe a cause for the text of another error."""
     if isinstance(cause, DataFileError) and cause.expected:
         return f"{cause.got or 'nothing'} instead of {cause.expected}"
     return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)
 
 
 def _content(index: TrajectoryIndex) -> int:
-    """A checksum of the names, lengths and final observations of all trajectories, in their order."""
+    """Return a checksum of the names, lengths and final observations of all trajectories, in their order."""
     columns = np.stack([index.first_frame[1:], index.number, index.writer, index.final_row])
     return crc32(repr(index.writers).encode() + columns.tobytes())
 
 
 def free_memory_bytes() -> int | None:
-    """Memory that can be had without swapping, or None where the system does not say."""
+    """Return how much memory is free without swapping; None where the system does not say."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,7 +1,7 @@
-"""Files of other systems as a kind of source: what their readers give, in pieces of episodes.
+"""Files of other systems as a kind of source: the episodes of their readers, cut into pieces that stand for blocks.
 
-One rule: all episodes of a stream have the same fields, those of most of them. What an episode lacks reads as NaN, and
-an episode that does not fit is left out; both are reported once. Files are looked at once, when they are opened.
+All episodes of a stream have the same fields, those of most episodes. A field that an episode lacks reads as NaN, and
+an episode with contradicting fields is left out; both are reported once. Files are listed once, when they are opened.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from .source_kind import BlocksInUse, Kind, Origins, conventions
 
 #: Small rows are read in pieces of about this size, and so much of them is kept.
 _PIECE_BYTES, _CACHE_BYTES = 4 << 20, 512 << 20
-#: What a batch has of its own.
+#: Names that a batch uses itself.
 RESERVED = (
     "done", "timeout", "end_unknown", "is_first", "is_last", "valid", "mask", "next_mask", "stream_id", "extras",
     "next_observation", "next_privileged_observation",
 )  # fmt: skip
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-#: Its origin's number and its own in the reader.
-_Found = tuple[int, int]
+#: Number of the origin, and number of the episode in its reader.
+_EpisodeKey = tuple[int, int]
 
 
 class Readers(Kind):
-    """Files of other systems; a piece of an episode is a block."""
+    """Files of other systems as a source; a piece of an episode stands for a block."""
 
     format = ""
     about = "files of another system"
@@ -66,7 +66,8 @@ class Readers(Kind):
         self._source = source
         self._readers = [_opened(origin) for origin in source.origins]
         self.format = " and ".join(dict.fromkeys(reader.format for reader in self._readers))
-        self._sight, self._last = (Readers, self._readers), self._store()
+        self._listing = (Readers, self._readers)
+        self._last = self._store()
         for reader in self._readers:
             for problem in reader.problems:
                 source.report(problem)
@@ -80,8 +81,10 @@ class Readers(Kind):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        found = dict(self._readers[0].metadata)
-        return {"frame_rate_hz": found["fps"], **found} if "fps" in found else found
+        metadata = dict(self._readers[0].metadata)
+        if "fps" in metadata:
+            metadata.setdefault("frame_rate_hz", metadata["fps"])
+        return metadata
 
     @property
     def conventions(self) -> set[tuple[str, str]]:
@@ -89,27 +92,29 @@ class Readers(Kind):
         return conventions([*(reader.metadata for reader in self._readers), *episodes])
 
     def refresh(self, in_use: BlocksInUse) -> None:
-        """Do nothing: what was found is played."""
+        """Do nothing: files of other systems are listed once."""
 
     def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
         return self._last
 
-    def sight(self) -> Any:
-        return self._sight
+    def listing(self) -> Any:
+        return self._listing
 
-    def adopt(self, sight: Any, spot: Spot | None) -> bool:
-        if sight is not None and sight is not self._sight:
-            _, self._readers = self._sight = sight
+    def adopt(self, listing: Any, spot: Spot | None) -> bool:
+        if listing is not None and listing is not self._listing:
+            self._listing = listing
+            _, self._readers = listing
             self._last = self._store()
-        return sight is not None
+        return listing is not None
 
-    def _chosen(self) -> list[_Found]:
+    def _chosen(self) -> list[_EpisodeKey]:
         """Return the episodes that are read."""
-        found: list[_Found] = []
+        keys: list[_EpisodeKey] = []
         for number, (origin, reader) in enumerate(zip(self._source.origins, self._readers, strict=True)):
             names = [info.name for info in reader.episodes]
-            found += [(number, one) for one in sorted(chosen_episodes(names, origin.ids, reader.path))]
-        return found
+            episodes = sorted(chosen_episodes(names, origin.ids, reader.path))
+            keys += [(number, episode) for episode in episodes]
+        return keys
 
     def _store(self) -> FrameStore:
         chosen = self._chosen()
@@ -123,7 +128,7 @@ class Readers(Kind):
         layouts = _layouts(Schema([*fit.schema.values(), *texts.values()]))
         size = max(1, _PIECE_BYTES // max(1, layouts[DATA].frame_bytes))
         blocks: list[Block] = []
-        places: dict[Key, _Found] = {}
+        places: dict[Key, _EpisodeKey] = {}
         for place, (key, info) in enumerate(kept):
             for block in self._pieces(place, key, info, size, list(layouts[FINAL].schema)):
                 places[block.key] = key
@@ -158,7 +163,7 @@ class Readers(Kind):
             names = [
                 name for name in layouts[DATA].columns[place[1]].offsets if name in reader.episodes[episode].schema
             ]
-            for name in names:  # the field that is damaged tells
+            for name in names:  # find the field that is damaged
                 try:
                     reader.read(episode, name, step, step + 1)
                 except DataFileError:
@@ -179,42 +184,44 @@ class Readers(Kind):
         store = FileFrames(
             TrajectoryIndex(blocks), layouts, read, losses, _CACHE_BYTES, read_part, file_of, group_of, group_bytes
         )
-        store.told_tasks = [info.task for _, info in kept]
-        store.told_names = [info.name for _, info in kept]
-        store.told_texts = partial(self._texts, [key for key, _ in kept], list(texts))
+        store.episode_tasks = [info.task for _, info in kept]
+        store.episode_names = [info.name for _, info in kept]
+        store.read_texts = partial(self._texts, [key for key, _ in kept], list(texts))
         return store
 
     def _common_texts(self, infos: Sequence[EpisodeInfo], schema: Schema) -> dict[str, Field]:
         """Return the text fields of all episodes as fields of the numbers of their texts; report the others."""
         counts = Counter(name for info in infos for name in info.texts)
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         for name, count in counts.items():
             is_free = name not in schema and not schema.below(name) and name.partition("/")[0] not in RESERVED
             if is_free and count == len(infos):
-                found[name] = Field(name, (), "int64", is_text=True)
+                fields[name] = Field(name, (), "int64", is_text=True)
                 continue
             expected = "texts in all episodes" if is_free else "a name that no other field and no batch has"
             where = f"of {str(self._source.paths[0])!r}"
             advice = "Read it from the episodes of rollout_data.open"
             self._source.report(DataFileError(f"stream the texts {name!r}", where, expected, "another", advice))
-        return found
+        return fields
 
-    def _texts(self, episodes: Sequence[_Found], names: Sequence[str]) -> set[str]:
+    def _texts(self, episodes: Sequence[_EpisodeKey], names: Sequence[str]) -> set[str]:
         """Read all texts of some fields; episodes that cannot be read have none."""
-        found: set[str] = set()
+        texts: set[str] = set()
         for number, episode in episodes if names else ():
             reader = self._readers[number]
+            length = reader.episodes[episode].length
             with suppress(DataFileError):  # reading the rows raises it again
-                for values in reader.read_fields(episode, names, 0, reader.episodes[episode].length).values():
-                    found.update(values)
-        return found
+                for values in reader.read_fields(episode, names, 0, length).values():
+                    texts.update(values)
+        return texts
 
     def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
-        """Name the episodes that are left out, and the fields that are."""
+        """Report episodes that are left out, fields that read as NaN, and fields that are left out."""
         where = ", ".join(repr(str(path)) for path in self._source.paths)
-        said = [(schema, "Left out of streams", difference) for schema, difference in fit.left_out.items()]
-        said += [(schema, "Read as NaN", f"no {', '.join(map(repr, names))}") for schema, names in fit.lacking.items()]
-        for schema, advice, got in said:
+        differences = [(schema, "Left out of streams", difference) for schema, difference in fit.left_out.items()]
+        for schema, names in fit.lacking.items():
+            differences.append((schema, "Read as NaN", f"no {', '.join(map(repr, names))}"))
+        for schema, advice, got in differences:
             names = [repr(info.name) for info in infos if info.schema == schema]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             action = f"stream all of episode {', '.join(names[:3])}{more}"
@@ -225,7 +232,7 @@ class Readers(Kind):
             advice = "Read it from the episodes of rollout_data.open"
             self._source.report(DataFileError(action, f"of {where}", why, "another", advice))
 
-    def _pieces(self, place: int, key: _Found, info: EpisodeInfo, size: int, finals: Sequence[str]) -> list[Block]:
+    def _pieces(self, place: int, key: _EpisodeKey, info: EpisodeInfo, size: int, finals: Sequence[str]) -> list[Block]:
         """Cut an episode, the `place`-th of all, into blocks of `size` steps."""
         number, episode = key
         reader = self._readers[number]
@@ -244,7 +251,7 @@ class Readers(Kind):
 
 
 def _layouts(schema: Schema) -> dict[str, RowLayout]:
-    """Return the layouts of `layouts_of`, each picture apart: a damaged one does not take other fields along."""
+    """Return the layouts of `layouts_of` with a column for each picture, so that a damaged one costs no other field."""
     pictures = [name for name, field in schema.items() if len(field.shape) > 1]
     return {table: RowLayout(layout.schema, pictures) for table, layout in layouts_of(schema).items()}
 
@@ -257,10 +264,10 @@ def _opened(origin: Origin) -> ForeignReader:
 
 
 def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path) -> list[int]:
-    """Return the numbers of episodes by their names, in this order; None is all.
+    """Return the numbers of the episodes with the names `ids`, in this order; of all where `ids` is None.
 
     Raises:
-        UsageError: There is none of a name.
+        UsageError: No episode has one of the names.
     """
     if ids is None:
         return list(range(len(names)))
@@ -273,20 +280,20 @@ def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path)
 
 
 def end_flags(info: EpisodeInfo) -> int:
-    """The flags of the last fragment of an episode."""
+    """Return the flags of the last fragment of an episode."""
     if info.terminated or info.truncated:
         return TERMINATED if info.terminated else TRUNCATED
     return OPEN | (END_UNKNOWN if None in (info.terminated, info.truncated) else 0)
 
 
 class Fit(NamedTuple):
-    """The fields of a stream of episodes, and what does not fit.
+    """The fields of a stream of episodes, and the episodes and fields that do not fit.
 
     Attributes:
         schema: The fields.
-        left_out: Schemas of episodes that are not streamed -> how they differ.
-        lacking: Schemas of other episodes -> names of the fields that are NaN there.
-        dropped: Names of fields that are not streamed -> what would be needed.
+        left_out: Schema of episodes that are not streamed -> how it differs.
+        lacking: Schema of other episodes -> names of the fields that are NaN there.
+        dropped: Name of a field that is not streamed -> the condition that it does not meet.
         forms: Schemas of the episodes that are streamed, each once.
     """
 
@@ -298,37 +305,38 @@ class Fit(NamedTuple):
 
 
 def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fit:
-    """Find the fields of a stream: all fields of all episodes that do not contradict those of most.
+    """Find the fields of a stream: those of all episodes that do not contradict the fields of most episodes.
 
-    A field that some lack becomes one of floats, for the NaN; pictures and other integers of several axes have to be in
-    all.
+    A field that some episodes lack becomes one of floats, as it reads as NaN there. Pictures and other integers of
+    several axes have to be in all episodes.
 
     Args:
-        schemas: Fields of each episode.
-        keeps_episodes: Leave out pictures that some episodes lack, instead of these episodes.
+        schemas: The fields of each episode.
+        keeps_episodes: Leave out pictures that some episodes lack, instead of leaving out these episodes.
     """
     fields: dict[str, Field] = {}
     left_out: dict[Schema, str] = {}
     counts = Counter(schemas)
-    there = dict.fromkeys(name for schema in counts for name in schema)
-    taken = [name for name in there if name.partition("/")[0] in RESERVED]
+    all_names = dict.fromkeys(name for schema in counts for name in schema)
+    taken = [name for name in all_names if name.partition("/")[0] in RESERVED]
     dropped = dict.fromkeys(taken, "a name that batches do not use themselves")
     for schema, _ in counts.most_common():
-        mine = {name: item for name, item in schema.items() if item.num_elements and name not in dropped}
-        missing = [name for name, field in fields.items() if name not in mine and not _can_lack(field)]
-        difference = f"no {missing[0]!r}" if missing and not keeps_episodes else _difference(fields, mine)
+        own_fields = {name: field for name, field in schema.items() if field.num_elements and name not in dropped}
+        missing = [name for name, field in fields.items() if name not in own_fields and not _can_lack(field)]
+        difference = f"no {missing[0]!r}" if missing and not keeps_episodes else _difference(fields, own_fields)
         if difference:
             left_out[schema] = difference
             continue
         for name in missing:
             del fields[name]
             dropped[name] = "a field of all episodes"
-        new = [name for name in mine if name not in fields]
+        new = [name for name in own_fields if name not in fields]
         if fields:
-            dropped |= {name: "a field of all episodes" for name in new if not _can_lack(mine[name])}
-        fields |= {name: mine[name] for name in new if name not in dropped}
+            dropped |= {name: "a field of all episodes" for name in new if not _can_lack(own_fields[name])}
+        fields |= {name: own_fields[name] for name in new if name not in dropped}
     kept = [schema for schema in counts if schema not in left_out]
-    lacking = {schema: names for schema in kept if (names := [name for name in fields if name not in schema])}
+    lacking_of = {schema: [name for name in fields if name not in schema] for schema in kept}
+    lacking = {schema: names for schema, names in lacking_of.items() if names}
     for name in {name for names in lacking.values() for name in names}:
         if fields[name].dtype not in FLOATS:
             wide = "float64" if fields[name].numpy_dtype.itemsize > 2 else "float32"
@@ -337,23 +345,25 @@ def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fi
 
 
 def _can_lack(field: Field) -> bool:
+    """Return whether episodes without a field can be streamed with it, as NaN."""
     return field.dtype in FLOATS or len(field.shape) <= 1
 
 
-def _difference(fields: Mapping[str, Field], mine: Mapping[str, Field]) -> str:
-    """Return why fields do not go with those that were found before; "" if they do."""
+def _difference(fields: Mapping[str, Field], others: Mapping[str, Field]) -> str:
+    """Return how the fields of other episodes contradict `fields`; "" if they do not."""
     for name, field in fields.items():
-        if name in mine and (field.dtype, field.shape) != (mine[name].dtype, mine[name].shape):
-            other = mine[name]
+        other = others.get(name, field)
+        if (field.dtype, field.shape) != (other.dtype, other.shape):
             return f"{name!r} as {other.dtype}{list(other.shape)} instead of {field.dtype}{list(field.shape)}"
-    for known, name in ((known, name) for known in fields for name in mine):
-        if known.startswith(f"{name}/") or name.startswith(f"{known}/"):
-            return f"{name!r} instead of {known!r}"
+    for known in fields:
+        for name in others:
+            if known.startswith(f"{name}/") or name.startswith(f"{known}/"):
+                return f"{name!r} instead of {known!r}"
     return ""
 
 
 def _filled(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> Any:
-    """Check what a reader gave for a field; NaN where it is not there."""
+    """Return the values of a field that a reader returned, checked; NaN where the episode lacks the field."""
     if values is None:
         return np.nan
     if np.shape(values) != shape:

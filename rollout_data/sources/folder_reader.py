@@ -35,7 +35,7 @@ _ENDS = np.array(["open", "terminated", "truncated", "unknown"])
 class Snapshot(NamedTuple):
     """What a reader has found in a folder; see the attributes of `FolderReader`."""
 
-    sight: Any
+    listing: Any
     metadata: dict[str, Any]
     problems: list[RolloutDataError]
     advice: list[RolloutDataError]
@@ -51,7 +51,7 @@ class FolderReader(ForeignReader):
 
     Attributes:
         store: The trajectories and their rows.
-        sight: What was found, for `Source.adopt`.
+        listing: What was found, for `Source.adopt`.
     """
 
     format = ""
@@ -64,7 +64,7 @@ class FolderReader(ForeignReader):
         super().__init__(origin.path, {})
 
     def __reduce__(self) -> Any:
-        snapshot = Snapshot(self.sight, self.metadata, self.problems, self.advice)
+        snapshot = Snapshot(self.listing, self.metadata, self.problems, self.advice)
         return type(self), (self._origin, self.kind, snapshot)
 
     def scan(self) -> Sequence[EpisodeInfo]:
@@ -73,15 +73,15 @@ class FolderReader(ForeignReader):
         self._last: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
         self.notes = Notes()
         if self._snapshot is not None:
-            self.sight, self.metadata, self.problems, self.advice = self._snapshot
-            source.adopt(self.sight)
+            self.listing, self.metadata, self.problems, self.advice = self._snapshot
+            source.adopt(self.listing)
             self.store: FrameStore = source.snapshot()
             return _Infos(self.store, self.notes, self.problems)
         self.store = self._looked_up()
-        self.sight = source.sight()
+        self.listing = source.listing()
         if self.kind is Blocks:
-            kind, schema, num_present, placed = self.sight
-            self.sight = kind, schema, num_present, [(folder, self.notes.kept(block)) for folder, block in placed]
+            kind, schema, num_present, placed = self.listing
+            self.listing = kind, schema, num_present, [(folder, self.notes.kept(block)) for folder, block in placed]
         self.metadata = source.metadata
         self.problems = source.problems
         self.advice = source.advice

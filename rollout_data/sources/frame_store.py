@@ -143,9 +143,9 @@ class FrameStore:
         device: Where the rows are.
         is_lost: bool `[M]`, trajectories that could not be read: their rows are asked for no more.
         read_header: Gives the header of a block file of the index.
-        told_tasks: The task of each trajectory, where the files are no blocks; None where they are.
-        told_texts: Returns the texts of all text fields, where the files are no blocks; None where they are.
-        told_names: The name of the episode of each trajectory, likewise.
+        episode_tasks: The task of each trajectory, where the files are no blocks; None where they are.
+        read_texts: Returns the texts of all text fields, where the files are no blocks; None where they are.
+        episode_names: The name of the episode of each trajectory, likewise.
     """
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU) -> None:
@@ -154,9 +154,9 @@ class FrameStore:
         self.device = device
         self.is_lost = np.zeros(len(index), bool)
         self.read_header: Callable[[Block], BlockHeader] = _header_of
-        self.told_tasks: Sequence[str] | None = None
-        self.told_texts: Callable[[], Iterable[str]] | None = None
-        self.told_names: Sequence[str] | None = None
+        self.episode_tasks: Sequence[str] | None = None
+        self.read_texts: Callable[[], Iterable[str]] | None = None
+        self.episode_names: Sequence[str] | None = None
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
         """Turn pieces of trajectories into runs of this store's rows (see `TrajectoryIndex.locate`)."""
@@ -176,8 +176,8 @@ class FrameStore:
 
     def name_of(self, trajectory: int) -> str:
         """Name the episode of a trajectory; "writer:number" in block files."""
-        if self.told_names is not None:
-            return self.told_names[trajectory]
+        if self.episode_names is not None:
+            return self.episode_names[trajectory]
         writer, number = self.index.keys(np.array([trajectory]))[0]
         return f"{writer[writer.find(':') + 1 :]}:{number}"
 

@@ -119,18 +119,18 @@ class Source(Origins):
             return FrameStore(TrajectoryIndex([]), layouts_of(Schema([])))
         return self._kind.snapshot(upto, gone)
 
-    def sight(self) -> Any:
+    def listing(self) -> Any:
         """Return what `refresh` has found, for `adopt` in another process; the same object if nothing changed."""
-        return None if self._kind is None else self._kind.sight()
+        return None if self._kind is None else self._kind.listing()
 
     def shared(self, store: FrameStore) -> Spot | None:
         """Return where other processes of this machine find the index of a snapshot; None: nowhere."""
         return None if self._kind is None else self._kind.shared(store)
 
-    def adopt(self, sight: Any, spot: Spot | None = None) -> bool:
+    def adopt(self, listing: Any, spot: Spot | None = None) -> bool:
         """Take what another process has seen for what is there, and an index that is `shared`; False: there is none."""
-        self._decide(sight[0] if sight is not None else None)
-        return self._kind is not None and self._kind.adopt(sight, spot)
+        self._decide(listing[0] if listing is not None else None)
+        return self._kind is not None and self._kind.adopt(listing, spot)
 
     def forget(self, problem: DataFileError, keys: Iterable[tuple[str, int]]) -> None:
         """Report trajectories that cannot be read; a lost block is left out from the next refresh on."""

@@ -180,11 +180,11 @@ class Kind(ABC):
         """Return what is there now; see `Source`."""
 
     @abstractmethod
-    def sight(self) -> Any:
+    def listing(self) -> Any:
         """Return what `refresh` has found: a tuple of the kind and what it needs; the same object if it is the same."""
 
     @abstractmethod
-    def adopt(self, sight: Any, spot: Spot | None) -> bool:
+    def adopt(self, listing: Any, spot: Spot | None) -> bool:
         """Take what another process has seen for what is there; see `Source`."""
 
     def shared(self, store: FrameStore) -> Spot | None:

@@ -20,7 +20,7 @@ import rollout_data
 from rollout_data import RolloutDataset
 from rollout_data.blocks.block import Block
 from rollout_data.blocks.block_header import FRAGMENT_DTYPE
-from rollout_data.sources.listing_messages import Sights
+from rollout_data.sources.listing_messages import ListingMessages
 from rollout_data.sources.process_group import Shard, agreement_of
 from storage.errors import RolloutDataError, UsageError
 from tests.files.recorded import record
@@ -309,18 +309,18 @@ def test_an_error_of_any_kind_reaches_the_ranks_that_wait_for_the_one_that_looks
 
 def test_processes_tell_each_other_only_the_blocks_that_are_new():
     chance, blocks = random.Random(0), []
-    teller, hearer, last = Sights(), Sights(), None
+    sender, receiver, last = ListingMessages(), ListingMessages(), None
     for number in range(200):
         blocks = [block for block in blocks if chance.random() < 0.9]
         fragments = np.zeros(1000, FRAGMENT_DTYPE)
         blocks += [Block(Path(f"{number}_{one}.h5"), "w", one, fragments, {}, 9, number) for one in range(2)]
         chance.shuffle(blocks) if number % 20 == 0 else None
-        sight = last if number % 7 == 3 else ("blocks", None, len(blocks), [(0, block) for block in blocks])
-        told = teller.news(sight)
-        assert teller.whole(told) is (None if sight is last else sight)
-        note = pickle.dumps(told)
-        heard = hearer.whole(pickle.loads(note))
-        assert (heard is None) == (sight is last)
-        assert sight is last or [block.path for _, block in heard[3]] == [block.path for _, block in sight[3]]
-        assert len(note) < 5 * fragments.nbytes  # two blocks are new, or four
-        last = sight
+        listing = last if number % 7 == 3 else ("blocks", None, len(blocks), [(0, block) for block in blocks])
+        message = sender.shorten(listing)
+        assert sender.restore(message) is (None if listing is last else listing)
+        stored = pickle.dumps(message)
+        restored = receiver.restore(pickle.loads(stored))
+        assert (restored is None) == (listing is last)
+        assert listing is last or [block.path for _, block in restored[3]] == [block.path for _, block in listing[3]]
+        assert len(stored) < 5 * fragments.nbytes  # two blocks are new, or four
+        last = listing

@@ -162,7 +162,7 @@ def test_a_missing_block_is_a_refusal_where_the_folder_may_not_be_listed(folder)
     def act(path, start, stop):
         raise FileNotFoundError(path) if stop is not None else PermissionError(EXPIRED)
 
-    far.source.adopt(far.source.sight())
+    far.source.adopt(far.source.listing())
     far.source.snapshot()
     LaggingFileSystem.fails = staticmethod(act)
     now_s = time.monotonic()

@@ -47,12 +47,12 @@ class Chunks(Kind):
         self._unreadable: set[ChunkFile] = set()
         self._mixed: set[Path] = set()
         #: Of each folder: what an open recording has found; None: it is looked at again.
-        self._opened = [None if one.opened is None else one.opened.sight[1][0] for one in source.origins]
+        self._opened = [None if one.opened is None else one.opened.listing[1][0] for one in source.origins]
         self._scans = [
             scan_trajectory_folder(path) if scan is None else scan
             for path, scan in zip(source.paths, self._opened, strict=True)
         ]
-        self._sight, self._last = (Chunks, self._scans), self._store()
+        self._listing, self._last = (Chunks, self._scans), self._store()
         self._report_left_out()
         if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
             where = repr(str(labelled[0]))
@@ -85,17 +85,17 @@ class Chunks(Kind):
             present = {(file.path, "") for scan in scans for file in scan.known}
             self._source.count_lost({block.key for block in self._last.index.blocks} - present, present)
             self._last = self._store()
-            self._sight = (Chunks, scans)
+            self._listing = (Chunks, scans)
         self._report_left_out()
 
-    def sight(self) -> Any:
-        return self._sight
+    def listing(self) -> Any:
+        return self._listing
 
-    def adopt(self, sight: Any, spot: Spot | None) -> bool:
-        if sight is not None and sight is not self._sight:
-            _, self._scans = self._sight = sight
+    def adopt(self, listing: Any, spot: Spot | None) -> bool:
+        if listing is not None and listing is not self._listing:
+            _, self._scans = self._listing = listing
             self._last = self._store()
-        return sight is not None
+        return listing is not None
 
     def leave_out(self, key: Key) -> None:
         self._unreadable.update(file for scan in self._scans for file in scan.known if file.path == key[0])
