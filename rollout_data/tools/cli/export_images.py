@@ -18,7 +18,7 @@ from ...formats.encoded_images import axes_of
 from ...formats.input_checks import optional
 from ...formats.lerobot.lerobot_features import write_video
 from ...sources.episode import Episode
-from ..report.embedded_data import pixels
+from ..report.embedded_data import to_rgb
 
 #: A GIF is made of all its frames at once: it has every second, third, ... one where all would take more.
 _PART_BYTES, _MAX_GIF_BYTES = 16 << 20, 256 << 20
@@ -92,7 +92,7 @@ def _pictures(episode: Episode, name: str, step: int, progress: bool) -> Iterato
         low, high = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
     for one in tqdm(parts, desc="pictures", disable=not progress):
         rows = np.asarray(episode.read(name, *one))[::step]
-        yield pixels(rows, low, high)
+        yield to_rgb(rows, low, high)
 
 
 def _even(part: Array) -> Array:

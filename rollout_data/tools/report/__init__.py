@@ -1,1 +1,1 @@
-"""One HTML page that shows what a recording holds, what the doctor found in it, and the episodes concerned."""
+"""One HTML page about a recording: its data, the doctor's findings, its episodes."""

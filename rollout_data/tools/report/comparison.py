@@ -1,104 +1,183 @@
-"""Two recordings beside each other: lengths and returns, dimensions by how far they lie apart, findings new and gone.
+"""Comparison of two recordings: lengths, returns, dimensions, new and missing findings.
 
-One rule: the first recording is the one that the page is about; "new" is what it has and the other has not.
+The first recording is the one of the page. A finding is new if only the first recording has it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..doctor.batched_reading import Array
-from .figures import Figure, histogram, shown
-from .summary import SIGNS, counted
+from .figures import Figure, histogram, plotly_text
+from .summary import SIGNS, count_text
 from .survey import Survey, quantiles
 
+#: Quantiles whose mean difference is the distance of a dimension: 5 % to 95 %.
 _SHARES = tuple(share / 20 for share in range(1, 20))
-_ENDS = (0.01, 0.5, 0.99)
+#: Quantiles of a dimension in the table: label -> share.
+_LISTED_SHARES = {"1 %": 0.01, "median": 0.5, "99 %": 0.99}
+#: Dimensions with a histogram, at most.
 _NUM_DRAWN = 12
+#: Dimensions in the table, at most.
 _NUM_LISTED = 100
 
 
-def compared(surveys: Sequence[Survey], names: Sequence[str], findings: Sequence[Any]) -> dict[str, Any]:
-    """Collect what the page says of two recordings.
+class _Distance(NamedTuple):
+    """How far a dimension of both recordings lies apart.
+
+    Attributes:
+        name: Name of the dimension.
+        distance: Mean difference of 19 quantiles, relative to the range of both (1 to 99 %).
+        values: Its sorted values in each recording.
+    """
+
+    name: str
+    distance: float
+    values: tuple[Array, Array]
+
+
+def compare_surveys(
+    surveys: Sequence[Survey],
+    names: Sequence[str],
+    findings: Sequence[Any],
+) -> dict[str, Any]:
+    """Return the content of the page about two recordings.
 
     Args:
-        surveys: Of both.
-        names: What the page calls them.
-        findings: Of each, as `Diagnosis.as_dict` has them.
+        surveys: The survey of each recording.
+        names: The name of each recording on the page.
+        findings: The findings of each recording, as in `Diagnosis.as_dict`.
     """
-    both = (names[0], names[1] if names[1] != names[0] else f"{names[1]} (2)")
-    drawn: list[Figure] = []
-    for title, unit, column in (("Lengths", "frames", "length"), ("Returns", "sum of rewards", "return")):
-        values = (survey.table[column].astype(np.float64) for survey in surveys)
-        drawn.append(histogram(f"{title} of both", unit, dict(zip(both, values, strict=True)), as_share=True))
-    rows = sorted(_distances(*surveys), key=lambda row: -row[1])
-    for name, distance, *pair in rows[:_NUM_DRAWN]:
-        title = f"{name}: distance {distance:.3g}"
-        drawn.append(histogram(title, shown(name), dict(zip(both, pair, strict=True)), as_share=True))
-    listed = [
-        _row(
-            name, f"{distance:.5g}", *(f"{end:.5g}" for values in pair for end in quantiles(values[None], _ENDS)[:, 0])
-        )
-        for name, distance, *pair in rows[:_NUM_LISTED]
+    first_name, second_name = names
+    if second_name == first_name:
+        second_name = f"{second_name} (2)"
+    both = (first_name, second_name)
+    distances = sorted(_distances(*surveys), key=lambda row: -row.distance)
+    listed = [_distance_row(row) for row in distances[:_NUM_LISTED]]
+
+    heads = ["", "distance"]
+    heads += [f"{name}: {label}" for name in both for label in _LISTED_SHARES]
+    lists = [
+        _unshared_findings(f"Findings new in {first_name}", findings[0], findings[1]),
+        _unshared_findings(f"Findings gone, only in {second_name}", findings[1], findings[0]),
+        *_unshared_dimensions(surveys, both),
     ]
-    heads = ["", "distance", *(f"{name}: {end}" for name in both for end in ("1 %", "median", "99 %"))]
-    columns = [{survey.name(column) for column in survey.course.columns} for survey in surveys]
-    only = [[{"text": name} for name in sorted(columns[at] - columns[1 - at])] for at in (0, 1)]
+    hint = "The mean difference of 19 quantiles over the range of both"
     return {
         "heads": [{"text": name} for name in ("", *both)],
         "facts": _facts(surveys, findings),
-        "lists": [
-            _list(f"Findings new in {both[0]}", findings[0], findings[1]),
-            _list(f"Findings gone, only in {both[1]}", findings[1], findings[0]),
-            *({"title": f"Dimensions only in {both[at]}", "items": only[at]} for at in (0, 1) if only[at]),
-        ],
-        "figures": [{**figure, "key": f"compared-{place}"} for place, figure in enumerate(drawn) if figure],
-        "hint": f"The mean difference of 19 quantiles over the range of both; {len(listed)} of {len(rows)} dimensions.",
+        "lists": lists,
+        "figures": _figures(surveys, both, distances[:_NUM_DRAWN]),
+        "hint": f"{hint}; {len(listed)} of {len(distances)} dimensions.",
         "columns": [{"text": text} for text in heads],
         "fields": listed,
     }
+
+
+def _figures(
+    surveys: Sequence[Survey],
+    names: tuple[str, str],
+    distances: Sequence[_Distance],
+) -> list[Figure]:
+    """Return histograms of lengths, of returns, and of dimensions."""
+    drawn: list[Figure] = []
+    measures = (("Lengths", "frames", "length"), ("Returns", "sum of rewards", "return"))
+    for title, unit, column in measures:
+        values = [survey.table[column].astype(np.float64) for survey in surveys]
+        groups = dict(zip(names, values, strict=True))
+        drawn.append(histogram(f"{title} of both", unit, groups, as_share=True))
+    for row in distances:
+        title = f"{row.name}: distance {row.distance:.3g}"
+        groups = dict(zip(names, row.values, strict=True))
+        drawn.append(histogram(title, plotly_text(row.name), groups, as_share=True))
+
+    figures = []
+    for place, figure in enumerate(drawn):
+        if figure:
+            figures.append({**figure, "key": f"compared-{place}"})
+    return figures
 
 
 def _row(name: str, *values: str) -> dict[str, Any]:
     return {"name": name, "values": [{"text": value} for value in values]}
 
 
+def _distance_row(row: _Distance) -> dict[str, Any]:
+    levels: list[float] = []
+    for values in row.values:
+        levels += quantiles(values[None], tuple(_LISTED_SHARES.values()))[:, 0].tolist()
+    return _row(row.name, f"{row.distance:.5g}", *(f"{level:.5g}" for level in levels))
+
+
 def _facts(surveys: Sequence[Survey], findings: Sequence[Any]) -> list[dict[str, Any]]:
-    counts = [Counter(finding["severity"] for finding in listed) for listed in findings]
-    middles = [quantiles(survey.table["return"][None], (0.5,))[0, 0] for survey in surveys]
+    lengths = [np.median(survey.table["length"]) for survey in surveys]
+    returns = [quantiles(survey.table["return"][None], (0.5,))[0, 0] for survey in surveys]
     return [
         _row("trajectories", *(f"{len(survey.table):,}" for survey in surveys)),
         _row("frames", *(f"{survey.num_frames:,}" for survey in surveys)),
-        _row("findings", *(", ".join(f"{SIGNS[one]} {counted(count[one], one)}" for one in SIGNS) for count in counts)),
-        _row("median length", *(f"{np.median(survey.table['length']):,.0f}" for survey in surveys)),
-        _row("median return", *(f"{middle:,.6g}" for middle in middles)),
+        _row("findings", *map(_severities_text, findings)),
+        _row("median length", *(f"{length:,.0f}" for length in lengths)),
+        _row("median return", *(f"{value:,.6g}" for value in returns)),
     ]
 
 
-def _list(title: str, findings: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """List the findings whose code and field others have not."""
-    there = {(one["code"], one["field"]) for one in others}
+def _severities_text(findings: Sequence[Mapping[str, Any]]) -> str:
+    counts = Counter(finding["severity"] for finding in findings)
+    return ", ".join(f"{sign} {count_text(counts[word], word)}" for word, sign in SIGNS.items())
+
+
+def _unshared_findings(
+    title: str,
+    findings: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """List the findings whose code and field no other finding has."""
+    other_keys = {(finding["code"], finding["field"]) for finding in others}
     items = []
-    for one in findings:
-        if (one["code"], one["field"]) not in there:
-            field = f" · {one['field']}" if one["field"] else ""
-            text = f"{one['code']} {one['name']}{field}: {one['message']}"
-            items.append({"kind": one["severity"], "sign": f"{SIGNS[one['severity']]} {one['severity']}", "text": text})
+    for finding in findings:
+        severity = finding["severity"]
+        code = finding["code"]
+        field = finding["field"]
+        if (code, field) in other_keys:
+            continue
+        where = f" · {field}" if field else ""
+        text = f"{code} {finding['name']}{where}: {finding['message']}"
+        items.append({"kind": severity, "sign": f"{SIGNS[severity]} {severity}", "text": text})
     return {"title": f"{title}: {len(items)}", "items": items}
 
 
-def _distances(one: Survey, other: Survey) -> Iterator[tuple[str, float, Array, Array]]:
-    """Of each dimension of both the mean difference of 19 quantiles over the range of both (1 to 99 %)."""
-    there = {other.name(column): column for column in other.course.columns}
-    for column in one.course.columns:
-        name = one.name(column)
-        first = one.values(column)
-        second = other.values(there[name]) if name in there else first[:0]
-        if len(first) and len(second):
-            apart = np.abs(quantiles(first[None], _SHARES) - quantiles(second[None], _SHARES)).mean()
-            low, high = quantiles(np.concatenate([first, second])[None], (0.01, 0.99))[:, 0]
-            yield name, float(apart / (high - low)) if high > low else float(apart > 0), first, second
+def _unshared_dimensions(
+    surveys: Sequence[Survey],
+    names: tuple[str, str],
+) -> Iterator[dict[str, Any]]:
+    """List the dimensions that only one recording has, if there are any."""
+    dimensions = []
+    for survey in surveys:
+        dimensions.append({survey.name(column) for column in survey.course.columns})
+    first, second = dimensions
+    for name, unshared in zip(names, (first - second, second - first), strict=True):
+        if unshared:
+            items = [{"text": dimension} for dimension in sorted(unshared)]
+            yield {"title": f"Dimensions only in {name}", "items": items}
+
+
+def _distances(survey: Survey, other: Survey) -> Iterator[_Distance]:
+    """Yield the distance of each dimension that both recordings have values of."""
+    other_columns = {other.name(column): column for column in other.course.columns}
+    for column in survey.course.columns:
+        name = survey.name(column)
+        if name not in other_columns:
+            continue
+        first = survey.values(column)
+        second = other.values(other_columns[name])
+        if not len(first) or not len(second):
+            continue
+        difference = np.abs(quantiles(first[None], _SHARES) - quantiles(second[None], _SHARES))
+        mean = difference.mean()
+        low, high = quantiles(np.concatenate([first, second])[None], (0.01, 0.99))[:, 0]
+        distance = mean / (high - low) if high > low else mean > 0
+        yield _Distance(name, float(distance), (first, second))

@@ -1,6 +1,6 @@
 """Curves and pictures of single episodes, and of the worst place of each finding.
 
-One rule: only the episodes that are shown are read again, and no frame more than once for its picture.
+Only the episodes that the page shows are read again.
 """
 
 from __future__ import annotations
@@ -14,36 +14,46 @@ import numpy as np
 from storage.errors import DataFileError
 
 from ...sources.episode import Episode
-from .embedded_data import Array, is_picture, packed, picture
+from .embedded_data import Array, is_picture, pack_rows, thumbnail
 from .summary import dimensions_of
 from .survey import MEDIAN, WHOLE, Column, Survey, quantiles
 
-#: Points of a curve of an episode, of one of the worst, and of a finding; each is the least and greatest of its frames.
-NUM_POINTS, NUM_FINE_POINTS, NUM_SMALL_POINTS = 150, 600, 75
-#: Of small drawings.
-WIDTH, HEIGHT = 600, 192
+#: Stretches of a curve of an episode. Each is drawn as its minimum and its maximum.
+NUM_POINTS = 150
+#: Stretches of a curve of one of the worst episodes.
+NUM_FINE_POINTS = 600
+#: Stretches of a curve of a finding, or of an episode that only an outlier opens.
+NUM_SMALL_POINTS = 75
+#: Width of the drawing of a finding, in SVG units.
+WIDTH = 600
+#: Height of the drawing of a finding, in SVG units.
+HEIGHT = 192
+#: Pictures of an episode, evenly spread, besides those of findings.
 NUM_PICTURES = 12
-#: Of the few curves of a small drawing.
+#: SVG dash patterns of the curves of a finding; there are at most as many curves.
 _DASHES = ("", "5 3", "1.5 2.5")
-#: Frames that are shown on either side of a finding's.
+#: Frames that are shown on either side of those of a finding, at least.
 _AROUND = 25
 
 
-def _stretches(values: Array, num_points: int) -> list[Array]:
-    """The least and greatest of at most `num_points` stretches, NaN if there is none; the values if they are fewer."""
+def _extremes(values: Array, num_stretches: int) -> list[Array]:
+    """Return the minima and the maxima of `num_stretches` stretches of rows, NaN without a value.
+
+    Fewer rows are returned unchanged, as the only entry.
+    """
     finite = np.where(np.isfinite(values), values, np.nan)
-    if len(values) <= num_points:
+    if len(values) <= num_stretches:
         return [finite]
-    edges = np.linspace(0, len(values), num_points, endpoint=False).astype(np.int64)
+    edges = np.linspace(0, len(values), num_stretches, endpoint=False).astype(np.int64)
     return [np.fmin.reduceat(finite, edges), np.fmax.reduceat(finite, edges)]
 
 
 class Closeups:
-    """Reads what is shown of single episodes.
+    """Reads the curves and pictures of single episodes.
 
     Attributes:
-        survey: Of the recording.
-        columns: What is drawn, as (field, dimension).
+        survey: Facts of the recording.
+        columns: Dimensions that are drawn.
     """
 
     def __init__(self, survey: Survey, columns: Sequence[Column]) -> None:
@@ -51,120 +61,204 @@ class Closeups:
         self.columns = columns
 
     def episode_curves(self, number: int, num_points: int) -> dict[str, Any]:
-        """Pack the curves of all columns of an episode; what it lacks is unknown."""
+        """Return the packed curves of all columns of an episode; missing values are unknown."""
         episode = self.survey.recording[number]
         rows = self._rows(episode, self.columns, 0, episode.length)
-        return packed(np.stack(_stretches(rows, num_points)).transpose(2, 0, 1))
+        planes = np.stack(_extremes(rows, num_points))
+        return pack_rows(planes.transpose(2, 0, 1))
 
     def _rows(self, episode: Episode, columns: Sequence[Column], start: int, stop: int) -> Array:
-        """`[stop - start, columns]`, a whole as the median of its dimensions; NaN where nothing can be read."""
+        """Read columns of frames: float64 `[stop - start, columns]`.
+
+        A whole field is the median of its dimensions. Values that cannot be read are NaN.
+        """
         rows = np.full((stop - start, len(columns)), np.nan)
-        read = dict[str, Array]()
-        for at, (name, place) in enumerate(columns):
-            if name not in read:
-                read[name] = np.empty((stop - start, 0))
-                with suppress(DataFileError):  # the doctor names it
-                    if name in episode.schema:
-                        read[name] = np.asarray(episode.read(name, start, stop)).reshape(stop - start, -1)
-            if place < read[name].shape[1]:
-                rows[:, at] = np.median(read[name], 1) if place == WHOLE else read[name][:, place]
+        fields: dict[str, Array] = {}
+        for place, (name, dimension) in enumerate(columns):
+            if name not in fields:
+                fields[name] = _read_flat(episode, name, start, stop)
+            values = fields[name]
+            if dimension >= values.shape[1]:
+                continue
+            rows[:, place] = np.median(values, 1) if dimension == WHOLE else values[:, dimension]
         return rows
 
     def pictures(self, number: int, frames: Sequence[int]) -> dict[str, list[tuple[int, str]]]:
-        """Return pictures of an episode, of some frames and of others spread over it: field -> (frame, data URL)."""
+        """Return pictures of an episode: field -> (frame, data URL), by frame.
+
+        Args:
+            number: Position of the episode.
+            frames: Frames that are shown besides `NUM_PICTURES` evenly spread ones.
+        """
         episode = self.survey.recording[number]
-        found = dict[str, list[tuple[int, str]]]()
         spread = np.linspace(0, episode.length - 1, NUM_PICTURES).round().astype(int).tolist()
+        pictures: dict[str, list[tuple[int, str]]] = {}
         for name in self.survey.pictures:
             for frame in sorted({*frames, *spread}):
-                if (made := self.picture(episode, name, frame)) is not None:
-                    found.setdefault(name, []).append((frame, made))
-        return found
+                url = self.picture(episode, name, frame)
+                if url is not None:
+                    pictures.setdefault(name, []).append((frame, url))
+        return pictures
 
     def picture(self, episode: Episode, name: str, frame: int) -> str | None:
-        """Return one picture as a data URL; None if there is none, or it cannot be read."""
-        if name in episode.schema and is_picture(episode.schema[name].shape) and frame < episode.length:
-            with suppress(DataFileError):
-                return picture(np.asarray(episode.read(name, frame, frame + 1))[0])
+        """Return one picture as a data URL, or None if it does not exist or cannot be read."""
+        if name not in episode.schema or frame >= episode.length:
+            return None
+        if not is_picture(episode.schema[name].shape):
+            return None
+        with suppress(DataFileError):
+            return thumbnail(np.asarray(episode.read(name, frame, frame + 1))[0])
         return None
 
     def evidence(self, finding: Mapping[str, Any]) -> dict[str, Any]:
-        """Draw the worst place of a finding: pictures, or curves with its frames shaded; else the field as a whole."""
-        places = finding["frames"]
-        numbers = finding["trajectories"]
+        """Return the drawing of the worst place of a finding.
+
+        The drawing has pictures, or curves in which the frames of the finding are shaded. A finding
+        without an episode gets the medians of its field over the recording.
+        """
         field = finding["field"]
-        number, start, stop = places[0] if places else (numbers[0] if numbers else -1, 0, 0)
-        found = dict[str, Any]()
-        named = dimensions_of(finding)
-        what = "the whole recording"
-        columns = [one for one in self.survey.course.columns if one[0] == field and one[1] in named][: len(_DASHES)]
-        is_named = bool(columns)
-        if not is_named:
-            columns = [one for one in self.columns if field is None or f"{one[0]}/".startswith(f"{field}/")]
+        named_columns = self._named_columns(finding)
+        columns = named_columns or self._columns_of(field)
+        number, start, stop = _worst_place(finding)
+
+        drawing: dict[str, Any] = {}
         if 0 <= number < len(self.survey.table):
-            found = {"trajectory": number, "ticks": self._ticks(numbers)}
+            drawing["trajectory"] = number
+            drawing["ticks"] = self._ticks(finding["trajectories"])
             if field in self.survey.pictures:
-                return {**found, "pictures": self._compared_pictures(finding, number, start)}
-            frames = {0: "", 1: f"frame {start} of "}.get(stop - start, f"frames {start} to {stop - 1} of ")
-            what = f"{frames}trajectory {number}"
+                drawing["pictures"] = self._compared_pictures(finding, number, start)
+                return drawing
+            subject = f"{_frames_text(start, stop)}trajectory {number}"
             episode = self.survey.recording[number]
-            around = max(_AROUND, stop - start) if places else episode.length
+            around = max(_AROUND, stop - start) if finding["frames"] else episode.length
             first = max(0, start - around)
             last = min(episode.length, stop + around)
             rows = self._rows(episode, columns, first, last)
-            start = start - first
-            stop = stop - first
+            start -= first
+            stop -= first
         elif field is None or not columns:
             return {}
         else:
-            rows = np.stack([self.survey.course.levels[one][MEDIAN] for one in columns], 1)
-        telling = range(len(columns)) if is_named else _telling(rows, start, stop)
-        shown = [one for one in telling if np.isfinite(rows[:, one]).any()]
-        names = [self.survey.name(columns[one]) for one in shown]
-        paths = [{"d": path(rows[:, one]), "dash": dash} for one, dash in zip(shown, _DASHES, strict=False)]
+            subject = "the whole recording"
+            rows = np.stack([self.survey.course.levels[column][MEDIAN] for column in columns], 1)
+
+        places = range(len(columns)) if named_columns else _salient_places(rows, start, stop)
+        places = [place for place in places if np.isfinite(rows[:, place]).any()]
+        names = [self.survey.name(columns[place]) for place in places]
         scale = WIDTH / max(1, len(rows))
-        shade = {"shade_x": round(start * scale), "shade_width": round((stop - start) * scale)}
-        caption = ": ".join(filter(None, [", ".join(names), what]))
-        return {**found, **shade, "paths": paths, "names": names, "caption": caption}
+        drawing["shade_x"] = round(start * scale)
+        drawing["shade_width"] = round((stop - start) * scale)
+        drawing["paths"] = []
+        for place, dash in zip(places, _DASHES, strict=False):
+            drawing["paths"].append({"d": svg_path(rows[:, place]), "dash": dash})
+        drawing["names"] = names
+        drawing["caption"] = f"{', '.join(names)}: {subject}" if names else subject
+        return drawing
+
+    def _named_columns(self, finding: Mapping[str, Any]) -> list[Column]:
+        """Return the columns that a finding names, as many as there are dash patterns."""
+        dimensions = dimensions_of(finding)
+        columns = []
+        for name, dimension in self.survey.course.columns:
+            if name == finding["field"] and dimension in dimensions:
+                columns.append((name, dimension))
+        return columns[: len(_DASHES)]
+
+    def _columns_of(self, field: str | None) -> list[Column]:
+        """Return the drawn columns of a field and of those below it; None is all."""
+        if field is None:
+            return list(self.columns)
+        return [column for column in self.columns if f"{column[0]}/".startswith(f"{field}/")]
 
     def _ticks(self, numbers: Sequence[int]) -> str:
-        """Draw where in the recording some episodes are, as an SVG path."""
-        places = {round((number + 0.5) / len(self.survey.table) * WIDTH) for number in numbers}
+        """Return the positions of episodes in the recording, as an SVG path."""
+        scale = len(self.survey.table)
+        places = {round((number + 0.5) / scale * WIDTH) for number in numbers}
         return "".join(f"M{place} 0V10" for place in sorted(places))
 
-    def _compared_pictures(self, finding: Mapping[str, Any], number: int, frame: int) -> list[dict[str, Any]]:
+    def _compared_pictures(
+        self,
+        finding: Mapping[str, Any],
+        number: int,
+        frame: int,
+    ) -> list[dict[str, Any]]:
+        """Return a picture of a finding and, to compare, one of an unconcerned episode."""
         concerned = {*finding["trajectories"], number}
-        sound = next((other for other in range(len(self.survey.table)) if other not in concerned), number)
-        made = []
-        for one, at in ((number, frame), (sound, self.survey.recording[sound].length // 2)):
-            url = self.picture(self.survey.recording[one], finding["field"], at)
-            made += [{"url": url, "caption": f"trajectory {one}, frame {at}"}] if url else []
-        return made
+        others = (other for other in range(len(self.survey.table)) if other not in concerned)
+        other = next(others, number)
+        middle = self.survey.recording[other].length // 2
+
+        pictures = []
+        for shown_number, shown_frame in ((number, frame), (other, middle)):
+            episode = self.survey.recording[shown_number]
+            url = self.picture(episode, finding["field"], shown_frame)
+            if url:
+                caption = f"trajectory {shown_number}, frame {shown_frame}"
+                pictures.append({"url": url, "caption": caption})
+        return pictures
 
 
-def path(values: Array) -> str:
-    """Draw values from left to right as an SVG path, at most two points to a stretch; gaps where they are unknown."""
-    points = np.concatenate(list(_stretches(values[:, None], NUM_SMALL_POINTS)), 1)
+def _read_flat(episode: Episode, name: str, start: int, stop: int) -> Array:
+    """Read frames of a field as `[stop - start, D]`; no dimension if it cannot be read."""
+    with suppress(DataFileError):  # a finding of the doctor names it
+        if name in episode.schema:
+            return np.asarray(episode.read(name, start, stop)).reshape(stop - start, -1)
+    return np.empty((stop - start, 0))
+
+
+def _worst_place(finding: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the first episode of a finding and its frames there; -1 without an episode."""
+    if finding["frames"]:
+        number, start, stop = finding["frames"][0]
+        return number, start, stop
+    if finding["trajectories"]:
+        return finding["trajectories"][0], 0, 0
+    return -1, 0, 0
+
+
+def _frames_text(start: int, stop: int) -> str:
+    if stop - start == 0:
+        return ""
+    if stop - start == 1:
+        return f"frame {start} of "
+    return f"frames {start} to {stop - 1} of "
+
+
+def svg_path(values: Array) -> str:
+    """Return values from left to right as an SVG path, with gaps where they are unknown."""
+    points = np.concatenate(list(_extremes(values[:, None], NUM_SMALL_POINTS)), 1)
     finite = points[np.isfinite(points)]
-    levels = (points.reshape(-1) - finite.min()) / np.ptp(finite) if np.ptp(finite) else 0.5 + 0 * points.reshape(-1)
-    x = np.repeat((np.arange(len(points)) + 0.5) / len(points) * WIDTH, points.shape[1])
+    levels = points.reshape(-1)
+    if np.ptp(finite):
+        levels = (levels - finite.min()) / np.ptp(finite)
+    else:
+        levels = 0.5 + 0 * levels  # NaN stays
+    centers = (np.arange(len(points)) + 0.5) / len(points) * WIDTH
+    x = np.repeat(centers, points.shape[1])
     y = HEIGHT * (0.95 - 0.9 * levels)
-    drawn = ""
-    pen = "M"
-    for across, down in zip(x.tolist(), y.tolist(), strict=True):
-        drawn += f"{pen}{across:.0f} {down:.0f}" if np.isfinite(down) else ""
-        pen = "L" if np.isfinite(down) else "M"
-    return drawn
+
+    path = ""
+    command = "M"
+    for right, down in zip(x.tolist(), y.tolist(), strict=True):
+        if not np.isfinite(down):
+            command = "M"
+            continue
+        path += f"{command}{right:.0f} {down:.0f}"
+        command = "L"
+    return path
 
 
-def _telling(rows: Array, start: int, stop: int) -> list[int]:
-    """Choose the few columns that stand out most in some rows."""
+def _salient_places(rows: Array, start: int, stop: int) -> list[int]:
+    """Return the columns whose values in `start:stop` differ most from their median.
+
+    Values that are not finite count most. There are at most as many as dash patterns.
+    """
     if not rows.size:
         return []
     finite = np.where(np.isfinite(rows), rows, np.nan)
     inside = finite[start:stop] if stop > start else finite
-    low, middle, high = quantiles(finite.T, (0.0, 0.5, 1.0))
-    apart = np.fmax.reduce(np.abs(inside - middle)) / np.maximum(high - low, 1e-30)
-    scores = np.isnan(inside).mean(0) * 9 + np.nan_to_num(apart)
+    low, median, high = quantiles(finite.T, (0.0, 0.5, 1.0))
+    deviations = np.fmax.reduce(np.abs(inside - median)) / np.maximum(high - low, 1e-30)
+    scores = np.isnan(inside).mean(0) * 9 + np.nan_to_num(deviations)
     ranked = np.argsort(-scores, kind="stable")[: len(_DASHES)].tolist()
     return [place for place in ranked if scores[place] >= 0.8 * scores.max()]

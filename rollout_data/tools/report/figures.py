@@ -1,7 +1,6 @@
-"""The charts of the page as plotly takes them, from one table of figures.
+"""Charts of lengths and returns, as plotly traces and layouts.
 
-One rule: names that a file gives are shown as text, never as the markup that plotly knows. A colour is "@" and its
-place in the palette of the page, so that dark and light are the business of the page alone.
+A colour is "@" and its position in the palette of the page, which has a dark and a light one.
 """
 
 from __future__ import annotations
@@ -17,122 +16,264 @@ from .embedded_data import LARGEST, digits
 from .survey import Survey
 
 Figure = dict[str, Any]
-#: More episodes than this are drawn as a density, and only the oddest as points.
-_MAX_POINTS, NUM_ODD = 400, 20
+#: Episodes that are drawn as points, at most. More are drawn as a density with outliers.
+_MAX_POINTS = 400
+#: Outliers that are drawn as points over a density.
+NUM_ODD = 20
 _NUM_BINS = 40
+#: Tasks that a histogram is divided by, at most.
 _MAX_GROUPS = 7
+#: Characters of a name in a chart.
 _MAX_NAME = 40
+#: Fill patterns of plotly, one for each group of a histogram.
 _PATTERNS = ("", "/", "x", ".", "-", "\\", "+")
 
 
-def shown(text: str) -> str:
-    """Return a name as plotly shows it literally, cut if it is long."""
-    return html.escape(text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 1] + "…", quote=False)
+def plotly_text(text: str) -> str:
+    """Return a name that plotly shows literally, without markup; cut if it is long."""
+    if len(text) > _MAX_NAME:
+        text = text[: _MAX_NAME - 1] + "…"
+    return html.escape(text, quote=False)
 
 
 def groups_of(table: Array) -> tuple[str, dict[str, Array]]:
-    """Divide episodes by task if there are a few, else by how they end: what by, and name -> bool `[episodes]`."""
+    """Divide episodes by task if there are a few tasks, else by their end.
+
+    Returns:
+        "task" or "end", and the groups: name -> bool `[episodes]`.
+    """
     tasks = sorted(set(table["task"].tolist()))
-    by, names = ("task", tasks) if 2 <= len(tasks) <= _MAX_GROUPS else ("ends", sorted(set(table["ends"].tolist())))
-    return ("task" if by == "task" else "end"), {name or "(none)": table[by] == name for name in names}
+    if 2 <= len(tasks) <= _MAX_GROUPS:
+        return "task", {name or "(none)": table["task"] == name for name in tasks}
+    ends = sorted(set(table["ends"].tolist()))
+    return "end", {name or "(none)": table["ends"] == name for name in ends}
 
 
-def _edges(found: Array) -> Array:
-    """Cut a range into bins, one for each number where these are a few whole ones."""
-    low = float(found.min())
-    high = float(found.max())
-    if high - low < _NUM_BINS and bool((found == np.round(found)).all()):
+def _bin_edges(values: Array) -> Array:
+    """Return the edges of bins; one bin for each integer if there are few."""
+    low = float(values.min())
+    high = float(values.max())
+    are_integers = bool((values == np.round(values)).all())
+    if high - low < _NUM_BINS and are_integers:
         return np.arange(low - 0.5, high + 1)
-    count = min(_NUM_BINS, max(8, len(found) // 4))
-    return np.linspace(low, high, count + 1) if high > low else np.array([low - 0.5, low + 0.5])
+    if high <= low:
+        return np.array([low - 0.5, low + 0.5])
+    num_bins = min(_NUM_BINS, max(8, len(values) // 4))
+    return np.linspace(low, high, num_bins + 1)
 
 
-def histogram(title: str, unit: str, groups: Mapping[str, Array], as_share: bool = False) -> Figure:
-    """Draw values of several groups: stacked counts, or shares of each group over each other."""
-    finite = {name: values[np.isfinite(values)].clip(-LARGEST, LARGEST) for name, values in groups.items()}
-    found = np.concatenate(list(finite.values()) or [np.zeros(0)])
-    if not len(found):
+def _centers(edges: Array) -> list[float]:
+    centers: list[float] = digits((edges[1:] + edges[:-1]) / 2, 8)
+    return centers
+
+
+def histogram(
+    title: str,
+    unit: str,
+    groups: Mapping[str, Array],
+    as_share: bool = False,
+) -> Figure:
+    """Return a histogram of several groups of values; {} without a finite value.
+
+    Args:
+        title: Title of the chart.
+        unit: Title of the horizontal axis.
+        groups: Name -> values.
+        as_share: Draw the shares of each group over each other, instead of stacked counts.
+    """
+    finite = {}
+    for name, values in groups.items():
+        finite[name] = values[np.isfinite(values)].clip(-LARGEST, LARGEST)
+    all_values = np.concatenate(list(finite.values()))
+    if not len(all_values):
         return {}
-    edges = _edges(found)
+
+    edges = _bin_edges(all_values)
+    centers = _centers(edges)
     traces = []
-    centers = digits((edges[1:] + edges[:-1]) / 2, 8)
     for place, (name, values) in enumerate(finite.items()):
-        heights = np.histogram(values, edges)[0] / (max(1, len(values)) if as_share else 1)
-        pattern = {"shape": _PATTERNS[place % len(_PATTERNS)], "fillmode": "overlay", "fgopacity": 0.6, "size": 7}
-        marker = {"color": f"@{place}", "pattern": pattern, "line": {"width": 0}}
-        trace = {"type": "bar", "x": centers, "y": digits(heights), "name": shown(name), "marker": marker}
-        traces.append({**trace, "opacity": 0.65 if as_share else 1})
-    middle, low, high = (f"{value:,.6g}" for value in (np.median(found), found.min(), found.max()))
-    label = f"{title}: {len(found):,} {'values' if as_share else 'episodes'} from {low} to {high}, median {middle}"
-    layout = {"barmode": "overlay" if as_share else "stack", "bargap": 0.04, "showlegend": len(groups) > 1}
-    return _figure(title, label, traces, (unit, "share" if as_share else "episodes"), layout)
+        heights = np.histogram(values, edges)[0] / 1
+        if as_share:
+            heights = heights / max(1, len(values))
+        traces.append(_bars(place, name, centers, digits(heights), 0.65 if as_share else 1))
+
+    subject = "values" if as_share else "episodes"
+    label = f"{title}: {len(all_values):,} {subject} {_range_text(all_values)}"
+    layout = {
+        "barmode": "overlay" if as_share else "stack",
+        "bargap": 0.04,
+        "showlegend": len(groups) > 1,
+    }
+    axes = (unit, "share" if as_share else "episodes")
+    return _figure(title, label, traces, axes, layout)
 
 
-def _figure(title: str, label: str, traces: list[Any], axes: tuple[str, str], layout: Mapping[str, Any]) -> Figure:
-    named = {axis: {"title": {"text": text}} for axis, text in zip(("xaxis", "yaxis"), axes, strict=True)}
-    return {"title": title, "label": label, "marks": [], "figure": {"traces": traces, "layout": {**named, **layout}}}
+def _bars(place: int, name: str, x: list[float], y: list[float], opacity: float) -> Figure:
+    """Return the bars of a group; `place` determines their colour and pattern."""
+    pattern = {
+        "shape": _PATTERNS[place % len(_PATTERNS)],
+        "fillmode": "overlay",
+        "fgopacity": 0.6,
+        "size": 7,
+    }
+    return {
+        "type": "bar",
+        "x": x,
+        "y": y,
+        "name": plotly_text(name),
+        "marker": {"color": f"@{place}", "pattern": pattern, "line": {"width": 0}},
+        "opacity": opacity,
+    }
+
+
+def _range_text(values: Array) -> str:
+    low = f"{values.min():,.6g}"
+    high = f"{values.max():,.6g}"
+    return f"from {low} to {high}, median {np.median(values):,.6g}"
+
+
+def _figure(
+    title: str,
+    label: str,
+    traces: list[Any],
+    axes: tuple[str, str],
+    layout: Mapping[str, Any],
+) -> Figure:
+    """Return a chart with titles of its horizontal and vertical axis."""
+    x_title, y_title = axes
+    full_layout = {
+        "xaxis": {"title": {"text": x_title}},
+        "yaxis": {"title": {"text": y_title}},
+        **layout,
+    }
+    return {
+        "title": title,
+        "label": label,
+        "marks": [],
+        "figure": {"traces": traces, "layout": full_layout},
+    }
 
 
 def _by_group(survey: Survey, title: str, unit: str, column: str) -> Figure:
-    by, groups = groups_of(survey.table)
+    group_word, groups = groups_of(survey.table)
     values = survey.table[column].astype(np.float64)
-    return histogram(f"{title} by {by}", unit, {name: values[chosen] for name, chosen in groups.items()})
+    grouped = {name: values[is_member] for name, is_member in groups.items()}
+    return histogram(f"{title} by {group_word}", unit, grouped)
 
 
 def length_against_return(survey: Survey) -> Figure:
-    """Each episode as a point, or their density with the oddest as points that open them."""
-    x = survey.table["length"].astype(np.float64)
-    y = survey.table["return"]
-    y = np.where(np.isfinite(y), y.clip(-LARGEST, LARGEST), np.nan)
-    known = np.flatnonzero(np.isfinite(y))
+    """Return a scatter plot of episodes; many are drawn as a density with outliers.
+
+    {} if fewer than two episodes have a return.
+    """
+    lengths = survey.table["length"].astype(np.float64)
+    returns = survey.table["return"]
+    returns = np.where(np.isfinite(returns), returns.clip(-LARGEST, LARGEST), np.nan)
+    known = np.flatnonzero(np.isfinite(returns))
     if len(known) < 2:
         return {}
+
+    is_density = len(known) > _MAX_POINTS
     points = known
-    traces = list[Figure]()
-    if len(known) > _MAX_POINTS:
+    traces = []
+    if is_density:
         points = known[np.argsort(-survey.oddness[known], kind="stable")[:NUM_ODD]]
-        counts, xs, ys = np.histogram2d(x[known], y[known], (_NUM_BINS, _NUM_BINS))
-        drawn = np.where(counts > 0, np.log10(np.maximum(counts, 1)) + 0.3, np.nan).T
-        middles = [digits((edges[1:] + edges[:-1]) / 2, 8) for edges in (xs, ys)]
-        heat = {"type": "heatmap", "x": middles[0], "y": middles[1], "z": [digits(row) for row in drawn]}
-        traces.append(
-            {**heat, "colorscale": [[0, "@8"], [1, "@0"]], "showscale": False, "hoverinfo": "skip", "name": "density"}
-        )
-    marker = {"color": "@1", "size": 7, "symbol": "circle-open" if traces else "circle", "opacity": 0.8}
-    texts = [f"trajectory {number}, oddest in {shown(survey.oddest[number])}" for number in points.tolist()]
-    dots = {"type": "scatter", "mode": "markers", "x": digits(x[points], 8), "y": digits(y[points], 8), "text": texts}
-    hover = {"hovertemplate": "%{text}<br>length %{x}, return %{y}<extra></extra>", "customdata": points.tolist()}
-    traces.append({**dots, **hover, "marker": marker, "name": "oddest" if traces else "episodes"})
-    label = f"Length against return of {len(known):,} episodes; a click on a point opens the episode"
-    return _figure("Length against return", label, traces, ("frames", "sum of rewards"), {"showlegend": False})
+        traces.append(_density(lengths[known], returns[known]))
+    texts = []
+    for number in points.tolist():
+        texts.append(f"trajectory {number}, oddest in {plotly_text(survey.oddest[number])}")
+    symbol = "circle-open" if is_density else "circle"
+    traces.append(
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": digits(lengths[points], 8),
+            "y": digits(returns[points], 8),
+            "text": texts,
+            "hovertemplate": "%{text}<br>length %{x}, return %{y}<extra></extra>",
+            "customdata": points.tolist(),
+            "marker": {"color": "@1", "size": 7, "symbol": symbol, "opacity": 0.8},
+            "name": "oddest" if is_density else "episodes",
+        }
+    )
+    title = "Length against return"
+    label = f"{title} of {len(known):,} episodes; a click on a point opens the episode"
+    return _figure(title, label, traces, ("frames", "sum of rewards"), {"showlegend": False})
+
+
+def _density(x: Array, y: Array) -> Figure:
+    """Return a heat map of the logarithm of counts; empty cells are transparent."""
+    counts, x_edges, y_edges = np.histogram2d(x, y, (_NUM_BINS, _NUM_BINS))
+    logarithms = np.log10(np.maximum(counts, 1)) + 0.3  # a cell with one episode is visible
+    levels = np.where(counts > 0, logarithms, np.nan).T
+    return {
+        "type": "heatmap",
+        "x": _centers(x_edges),
+        "y": _centers(y_edges),
+        "z": [digits(row) for row in levels],
+        "colorscale": [[0, "@8"], [1, "@0"]],
+        "showscale": False,
+        "hoverinfo": "skip",
+        "name": "density",
+    }
 
 
 def figures(survey: Survey) -> list[Figure]:
-    """Draw what there is to draw, in reading order."""
-    drawn = (
+    """Return the charts that have data, in reading order."""
+    candidates = (
         _by_group(survey, "Lengths", "frames", "length"),
         _by_group(survey, "Returns", "sum of rewards", "return"),
         length_against_return(survey),
     )
-    return [{**made, "key": f"figure-{place}"} for place, made in enumerate(drawn) if made]
+    drawn = []
+    for place, figure in enumerate(candidates):
+        if figure:
+            drawn.append({**figure, "key": f"figure-{place}"})
+    return drawn
 
 
-def frames_of(number: int, findings: Sequence[Mapping[str, Any]], table: Array) -> dict[str, Any]:
-    """What is marked in the curves of an episode: frames of findings, and its end."""
-    spans: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
-    for one in findings:
-        for place, start, stop in one["frames"]:
+def episode_marks(
+    number: int,
+    findings: Sequence[Mapping[str, Any]],
+    table: Array,
+) -> dict[str, Any]:
+    """Return the marks in the curves of an episode: the frames of findings, and its end."""
+    findings_at: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for finding in findings:
+        for place, start, stop in finding["frames"]:
             if place == number and stop > start:
-                spans.setdefault((start, stop), []).append(one)
-    end = f"end: {table['ends'][number]}" + {1: ", success ✓", 0: ", failure ✗"}.get(int(table["success"][number]), "")
-    over = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
-    notes = [{**over, "x": int(table["length"][number]) - 1, "xanchor": "right", "text": end}]
+                findings_at.setdefault((start, stop), []).append(finding)
+
+    success = {1: ", success ✓", 0: ", failure ✗"}.get(int(table["success"][number]), "")
+    end_text = f"end: {table['ends'][number]}{success}"
+    above = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
+    last_frame = int(table["length"][number]) - 1
+    notes = [{**above, "x": last_frame, "xanchor": "right", "text": end_text}]
     shapes = []
-    for (start, stop), listed in spans.items():
-        color = "@0" if listed[0]["severity"] == "info" else "@1"
-        span = {"type": "rect", "x0": start - 0.5, "x1": stop - 0.5, "y0": 0, "y1": 1, "yref": "paper"}
-        shapes.append({**span, "fillcolor": color, "opacity": 0.25, "line": {"width": 0}, "layer": "below"})
-        codes = ", ".join(dict.fromkeys(one["code"] for one in listed))
-        notes.append({**over, "x": start, "xanchor": "left", "text": codes, "font": {"size": 11}})
-    places = list(spans)
-    return {"places": places, "start": places[0][0] if places else 0, "shapes": shapes, "annotations": notes[:9]}
+    for (start, stop), listed in findings_at.items():
+        shapes.append(_shaded_frames(start, stop, listed[0]["severity"]))
+        codes = ", ".join(dict.fromkeys(finding["code"] for finding in listed))
+        notes.append({**above, "x": start, "xanchor": "left", "text": codes, "font": {"size": 11}})
+
+    places = list(findings_at)
+    return {
+        "places": places,
+        "start": places[0][0] if places else 0,
+        "shapes": shapes,
+        "annotations": notes[:9],
+    }
+
+
+def _shaded_frames(start: int, stop: int, severity: str) -> Figure:
+    return {
+        "type": "rect",
+        "x0": start - 0.5,
+        "x1": stop - 0.5,
+        "y0": 0,
+        "y1": 1,
+        "yref": "paper",
+        "fillcolor": "@0" if severity == "info" else "@1",
+        "opacity": 0.25,
+        "line": {"width": 0},
+        "layer": "below",
+    }

@@ -1,6 +1,6 @@
-"""The page: reads a recording, has it examined, chooses what fits, and writes one HTML file.
+"""The function `report`: examine a recording and write one HTML page about it.
 
-One rule: the file asks for nothing and runs only the two scripts that its policy names by their checksums.
+The page loads nothing. Its content security policy allows two scripts, by their checksums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +33,40 @@ from ..doctor.examination import diagnose
 from ..doctor.rule_table import RULES
 from ..doctor.scan import Collector, Scan
 from . import summary
-from .comparison import compared
-from .embedded_data import as_json, as_visible_json, compressed, packed
+from .comparison import compare_surveys
+from .embedded_data import as_json, as_visible_json, compress, pack_rows
 from .episode_details import NUM_FINE_POINTS, NUM_POINTS, NUM_SMALL_POINTS, Closeups
-from .figures import NUM_ODD, figures, frames_of, shown
-from .survey import Course, Survey
+from .figures import NUM_ODD, episode_marks, figures, plotly_text
+from .survey import Column, Course, Survey
 
-#: Size of the file at most; what does not fit is left out and counted on the page.
+#: Size of the page in bytes, at most. The page counts the episodes that did not fit.
 MAX_PAGE_BYTES = 4_800_000
+#: Worst episodes with curves.
 NUM_WORST = 60
+#: Random episodes with curves, besides the worst.
 NUM_RANDOM = 20
+#: Episodes whose curves have more points.
 NUM_FINE = 20
+#: Dimensions with a chart, at most.
 MAX_DRAWN = 64
+#: Curves of each group of fields that are switched on at first.
 NUM_PICKED = 4
+#: Rows of the table, at most.
 MAX_ROWS = 5000
 #: Group of fields -> its axis in the curves of an episode.
 AXES = {"observation": "y", "action": "y2", "other": "y3"}
-_POLICY = (
-    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {}; base-uri 'none'; form-action 'none'"
+#: Content security policy, without the checksums of the scripts.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "img-src data:",
+        "style-src 'unsafe-inline'",
+        "script-src {}",
+        "base-uri 'none'",
+        "form-action 'none'",
+    )
 )
+_ACTION = "call rollout_data.report"
 
 
 def report(
@@ -63,92 +77,136 @@ def report(
     absolute_paths: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Write a page that shows a recording of any format, what the doctor found in it, and the episodes concerned.
+    """Write a page about a recording of any format: its data, the doctor's findings, its episodes.
 
-    The page is one file below 5 MB, opens without a network, and holds the JSON of the diagnosis for scripts.
+    The page is one file below 5 MB and opens without a network. It contains the JSON of the
+    diagnosis for scripts.
 
     Args:
         path: A file or folder of any format, or a `Recording`.
-        out: The page, which replaces a file of that name; not inside the recording. None is a page in the working
-            directory that is named after the recording: `walk.html` of `data/walk` or `data/walk.hdf5`.
-        compare: Another recording to set beside it.
-        absolute_paths: Let texts name the place of the recording on this machine; otherwise only its own name.
+        out: The page, outside of the recording; an existing file is replaced. None is a page in the
+            working directory that is named after the recording: `walk.html` of `data/walk` or
+            `data/walk.hdf5`.
+        compare: Another recording to compare it with.
+        absolute_paths: Let texts name the folder of the recording; otherwise only its own name.
         progress: Show progress bars.
 
     Returns:
         The path of the page.
 
     Raises:
-        UsageError: There is nothing at a path, or no episode; `out` lies inside a recording; a package of the extra
-            `report` is missing.
+        UsageError: There is nothing at a path, or no episode; `out` lies inside a recording; a
+            package of the extra `report` is missing.
         DataFileError: A recording cannot be opened.
     """
-    action = "call rollout_data.report"
-    absolute_paths = arguments.flag(action, "absolute_paths", absolute_paths)
-    progress = arguments.flag(action, "progress", progress)
+    absolute_paths = arguments.flag(_ACTION, "absolute_paths", absolute_paths)
+    progress = arguments.flag(_ACTION, "progress", progress)
     plotly = _plotly()
-    given = {"path": path} if compare is None else {"path": path, "compare": compare}
-    recordings = [one if isinstance(one, Recording) else open_source(action, name, one) for name, one in given.items()]
-    target = arguments.path(action, "out", _page_name(recordings[0]) if out is None else out)
+    recordings = [_opened("path", path)]
+    if compare is not None:
+        recordings.append(_opened("compare", compare))
+    target = arguments.path(_ACTION, "out", _page_name(recordings[0]) if out is None else out)
     for recording in recordings:
-        if not len(recording):
-            raise UsageError(action, f"of {str(recording.path)!r}", "an episode at least", "none")
-        if recording.path.resolve() in (target.resolve(), *target.resolve().parents):
-            advice = "Write it beside the recording"
-            raise UsageError(action, "", "out at a place outside of the recording", repr(str(target)), advice)
-    with np.errstate(all="ignore"):  # what is not finite is drawn as unknown
-        made = Page(recordings, absolute_paths, progress)
-        text = made.text(*plotly)
-    with replace_file(target) as new:
-        new.write_bytes(text.encode())
+        _check_recording(recording, target)
+
+    with np.errstate(all="ignore"):  # values that are not finite are drawn as unknown
+        page = Page(recordings, absolute_paths, progress)
+        text = page.text(*plotly)
+    with replace_file(target) as new_file:
+        new_file.write_bytes(text.encode())
     return target
 
 
+def _opened(argument: str, path: DataDir) -> Recording:
+    return path if isinstance(path, Recording) else open_source(_ACTION, argument, path)
+
+
 def _page_name(recording: Recording) -> str:
-    """Return the name of the page of a recording: the recording's own, without the ending of a file."""
+    """Return the name of the page: that of the recording, without the ending of a file."""
     path = recording.path
     is_file = not isinstance(path, RemotePath) and path.is_file()
     name = path.stem if is_file else path.name
     return f"{name or 'report'}.html"
 
 
-class Page:
-    """What stands on the page of a recording, and perhaps of another one beside it."""
+def _check_recording(recording: Recording, target: Path) -> None:
+    """Raise `UsageError` if a recording has no episode or contains the page."""
+    if not len(recording):
+        place = f"of {str(recording.path)!r}"
+        raise UsageError(_ACTION, place, "an episode at least", "none")
+    if recording.path.resolve() in (target.resolve(), *target.resolve().parents):
+        advice = "Write it beside the recording"
+        expected = "out at a place outside of the recording"
+        raise UsageError(_ACTION, "", expected, repr(str(target)), advice)
 
-    def __init__(self, recordings: Sequence[Recording], absolute_paths: bool, progress: bool) -> None:
-        self.names = [one.path.name for one in recordings]
+
+class Page:
+    """The page of a recording, with an optional comparison.
+
+    Attributes:
+        names: Name of each recording on the page.
+        diagnoses: Diagnosis of each recording, as in `Diagnosis.as_dict`.
+        surveys: Facts of each recording.
+        survey: Facts of the recording of the page.
+        findings: Its findings.
+        order: int64 `[num_episodes]`, the worst episode first.
+        marks: Column -> marks of its chart.
+        columns: Dimensions with a chart.
+        closeups: Reads curves and pictures of episodes.
+        notes: Remarks on data that are not shown.
+    """
+
+    def __init__(
+        self,
+        recordings: Sequence[Recording],
+        absolute_paths: bool,
+        progress: bool,
+    ) -> None:
+        self.names = [recording.path.name for recording in recordings]
         self._progress = progress
-        hidden = [] if absolute_paths else [one.path for one in recordings]
-        kinds: list[type[Collector]] = [Course, *(kind for rule in RULES for kind in rule.collectors)]
-        has_pictures = any(rule.needs == "G" for rule in RULES)
-        how: dict[str, Any] = {"collectors": kinds, "with_pictures": has_pictures, "progress": progress}
-        scans = [Scan(one.path, one, **how) for one in recordings]
+        scans = [_scan(recording, progress) for recording in recordings]
+        hidden = [] if absolute_paths else [recording.path for recording in recordings]
         self.diagnoses = [_without(hidden, diagnose(scan, RULES, {}).as_dict()) for scan in scans]
         for scan in scans:
-            if len(scan.unreadable) == scan.num_episodes:
-                cause = scan.unreadable[0][1]
-                got = f"none of {scan.num_episodes:,}"
-                expected = "an episode that can be read"
-                raise DataFileError("report", f"of {str(scan.path)!r}", expected, got, str(cause)) from cause
+            _check_readable(scan)
         self.surveys = [Survey(scan) for scan in scans]
         self.survey = self.surveys[0]
         self.findings = self.diagnoses[0]["findings"]
-        for one in self.findings:  # rows of the page are places: trajectories that opening leaves out have none
-            one["trajectories"] = one["trajectories"][: len(one["trajectories"]) - len(one["left_out"])]
+        for finding in self.findings:
+            # Trajectories that are left out when the recording is opened have no row on the page.
+            num_shown = len(finding["trajectories"]) - len(finding["left_out"])
+            finding["trajectories"] = finding["trajectories"][:num_shown]
         self.order = summary.worst_first(self.survey, self.findings)
         self.marks = summary.marks(self.survey)
-        weights = {column: len(listed) - 2 * ("constant" in listed) for column, listed in self.marks.items()}
-        for one in (one for one in self.findings if one["severity"] != "info"):
-            for column in {(one["field"], place) for place in summary.dimensions_of(one)} & weights.keys():
-                weights[column] += 1
-        self.columns = self.survey.chosen(weights, MAX_DRAWN)
+        self.columns = self.survey.most_important(self._weights(), MAX_DRAWN)
         self.closeups = Closeups(self.survey, self.columns)
         self.notes: list[str] = []
 
+    def _weights(self) -> dict[Column, int]:
+        """Return the weight of each dimension: its marks and findings; constants weigh less."""
+        weights: dict[Column, int] = {}
+        for column, texts in self.marks.items():
+            weights[column] = len(texts) - 2 * ("constant" in texts)
+        for finding in self.findings:
+            if finding["severity"] == "info":
+                continue
+            for dimension in summary.dimensions_of(finding):
+                column = (finding["field"], dimension)
+                if column in weights:
+                    weights[column] += 1
+        return weights
+
     def text(self, plotly: str, checksum: str) -> str:
-        """Write the page, with the compressed script that draws charts."""
+        """Return the HTML of the page.
+
+        Args:
+            plotly: The compressed script of plotly.
+            checksum: Checksum of that script in the content security policy.
+        """
         folder = resources.files(__package__)
-        style, script, frame = (folder.joinpath(f"page.{end}").read_text("utf-8") for end in ("css", "js", "html"))
+        style = folder.joinpath("page.css").read_text("utf-8")
+        script = folder.joinpath("page.js").read_text("utf-8")
+        frame = folder.joinpath("page.html").read_text("utf-8")
         content = self._content()
         parts = {
             "title": html.escape(f"{self.names[0]}: report"),
@@ -159,29 +217,38 @@ class Page:
             "diagnosis": as_json(self.diagnoses[0]),
         }
         used = len(frame) + sum(map(len, parts.values())) + len(as_visible_json(content))
-        opened = [one["trajectory"] for one in content["findings"] if one["trajectory"] is not None]
-        shown, content["sheet"] = self._episodes(opened, MAX_PAGE_BYTES - used)
+
+        views = content["findings"]
+        opened = [view["trajectory"] for view in views if view["trajectory"] is not None]
+        episodes, sheet = self._episodes(opened, MAX_PAGE_BYTES - used)
+        content["sheet"] = sheet
         content["notes"] = [{"text": note} for note in self.notes]
-        parts |= {"page": as_visible_json(content), "shown": as_visible_json(shown)}
+        parts["page"] = as_visible_json(content)
+        parts["shown"] = as_visible_json(episodes)
         return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], frame)
 
     def _content(self) -> dict[str, Any]:
-        """What is shown at once."""
+        """Return the content that is shown before an episode is opened."""
         survey = self.survey
         order = self.order[:MAX_ROWS]
         columns, values = summary.table(survey, self.findings, order)
         if len(order) < len(self.order):
-            self.notes.append(f"The table holds the {len(order):,} worst of {len(self.order):,} episodes.")
+            shown = f"{len(order):,} worst of {len(self.order):,} episodes"
+            self.notes.append(f"The table holds the {shown}.")
         name = self.names[0]
-        evidence = map(self.closeups.evidence, self.findings)
-        views = [summary.finding_view(*one, name) for one in zip(count(), self.findings, evidence)]
+        views = []
+        for place, finding in enumerate(self.findings):
+            evidence = self.closeups.evidence(finding)
+            views.append(summary.finding_view(place, finding, evidence, name))
         bands, fields = self._bands(views)
-        findings = [one["findings"] for one in self.diagnoses]
-        both = [compared(self.surveys, self.names, findings)] if len(self.surveys) > 1 else []
-        made = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
+        comparisons = []
+        if len(self.surveys) > 1:
+            findings = [diagnosis["findings"] for diagnosis in self.diagnoses]
+            comparisons.append(compare_surveys(self.surveys, self.names, findings))
+        page_time = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
         return {
             "title": name,
-            "about": summary.about(survey, made),
+            "about": summary.head(survey, page_time),
             "cards": summary.cards(survey, self.diagnoses[0]),
             "is_sound": not self.findings,
             "findings": views,
@@ -191,100 +258,198 @@ class Page:
             "columns": columns,
             "table": values,
             **summary.options(values, self.findings),
-            "num_rows": summary.counted(len(self.order), "trajectory"),
+            "num_rows": summary.count_text(len(self.order), "trajectory"),
             **self._curves(),
             "rate_hz": summary.rate_hz(survey),
-            "compare": both,
-            "compared": [figure for one in both for figure in one["figures"]],
+            "compare": comparisons,
+            "compared": comparisons[0]["figures"] if comparisons else [],
         }
 
-    def _bands(self, findings: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Pack the charts of dimensions, and say what stands at each."""
+    def _bands(
+        self,
+        findings: Sequence[Mapping[str, Any]],
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the packed charts of dimensions, and the title, label and marks of each.
+
+        Args:
+            findings: The view of each finding.
+        """
         course = self.survey.course
-        views = []
         if len(self.columns) < len(course.columns):
-            text = f"{len(self.columns)} of {len(course.columns)} dimensions are drawn, those of narrow fields first."
-            self.notes.append(text)
+            counts = f"{len(self.columns)} of {len(course.columns)} dimensions"
+            self.notes.append(f"{counts} are drawn, those of narrow fields first.")
+        if not self.columns:
+            return [], []
+
+        views = []
         for place, column in enumerate(self.columns):
             name = self.survey.name(column)
-            found = course.levels[column]
-            listed = summary.marked_by(self.findings, column, name, findings)
+            listed = summary.finding_marks(self.findings, column, name, findings)
             listed += [{"kind": "mark", "text": text} for text in self.marks.get(column, [])]
-            ends = (np.fmin.reduce(found[0]), np.fmax.reduce(found[-1]))
-            label = "; ".join([f"{name}: {ends[0]:.5g} to {ends[1]:.5g}", *(mark["text"] for mark in listed)])
-            views.append({"title": name, "label": label, "key": f"band-{place}", "marks": listed})
-        if not views:
-            return [], []
-        pack = packed(np.stack([course.levels[column] for column in self.columns]))
-        return [{"keys": [view["key"] for view in views], "size": course.bucket_size, "pack": pack}], views
+            levels = course.levels[column]
+            low = np.fmin.reduce(levels[0])
+            high = np.fmax.reduce(levels[-1])
+            texts = [f"{name}: {low:.5g} to {high:.5g}", *(mark["text"] for mark in listed)]
+            key = f"band-{place}"
+            views.append({"title": name, "label": "; ".join(texts), "key": key, "marks": listed})
+        pack = pack_rows(np.stack([course.levels[column] for column in self.columns]))
+        keys = [view["key"] for view in views]
+        return [{"keys": keys, "size": course.bucket_size, "pack": pack}], views
 
     def _curves(self) -> dict[str, Any]:
-        """Name the curves of episodes, with their axes, and for actions the observations of the same name."""
-        schema = self.survey.scan.schema
+        """Return the names and axes of the curves of episodes.
+
+        The twin of an action is the observation of the same name and shape.
+        """
         curves = list[dict[str, Any]]()
         groups: dict[str, list[dict[str, str]]] = {name: [] for name in AXES}
-        for field, place in self.columns:
-            head, _, rest = field.partition("/")
+        for column in self.columns:
+            head = column[0].partition("/")[0]
             group = head if head in AXES else "other"
-            twin = (f"observation/{rest}" if rest else "observation", place)
-            has_twin = group == "action" and twin in self.columns and schema[twin[0]].shape == schema[field].shape
-            name = self.survey.name((field, place))
-            is_picked = len(groups[group]) < NUM_PICKED
-            about = {"name": name, "label": shown(name), "axis": AXES[group], "is_picked": is_picked}
-            curves.append({**about, "twin": self.columns.index(twin) if has_twin else None})
+            name = self.survey.name(column)
+            curve = {
+                "name": name,
+                "label": plotly_text(name),
+                "axis": AXES[group],
+                "is_picked": len(groups[group]) < NUM_PICKED,
+                "twin": self._twin_of(column),
+            }
+            curves.append(curve)
             groups[group].append({"name": name})
-        which = f"those that findings open, the {NUM_WORST} worst, the {NUM_ODD} oddest and {NUM_RANDOM} random ones"
-        why = f"There are curves of some trajectories ({which}), not of this one."
-        offered = [{"group": group, "names": names} for group, names in groups.items() if names]
-        has_twins = any(curve["twin"] is not None for curve in curves)
-        return {"curves": curves, "episode": {"why": why, "groups": offered, "has_twins": has_twins}}
 
-    def _episodes(self, opened: Sequence[int], budget: int) -> tuple[dict[int, Any], list[dict[str, Any]]]:
-        """Read the episodes that findings open, the worst and some others, as many as fit; and the contact sheet."""
+        which = f"the {NUM_WORST} worst, the {NUM_ODD} oddest and {NUM_RANDOM} random ones"
+        some = f"some trajectories (those that findings open, {which})"
+        choices = [{"group": group, "names": names} for group, names in groups.items() if names]
+        episode = {
+            "why": f"There are curves of {some}, not of this one.",
+            "groups": choices,
+            "has_twins": any(curve["twin"] is not None for curve in curves),
+        }
+        return {"curves": curves, "episode": episode}
+
+    def _twin_of(self, column: Column) -> int | None:
+        """Return the position of the observation with the name and shape of an action, if any."""
+        field, dimension = column
+        head, _, rest = field.partition("/")
+        twin_field = f"observation/{rest}" if rest else "observation"
+        twin = (twin_field, dimension)
+        if head != "action" or twin not in self.columns:
+            return None
+        schema = self.survey.scan.schema
+        if schema[twin_field].shape != schema[field].shape:
+            return None
+        return self.columns.index(twin)
+
+    def _episodes(
+        self,
+        opened: Sequence[int],
+        budget: int,
+    ) -> tuple[dict[int, Any], list[dict[str, Any]]]:
+        """Read the curves and pictures of the worst, random and oddest episodes.
+
+        Args:
+            opened: Episodes that findings open, which are read first.
+            budget: Bytes of JSON, at most.
+
+        Returns:
+            Number -> content of an episode, and the contact sheet.
+        """
+        num_points = self._points_of_episodes(opened)
+        episodes: dict[int, Any] = {}
+        progress = tqdm(num_points, desc="draw", unit=" episodes", disable=not self._progress)
+        for number in progress:
+            episode = {
+                "why": "",
+                "curves": self.closeups.episode_curves(number, num_points[number]),
+                "pictures": [],
+                **episode_marks(number, self.findings, self.survey.table),
+            }
+            budget -= len(as_visible_json(episode)) + len(f'"{number}":,')
+            if budget < 0:
+                num_left = len(num_points) - len(episodes)
+                counts = f"{num_left:,} of {len(num_points):,} episodes"
+                self.notes.append(f"Curves of {counts} did not fit.")
+                break
+            episodes[number] = episode
+        return episodes, self._pictures(episodes, budget)
+
+    def _points_of_episodes(self, opened: Sequence[int]) -> dict[int, int]:
+        """Return the episodes to draw, and the points of their curves, in the order of reading."""
         worst = self.order[:NUM_WORST]
-        others = self.order[NUM_WORST:]
+        random = np.random.default_rng(0).permutation(self.order[NUM_WORST:])[:NUM_RANDOM]
         oddest = np.argsort(-self.survey.oddness, kind="stable")[:NUM_ODD]
-        random = np.random.default_rng(0).permutation(others)[:NUM_RANDOM]
         num_points = dict.fromkeys(map(int, [*opened, *worst, *random]), NUM_POINTS)
-        num_points |= dict.fromkeys(list(num_points)[:NUM_FINE], NUM_FINE_POINTS)
-        chosen = list(dict.fromkeys([*num_points, *map(int, oddest)]))
-        found: dict[int, Any] = {}
-        for number in tqdm(chosen, desc="draw", unit=" episodes", disable=not self._progress):
-            curves = self.closeups.episode_curves(number, num_points.get(number, NUM_SMALL_POINTS))
-            one = {"why": "", "curves": curves, "pictures": [], **frames_of(number, self.findings, self.survey.table)}
-            budget -= len(as_visible_json(one)) + len(f'"{number}":,')
-            if budget < 0:
-                self.notes.append(f"Curves of {len(chosen) - len(found):,} of {len(chosen):,} episodes did not fit.")
-                break
-            found[number] = one
-        return found, self._pictures(found, budget)
+        for number in list(num_points)[:NUM_FINE]:
+            num_points[number] = NUM_FINE_POINTS
+        for number in oddest.tolist():
+            num_points.setdefault(number, NUM_SMALL_POINTS)
+        return num_points
 
-    def _pictures(self, found: dict[int, Any], budget: int) -> list[dict[str, Any]]:
-        """Add pictures to episodes, as many as fit; give the contact sheet."""
-        sheet: dict[str, list[dict[str, Any]]] = {}
-        shown = tqdm(found.items() if self.survey.pictures else (), desc="pictures", disable=not self._progress)
-        for place, (number, one) in enumerate(shown):
-            made = self.closeups.pictures(number, [start for start, _ in one["places"]])
-            middle = {name: frames[len(frames) // 2][1] for name, frames in made.items()}
-            budget -= sum(len(url) + 20 for frames in made.values() for _, url in frames) + len(as_json(middle)) + 99
+    def _pictures(self, episodes: dict[int, Any], budget: int) -> list[dict[str, Any]]:
+        """Add pictures to episodes, as many as fit, and return the contact sheet.
+
+        Args:
+            episodes: Number -> content of an episode, which is changed.
+            budget: Bytes of JSON, at most.
+        """
+        if not self.survey.pictures:
+            return []
+        thumbs: dict[str, list[dict[str, Any]]] = {}
+        progress = tqdm(episodes.items(), desc="pictures", disable=not self._progress)
+        for place, (number, episode) in enumerate(progress):
+            frames = [start for start, _ in episode["places"]]
+            pictures = self.closeups.pictures(number, frames)
+            middle = {name: shown[len(shown) // 2][1] for name, shown in pictures.items()}
+            num_bytes = sum(len(url) + 20 for shown in pictures.values() for _, url in shown)
+            budget -= num_bytes + len(as_json(middle)) + 99
             if budget < 0:
-                self.notes.append(f"Pictures of {len(found) - place:,} of {len(found):,} episodes did not fit.")
+                counts = f"{len(episodes) - place:,} of {len(episodes):,} episodes"
+                self.notes.append(f"Pictures of {counts} did not fit.")
                 break
-            one["pictures"] = [{"name": name, "frames": frames} for name, frames in made.items()]
+            for name, shown in pictures.items():
+                episode["pictures"].append({"name": name, "frames": shown})
             for name, url in middle.items():
-                thumb = {"number": number, "url": url, "label": f"{name} of trajectory {number}"}
-                sheet.setdefault(name, []).append(thumb)
-        return [{"name": name, "thumbs": thumbs} for name, thumbs in sheet.items()]
+                label = f"{name} of trajectory {number}"
+                thumb = {"number": number, "url": url, "label": label}
+                thumbs.setdefault(name, []).append(thumb)
+        return [{"name": name, "thumbs": listed} for name, listed in thumbs.items()]
+
+
+def _scan(recording: Recording, progress: bool) -> Scan:
+    """Return an unread scan with the collectors of all rules and of the page."""
+    collectors: list[type[Collector]] = [Course]
+    for rule in RULES:
+        collectors += rule.collectors
+    return Scan(
+        recording.path,
+        recording,
+        collectors=collectors,
+        with_pictures=any(rule.needs == "G" for rule in RULES),
+        progress=progress,
+    )
+
+
+def _check_readable(scan: Scan) -> None:
+    """Raise `DataFileError` if no episode could be read."""
+    if len(scan.unreadable) < scan.num_episodes:
+        return
+    cause = scan.unreadable[0][1]
+    place = f"of {str(scan.path)!r}"
+    expected = "an episode that can be read"
+    got = f"none of {scan.num_episodes:,}"
+    raise DataFileError("report", place, expected, got, str(cause)) from cause
 
 
 def _without(paths: Sequence[Path], content: Any) -> Any:
-    """Return plain values whose texts do not name the folders that some paths lie in."""
+    """Return plain values without the parent folders of some paths in their texts."""
     text = json.dumps(content)
     for path in paths:
         folder = str(path.parent).rstrip(os.sep) + os.sep
-        name = re.escape(json.dumps(path.name)[1:-1])
         pattern = re.escape(json.dumps(folder)[1:-1])
-        text = re.sub(rf"(?<!\w)/(?={name}\b)" if folder == "/" else pattern, "", text)  # names of fields have "/" too
+        if folder == "/":  # names of fields have "/" too
+            name = re.escape(json.dumps(path.name)[1:-1])
+            pattern = rf"(?<!\w)/(?={name}\b)"
+        text = re.sub(pattern, "", text)
     return json.loads(text)
 
 
@@ -292,9 +457,10 @@ def _without(paths: Sequence[Path], content: Any) -> Any:
 def _plotly() -> tuple[str, str]:
     """Return the script of plotly, compressed, and its checksum."""
     package = optional("plotly", "plotly", "report", "the charts of the page")
-    text = resources.files(package).joinpath("package_data/plotly.min.js").read_text(encoding="utf-8")
-    return compressed(text.encode()), _checksum(text)
+    text = resources.files(package).joinpath("package_data/plotly.min.js").read_text("utf-8")
+    return compress(text.encode()), _checksum(text)
 
 
 def _checksum(script: str) -> str:
+    """Return the checksum of a script, as a content security policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

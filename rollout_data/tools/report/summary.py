@@ -1,6 +1,6 @@
-"""The head, the cards, the findings and the table of the page, as plain values that its templates show.
+"""The head, the cards, the findings and the table of the page, as plain values for its templates.
 
-One rule: texts here are for people; numbers and codes are those of the diagnosis.
+Texts are for people. Numbers and codes are those of the diagnosis.
 """
 
 from __future__ import annotations
@@ -20,115 +20,203 @@ from ..doctor.provenance import masked
 from .embedded_data import digits
 from .survey import WHOLE, Column, Survey
 
+#: Severity -> its sign on the page, the worst first.
 SIGNS = {"error": "●", "warning": "▲", "info": "○"}
-#: What the head shows of the metadata, if it is there.
-_CONTEXT = ("env", "env_id", "env_name", "robot_type", "policy", "version", "frame_rate_hz", "fps", "date")
+#: Worst severity of the findings -> the answer of the first card.
+_VERDICTS = {
+    "error": "● Not as it is",
+    "warning": "▲ With care",
+    "info": "○ Yes",
+    "good": "✓ Yes",
+}
+#: Metadata that the head shows if the recording has them.
+_CONTEXT = (
+    "env", "env_id", "env_name", "robot_type", "policy", "version", "frame_rate_hz", "fps", "date",
+)  # fmt: skip
+#: Severity -> its weight in the order of episodes. The oddness adds at most 500.
 _WEIGHT = {"error": 1e6, "warning": 1e3, "info": 0.0}
+#: Characters of a value in the head.
 _MAX_TEXT = 120
+#: Share of values at a limit from which a chart is marked.
 _MIN_AT_LIMIT = 0.05
+#: Bytes of each unit, the largest first.
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+#: Seconds of each unit, the largest first.
 _TIMES = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
 Findings = Sequence[Mapping[str, Any]]
 
 
 def rate_hz(survey: Survey) -> float | None:
-    """The rate that the metadata tell."""
-    found = survey.recording.metadata.get("frame_rate_hz", survey.recording.metadata.get("fps"))
-    return float(found) if isinstance(found, (int, float)) and 0 < found < math.inf else None
+    """Return the frame rate of the metadata; None if it is missing or not a positive number."""
+    metadata = survey.recording.metadata
+    rate = metadata.get("frame_rate_hz", metadata.get("fps"))
+    if isinstance(rate, (int, float)) and 0 < rate < math.inf:
+        return float(rate)
+    return None
 
 
-def counted(number: int, word: str) -> str:
-    """Return how many: "1 trajectory", "2 trajectories"."""
-    many = word[:-1] + "ies" if word.endswith("y") else word if word == "info" else word + "s"
-    return f"{number:,} {word if number == 1 else many}"
+def count_text(number: int, word: str) -> str:
+    """Return a number with a noun: "1 trajectory", "2 trajectories"."""
+    if number == 1 or word == "info":
+        return f"{number:,} {word}"
+    if word.endswith("y"):
+        return f"{number:,} {word[:-1]}ies"
+    return f"{number:,} {word}s"
 
 
-def about(survey: Survey, made: str) -> list[dict[str, str]]:
-    """What the head says of the recording."""
-    known = survey.recording.metadata
+def head(survey: Survey, page_time: str) -> list[dict[str, str]]:
+    """Return the names and values of the head, with secrets masked.
+
+    Args:
+        survey: Facts of the recording.
+        page_time: Time at which the page is written.
+    """
+    metadata = survey.recording.metadata
     times = survey.table["time"][~np.isnat(survey.table["time"])]
-    recorded = str(times.max())[:16].replace("T", " ") if len(times) else None
-    said = {"format": survey.recording.format, "recorded": recorded}
-    said |= {name.replace("_", " "): known.get(name) for name in _CONTEXT} | {"page made": made}
-    texts = {
-        name: value if isinstance(value, str) else json.dumps(value, default=str)
-        for name, value in said.items()
-        if value is not None and value != ""
+    values: dict[str, Any] = {
+        "format": survey.recording.format,
+        "recorded": str(times.max())[:16].replace("T", " ") if len(times) else None,
     }
-    return [{"name": name, "value": masked(text, name)[:_MAX_TEXT]} for name, text in texts.items()]
+    for name in _CONTEXT:
+        values[name.replace("_", " ")] = metadata.get(name)
+    values["page made"] = page_time
+
+    entries = []
+    for name, value in values.items():
+        if value is None or value == "":
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        entries.append({"name": name, "value": masked(text, name)[:_MAX_TEXT]})
+    return entries
 
 
 def cards(survey: Survey, diagnosis: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The cards: verdict, counts, size, ends, what no finding touches, what was skipped."""
-    findings = diagnosis["findings"]
-    lengths = survey.table["length"]
-    num_frames = survey.num_frames
-    counts = Counter(one["severity"] for one in findings)
-    worst = next((severity for severity in SIGNS if counts[severity]), "good")
-    verdict = {"error": "● Not as it is", "warning": "▲ With care", "info": "○ Yes", "good": "✓ Yes"}[worst]
-    found = ", ".join(f"{SIGNS[one]} {counted(counts[one], one)}" for one in SIGNS if counts[one])
-    touched = {number for one in findings if one["severity"] != "info" for number in one["trajectories"]}
-    untouched = 1 - int(lengths[sorted(touched)].sum()) / num_frames
-    rate = rate_hz(survey)
+    """Return the cards: verdict, counts, size, ends, untouched frames, skipped rules."""
     ends = Counter(survey.table["ends"].tolist())
-    raw = num_frames * sum(field.row_bytes for field in survey.recording.schema.values())
-    stored = stored_bytes(survey.recording.path)
-    reasons: dict[str, list[str]] = {}
-    for one in diagnosis["skipped"]:
-        reasons.setdefault(one["why"], []).append(one["code"])
-    least, middle, most = (f"{value:,.0f}" for value in np.quantile(lengths, (0, 0.5, 1)))
-    spread = (
-        f"{counted(int(lengths[0]), 'frame')} each" if least == most else f"{least} to {most} frames, median {middle}"
-    )
-    ratio = f"{stored / max(1, raw):.0%} of the values uncompressed ({_scaled(raw, _SIZES)})"
-    lasting = f"{_scaled(num_frames / rate, _TIMES)} at {rate:g} Hz" if rate else "rate unknown"
-    skipped = "; ".join(f"{why} ({', '.join(codes)})" for why, codes in reasons.items())
-    listed = [
-        (f"card verdict {worst}", "May I train on this?", verdict, found or "no rule found anything"),
-        ("card", "trajectories", f"{len(lengths):,}", spread),
-        ("card", "frames", f"{num_frames:,}", lasting),
-        ("card", "size", _scaled(stored, _SIZES), ratio),
-        ("card", "ends", ", ".join(f"{count:,} {name}" for name, count in ends.most_common()), ""),
-        (
+    ends_text = ", ".join(f"{count:,} {name}" for name, count in ends.most_common())
+    untouched = math.floor(1000 * _untouched_share(survey, diagnosis["findings"])) / 10
+    return [
+        _verdict_card(diagnosis["findings"]),
+        _card("card", "trajectories", f"{len(survey.table):,}", _lengths_text(survey)),
+        _card("card", "frames", f"{survey.num_frames:,}", _duration_text(survey)),
+        _size_card(survey),
+        _card("card", "ends", ends_text, ""),
+        _card(
             "card",
             "frames untouched",
-            f"{math.floor(1000 * untouched) / 10}%",
+            f"{untouched}%",
             "no error or warning in their trajectories",
         ),
-        ("card skipped", "rules skipped", str(len(diagnosis["skipped"])), skipped),
+        _skipped_card(diagnosis["skipped"]),
     ]
-    return [dict(zip(("kind", "label", "value", "note"), one, strict=True)) for one in listed]
+
+
+def _card(css_class: str, label: str, value: str, note: str) -> dict[str, str]:
+    return {"kind": css_class, "label": label, "value": value, "note": note}
+
+
+def _verdict_card(findings: Findings) -> dict[str, str]:
+    counts = Counter(finding["severity"] for finding in findings)
+    present = [severity for severity in SIGNS if counts[severity]]
+    worst = present[0] if present else "good"
+    texts = [f"{SIGNS[word]} {count_text(counts[word], word)}" for word in present]
+    note = ", ".join(texts) or "no rule found anything"
+    return _card(f"card verdict {worst}", "May I train on this?", _VERDICTS[worst], note)
+
+
+def _lengths_text(survey: Survey) -> str:
+    lengths = survey.table["length"]
+    low, median, high = (f"{value:,.0f}" for value in np.quantile(lengths, (0, 0.5, 1)))
+    if low == high:
+        return f"{count_text(int(lengths[0]), 'frame')} each"
+    return f"{low} to {high} frames, median {median}"
+
+
+def _duration_text(survey: Survey) -> str:
+    rate = rate_hz(survey)
+    if rate is None:
+        return "rate unknown"
+    return f"{_scaled(survey.num_frames / rate, _TIMES)} at {rate:g} Hz"
+
+
+def _size_card(survey: Survey) -> dict[str, str]:
+    row_bytes = sum(field.row_bytes for field in survey.recording.schema.values())
+    raw = survey.num_frames * row_bytes
+    stored = stored_bytes(survey.recording.path)
+    share = stored / max(1, raw)
+    note = f"{share:.0%} of the values uncompressed ({_scaled(raw, _SIZES)})"
+    return _card("card", "size", _scaled(stored, _SIZES), note)
+
+
+def _untouched_share(survey: Survey, findings: Findings) -> float:
+    """Return the share of frames in trajectories without an error or warning."""
+    touched: set[int] = set()
+    for finding in findings:
+        if finding["severity"] != "info":
+            touched.update(finding["trajectories"])
+    num_touched = int(survey.table["length"][sorted(touched)].sum())
+    return 1 - num_touched / survey.num_frames
+
+
+def _skipped_card(skipped: Findings) -> dict[str, str]:
+    codes_by_reason: dict[str, list[str]] = {}
+    for rule in skipped:
+        codes_by_reason.setdefault(rule["why"], []).append(rule["code"])
+    texts = [f"{reason} ({', '.join(codes)})" for reason, codes in codes_by_reason.items()]
+    return _card("card skipped", "rules skipped", str(len(skipped)), "; ".join(texts))
 
 
 def stored_bytes(path: Any) -> int:
-    """Size of a file, or of all files of a folder; 0 where it is not on this machine."""
+    """Return the size of a file, or of all files of a folder; 0 if it is not on this machine."""
     if os.path.isfile(path):
         return os.path.getsize(path)
-    return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(path) for name in names)
+    num_bytes = 0
+    for folder, _, names in os.walk(path):
+        num_bytes += sum(os.path.getsize(os.path.join(folder, name)) for name in names)
+    return num_bytes
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
-    """Return a number in the largest unit that it reaches, else in the least."""
-    unit, name = next((one for one in units if value >= one[0]), units[-1])
-    return f"{value / unit:,.0f} {name}" if value >= 100 * unit else f"{value / unit:.3g} {name}"
+    """Return a value in the largest unit that it reaches, else in the smallest."""
+    reached = [unit for unit in units if value >= unit[0]]
+    size, name = reached[0] if reached else units[-1]
+    if value >= 100 * size:
+        return f"{value / size:,.0f} {name}"
+    return f"{value / size:.3g} {name}"
 
 
-def finding_view(place: int, finding: Mapping[str, Any], evidence: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What the page shows of a finding."""
+def finding_view(
+    place: int,
+    finding: Mapping[str, Any],
+    evidence: Mapping[str, Any],
+    name: str,
+) -> dict[str, Any]:
+    """Return the content of the page about a finding.
+
+    Args:
+        place: Position among the findings.
+        finding: As in `Diagnosis.as_dict`.
+        evidence: Its drawing, which replaces values of the view.
+        name: Name of the recording.
+    """
     severity = finding["severity"]
+    code = finding["code"]
     numbers = finding["trajectories"]
     field = f" · {finding['field']}" if finding["field"] else ""
-    command = f"rollout-data repair {shlex.quote(name)} --to {shlex.quote(name + '-repaired')} --only {finding['code']}"
+    target = shlex.quote(name + "-repaired")
+    command = finding["script"]
+    if not command and finding["repair"] != "-":
+        command = f"rollout-data repair {shlex.quote(name)} --to {target} --only {code}"
     return {
         "place": place,
         "id": f"finding-{place}",
         "kind": f"finding {severity}",
         "sign": f"{SIGNS[severity]} {severity}",
-        "heading": f"{finding['code']} {finding['name']}{field}",
+        "heading": f"{code} {finding['name']}{field}",
         "message": finding["message"] or finding["title"],
         "advice": finding["advice"],
-        "command": finding["script"] or (command if finding["repair"] != "-" else ""),
-        "look": f"Show {counted(len(numbers), 'trajectory')}" if numbers else "",
+        "command": command,
+        "look": f"Show {count_text(len(numbers), 'trajectory')}" if numbers else "",
         "opens": place if numbers else None,
         "names": [],
         "trajectory": numbers[0] if numbers else None,
@@ -137,94 +225,172 @@ def finding_view(place: int, finding: Mapping[str, Any], evidence: Mapping[str, 
 
 
 def worst_first(survey: Survey, findings: Findings) -> Array:
-    """Order of the episodes: by errors, then warnings, then how odd they are."""
+    """Return the order of the episodes: by errors, then by warnings, then by oddness."""
     weights = np.nan_to_num(np.minimum(survey.oddness, 500.0))
-    for one in findings:
-        weights[one["trajectories"]] += _WEIGHT[one["severity"]]
+    for finding in findings:
+        weights[finding["trajectories"]] += _WEIGHT[finding["severity"]]
     return np.argsort(-weights, kind="stable")
 
 
-def table(survey: Survey, findings: Findings, order: Array) -> tuple[list[dict[str, str]], dict[str, list[Any]]]:
-    """The columns of the table, and their values in the order given, with those that are not shown."""
+def table(
+    survey: Survey,
+    findings: Findings,
+    order: Array,
+) -> tuple[list[dict[str, str]], dict[str, list[Any]]]:
+    """Return the heads of the columns of the table, and their values.
+
+    Args:
+        survey: Facts of the recording.
+        findings: The worst first.
+        order: Positions of the episodes that the table shows.
+
+    Returns:
+        The heads, and column -> values. Two columns without a head are "facts" and "rank".
+    """
     rows = survey.table[order]
-    touched = dict[int, dict[str, bool]]()
-    for one in findings:  # the worst first
-        for number in one["trajectories"]:
-            touched.setdefault(number, {})[f"{SIGNS[one['severity']]} {one['code']}"] = True
-    success = {1: "yes", 0: "no"}
     numbers = order.tolist()
+    codes = _codes_of_episodes(findings)
+    success = {1: "yes", 0: "no"}
     columns: dict[str, list[Any]] = {
         "number": numbers,
-        "findings": [", ".join(touched.get(number, ())) for number in numbers],
+        "findings": [", ".join(codes.get(number, ())) for number in numbers],
         "name": rows["id"].tolist(),
         "writer": rows["writer"].tolist(),
         "env": [None if env < 0 else env for env in rows["env"].tolist()],
         "task": rows["task"].tolist(),
         "length": rows["length"].tolist(),
         "end": rows["ends"].tolist(),
-        "success": [success.get(one) for one in rows["success"].tolist()],
+        "success": [success.get(value) for value in rows["success"].tolist()],
         "return": digits(rows["return"], 7),
         "robust z": digits(survey.oddness[order], 3),
     }
     heads = [{"key": key, "label": key, "sort": key} for key in columns]
-    heads[0]["label"], heads[1]["sort"] = "#", "rank"
+    heads[0]["label"] = "#"
+    heads[1]["sort"] = "rank"
+
+    facts = []
     oddest = survey.oddest[order].tolist()
-    told = zip(*columns.values(), strict=True)
-    facts = [_facts(dict(zip(columns, row, strict=True)), one) for row, one in zip(told, oddest, strict=True)]
+    for values, measure in zip(zip(*columns.values(), strict=True), oddest, strict=True):
+        facts.append(_facts(dict(zip(columns, values, strict=True)), measure))
     return heads, {**columns, "facts": facts, "rank": list(range(len(order)))}
 
 
-def _facts(row: Mapping[str, Any], oddest: str) -> str:
-    """Return the row of an episode in the table as one line."""
-    listed = [counted(row["length"], "frame"), f"end: {row['end']}"]
-    listed += [f"success: {row['success']}"] if row["success"] else []
-    listed += [f"return {row['return']:,.7g}"] if row["return"] is not None else []
-    listed += [f"task “{row['task']}”"] if row["task"] else []
-    listed += [f"oddest in {oddest} (robust z {row['robust z']:g})"] if row["robust z"] else []
-    return "; ".join([*listed, *filter(None, [row["findings"]])])
+def _codes_of_episodes(findings: Findings) -> dict[int, list[str]]:
+    """Return the signs and codes of the findings of each episode, without duplicates."""
+    codes: dict[int, list[str]] = {}
+    for finding in findings:
+        text = f"{SIGNS[finding['severity']]} {finding['code']}"
+        for number in finding["trajectories"]:
+            listed = codes.setdefault(number, [])
+            if text not in listed:
+                listed.append(text)
+    return codes
 
 
-def options(values: Mapping[str, Sequence[Any]], findings: Findings) -> dict[str, list[dict[str, str]]]:
-    """What the filters of the table offer."""
-    found = {
-        f"{name}_options": [{"value": f"={one}", "text": one or "(none)"} for one in sorted(set(values[name]))]
-        for name in ("end", "task")
-    }
-    texts = [f"{SIGNS[one['severity']]} {one['code']} {one['field'] or one['name']}" for one in findings]
-    return {**found, "finding_options": [{"value": str(place), "text": text} for place, text in enumerate(texts)]}
+def _facts(row: Mapping[str, Any], measure: str) -> str:
+    """Return the row of an episode in the table as one line.
+
+    Args:
+        row: Column -> value.
+        measure: The measure in which the episode is oddest.
+    """
+    facts = [count_text(row["length"], "frame"), f"end: {row['end']}"]
+    if row["success"]:
+        facts.append(f"success: {row['success']}")
+    if row["return"] is not None:
+        facts.append(f"return {row['return']:,.7g}")
+    if row["task"]:
+        facts.append(f"task “{row['task']}”")
+    if row["robust z"]:
+        facts.append(f"oddest in {measure} (robust z {row['robust z']:g})")
+    if row["findings"]:
+        facts.append(row["findings"])
+    return "; ".join(facts)
+
+
+def options(
+    values: Mapping[str, Sequence[Any]],
+    findings: Findings,
+) -> dict[str, list[dict[str, str]]]:
+    """Return the choices of the filters of the table.
+
+    Args:
+        values: Columns of the table.
+        findings: As in `Diagnosis.as_dict`.
+    """
+    choices: dict[str, list[dict[str, str]]] = {}
+    for name in ("end", "task"):
+        choices[f"{name}_options"] = []
+        for text in sorted(set(values[name])):
+            choice = {"value": f"={text}", "text": text or "(none)"}
+            choices[f"{name}_options"].append(choice)
+    choices["finding_options"] = []
+    for place, finding in enumerate(findings):
+        sign = SIGNS[finding["severity"]]
+        text = f"{sign} {finding['code']} {finding['field'] or finding['name']}"
+        choices["finding_options"].append({"value": str(place), "text": text})
+    return choices
 
 
 def marks(survey: Survey) -> dict[Column, list[str]]:
-    """Column -> what is marked at its chart: not finite, constant, the share of its values at a limit."""
-    found: dict[Column, list[str]] = {}
-    for name, place in survey.course.columns:
-        if place != WHOLE:
-            facts = survey.scan.facts[name]
-            values = survey.values((name, place))
-            low = facts.low[:, place].min()
-            high = facts.high[:, place].max()
-            at_limit = float(np.isin(values, (low, high)).mean()) if len(values) else 0.0
-            said = {
-                "not finite": not np.isfinite(high - low),
-                "constant": low == high,
-                f"{at_limit:.0%} at a limit": at_limit > _MIN_AT_LIMIT and facts.is_continuous[place],
-            }
-            found[name, place] = [text for text, is_so in said.items() if is_so]
-    return found
+    """Return the marks of the chart of each dimension.
+
+    A dimension may be not finite, constant, or have many of its values at a limit.
+    """
+    texts: dict[Column, list[str]] = {}
+    for column in survey.course.columns:
+        if column[1] != WHOLE:
+            texts[column] = _marks_of(survey, column)
+    return texts
+
+
+def _marks_of(survey: Survey, column: Column) -> list[str]:
+    name, dimension = column
+    facts = survey.scan.facts[name]
+    values = survey.values(column)
+    low = facts.low[:, dimension].min()
+    high = facts.high[:, dimension].max()
+    at_limit = float(np.isin(values, (low, high)).mean()) if len(values) else 0.0
+
+    texts = []
+    if not np.isfinite(high - low):
+        texts.append("not finite")
+    if low == high:
+        texts.append("constant")
+    if at_limit > _MIN_AT_LIMIT and facts.is_continuous[dimension]:
+        texts.append(f"{at_limit:.0%} at a limit")
+    return texts
 
 
 def dimensions_of(finding: Mapping[str, Any]) -> set[int]:
-    """Return the dimensions that a finding names, if it does."""
-    said = finding["evidence"].get("dimensions", finding["evidence"].get("dimension"))
-    return {one for one in (said if isinstance(said, (list, tuple)) else [said]) if isinstance(one, int)}
+    """Return the dimensions that the evidence of a finding names; an empty set if none."""
+    evidence = finding["evidence"]
+    dimensions = evidence.get("dimensions", evidence.get("dimension"))
+    if not isinstance(dimensions, (list, tuple)):
+        dimensions = [dimensions]
+    return {dimension for dimension in dimensions if isinstance(dimension, int)}
 
 
-def marked_by(
-    findings: Findings, column: Column, name: str, views: Sequence[Mapping[str, Any]]
+def finding_marks(
+    findings: Findings,
+    column: Column,
+    name: str,
+    views: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, str]]:
-    """Return the marks of the findings that name a column, or show it as their evidence."""
-    return [
-        {"kind": f"mark {one['severity']}", "text": f"{SIGNS[one['severity']]} {one['code']}"}
-        for one, view in zip(findings, views, strict=True)
-        if one["field"] == column[0] and (column[1] in dimensions_of(one) or name in view["names"])
-    ]
+    """Return the marks of the findings that name a column or draw it as their evidence.
+
+    Args:
+        findings: As in `Diagnosis.as_dict`.
+        column: Dimension of the chart.
+        name: Name of the dimension.
+        views: The view of each finding.
+    """
+    listed = []
+    for finding, view in zip(findings, views, strict=True):
+        if finding["field"] != column[0]:
+            continue
+        if column[1] in dimensions_of(finding) or name in view["names"]:
+            severity = finding["severity"]
+            text = f"{SIGNS[severity]} {finding['code']}"
+            listed.append({"kind": f"mark {severity}", "text": text})
+    return listed

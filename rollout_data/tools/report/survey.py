@@ -1,6 +1,7 @@
-"""How each dimension lies over the course of a recording, and how odd each episode is.
+"""Value ranges of each dimension over a recording, and how much each episode differs.
 
-One rule: the data are read once, in the pass of the doctor; what is kept does not grow with the number of frames.
+Ranges are collected in the doctor's single pass over the data. Their memory does not grow with
+the frames.
 """
 
 from __future__ import annotations
@@ -16,26 +17,33 @@ from ..doctor.batched_reading import Array, Batch
 from ..doctor.scan import Collector, Scan
 from .embedded_data import is_picture
 
-#: Stretches that the recording is cut into; of each are kept the least value, five quantiles, and the greatest.
-NUM_BUCKETS, QUANTILES, MEDIAN = 400, (0.01, 0.05, 0.5, 0.95, 0.99), 3
-#: Values of a stretch that quantiles are taken of.
+#: Buckets of consecutive frames that a recording is cut into, at most.
+NUM_BUCKETS = 400
+#: Quantiles that are kept of each bucket, between its minimum and its maximum.
+QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
+#: Index of the median among the levels of a bucket: minimum, quantiles, maximum.
+MEDIAN = 3
+#: Values of a bucket that its quantiles are computed from, about.
 _NUM_RANKED = 512
-#: A field with more dimensions is drawn as a whole as well, one with more than the second number only as a whole.
-_MAX_APART, _MAX_COLUMNS = 64, 256
-#: Fields of at most this number of dimensions are drawn before single dimensions of others: actions, rewards.
+#: A field with more dimensions also gets one chart of all dimensions together.
+_MAX_APART = 64
+#: A field with more dimensions gets only the chart of all dimensions together.
+_MAX_COLUMNS = 256
+#: Fields of at most this number of dimensions are drawn first: actions, rewards.
 _NARROW = 16
-#: A field and a dimension of it; `WHOLE` is all of them together.
+#: A field and one of its dimensions, or `WHOLE`.
 Column = tuple[str, int]
+#: All dimensions of a field together.
 WHOLE = -1
 
 
 class Course(Collector):
-    """Gathers the levels of each dimension in each stretch.
+    """Collects the value range of each dimension in each bucket of frames.
 
     Attributes:
-        columns: What has levels.
-        bucket_size: Frames of a stretch.
-        levels: Field -> `[columns of the field, 7, stretches]`: least, quantiles, greatest; NaN where there is none.
+        columns: Dimensions with levels.
+        bucket_size: Frames of a bucket.
+        levels: Column -> float64 `[7, buckets]`: minimum, quantiles, maximum; NaN without a value.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -43,23 +51,33 @@ class Course(Collector):
         self._starts = np.cumsum(scan.lengths) - scan.lengths
         num_frames = int(scan.lengths.sum())
         self.bucket_size = max(1, math.ceil(num_frames / NUM_BUCKETS))
-        widths = {
-            name: scan.schema[name].num_elements for name in scan.numeric if not is_picture(scan.schema[name].shape)
-        }
+
+        self._widths: dict[str, int] = {}
+        for name in scan.numeric:
+            field = scan.schema[name]
+            if not is_picture(field.shape):
+                self._widths[name] = field.num_elements
+
         self.columns: list[Column] = []
-        for name, width in widths.items():
-            self.columns += [(name, WHOLE)] if width > _MAX_APART else []
-            self.columns += [(name, place) for place in range(width)] if width <= _MAX_COLUMNS else []
-        shape = len(QUANTILES) + 2, math.ceil(num_frames / self.bucket_size)
+        for name, width in self._widths.items():
+            if width > _MAX_APART:
+                self.columns.append((name, WHOLE))
+            if width <= _MAX_COLUMNS:
+                self.columns.extend((name, dimension) for dimension in range(width))
+
+        num_buckets = math.ceil(num_frames / self.bucket_size)
+        shape = (len(QUANTILES) + 2, num_buckets)
         self.levels = {column: np.full(shape, np.nan) for column in self.columns}
-        self._widths = widths
         self._bucket = 0
         self._pieces = dict[str, list[Array]]()
 
     def add(self, batch: Batch) -> None:
-        places = np.repeat(self._starts[batch.numbers] + batch.starts - batch.offsets[:-1], np.diff(batch.offsets))
-        buckets = (places + np.arange(len(batch)))[batch.overlap :] // self.bucket_size
-        edges = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), len(buckets)]
+        first_frames = self._starts[batch.numbers] + batch.starts - batch.offsets[:-1]
+        frames = np.repeat(first_frames, np.diff(batch.offsets)) + np.arange(len(batch))
+        buckets = frames[batch.overlap :] // self.bucket_size
+
+        changes = np.flatnonzero(np.diff(buckets)) + 1
+        edges = [0, *changes.tolist(), len(buckets)]
         for first, last in pairwise(edges):
             if last > first and buckets[first] != self._bucket:
                 self.finish()
@@ -73,40 +91,44 @@ class Course(Collector):
             rows = np.concatenate(pieces, 1)
             rows = np.where(np.isfinite(rows), rows, np.nan)
             if (name, 0) in self.levels:
-                for place, found in enumerate(_levels(rows)):
-                    self.levels[name, place][:, self._bucket] = found
+                for dimension, levels in enumerate(_levels(rows)):
+                    self.levels[name, dimension][:, self._bucket] = levels
             if (name, WHOLE) in self.levels:
-                self.levels[name, WHOLE][:, self._bucket] = _levels(rows.reshape(1, -1))[0]
+                all_values = rows.reshape(1, -1)
+                self.levels[name, WHOLE][:, self._bucket] = _levels(all_values)[0]
         self._pieces = {}
 
 
 def _levels(rows: Array) -> Array:
-    """`[D, 7]` of `[D, n]`."""
-    found = quantiles(rows[:, :: max(1, rows.shape[1] // _NUM_RANKED)], QUANTILES)
-    return np.stack([np.fmin.reduce(rows, 1), *found, np.fmax.reduce(rows, 1)], 1)
+    """Return the minimum, the quantiles and the maximum of `[D, n]` values: `[D, 7]`."""
+    step = max(1, rows.shape[1] // _NUM_RANKED)
+    inner = quantiles(rows[:, ::step], QUANTILES)
+    return np.stack([np.fmin.reduce(rows, 1), *inner, np.fmax.reduce(rows, 1)], 1)
 
 
 def quantiles(rows: Array, shares: Sequence[float]) -> Array:
-    """Return nearest-rank quantiles of each row, without NaN: `[len(shares), rows]`."""
+    """Return the nearest-rank quantiles of each row, without its NaN: `[len(shares), rows]`."""
     if not rows.shape[1]:
         return np.full((len(shares), len(rows)), np.nan)
     ranked = np.sort(rows, 1)  # NaN last
     last = np.maximum((~np.isnan(ranked)).sum(1) - 1, 0)
-    places = np.round(np.array(shares)[:, None] * last).astype(np.int64)
-    found: Array = np.take_along_axis(ranked.T, places, 0)
-    return found
+    ranks = np.round(np.array(shares)[:, None] * last).astype(np.int64)
+    levels: Array = np.take_along_axis(ranked.T, ranks, 0)
+    return levels
 
 
 class Survey:
-    """A recording as the page shows it.
+    """The facts of a recording that the page shows.
 
     Attributes:
-        scan, recording: What was examined.
-        course: The levels of its dimensions.
-        table: Its table, with returns.
-        pictures: Names of fields of pictures.
-        oddness: `[num_episodes]`: how many robust standard deviations an episode lies off the others in what it is
-            oddest in; `oddest` says in what.
+        scan: The examination of the recording.
+        recording: The examined recording.
+        course: Value ranges of its dimensions.
+        pictures: Names of the fields that are pictures.
+        table: Its table of episodes, with returns.
+        num_frames: Frames of all episodes.
+        oddness: float64 `[num_episodes]`: largest robust z-score of an episode among all measures.
+        oddest: Name of the measure with that z-score, `[num_episodes]`.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -117,49 +139,63 @@ class Survey:
         self.table = scan.recording.descriptions
         self.num_frames = int(scan.lengths.sum())
         if "reward" in scan.facts and scan.schema["reward"].num_elements == 1:
-            facts = scan.facts["reward"]
-            self.table["return"][facts.numbers] = facts.mean[:, 0].astype(np.float64) * facts.lengths
-        measures = {"length": self.table["length"].astype(np.float64), "return": self.table["return"]}
+            rewards = scan.facts["reward"]
+            mean = rewards.mean[:, 0].astype(np.float64)
+            self.table["return"][rewards.numbers] = mean * rewards.lengths
+
         self.oddness = np.zeros(len(self.table))
         self.oddest = np.full(len(self.table), "", object)
-        for name, values in measures.items():
-            self._compare(name, values, np.arange(len(values)))
-        for name, place in self.course.columns:
-            if place != WHOLE:
-                facts = scan.facts[name]
-                self._compare(f"mean of {self.name((name, place))}", facts.mean[:, place], facts.numbers)
+        numbers = np.arange(len(self.table))
+        self._score("length", self.table["length"].astype(np.float64), numbers)
+        self._score("return", self.table["return"], numbers)
+        for name, dimension in self.course.columns:
+            if dimension == WHOLE:
+                continue
+            facts = scan.facts[name]
+            measure = f"mean of {self.name((name, dimension))}"
+            self._score(measure, facts.mean[:, dimension], facts.numbers)
 
-    def _compare(self, what: str, values: Array, numbers: Array) -> None:
+    def _score(self, measure: str, values: Array, numbers: Array) -> None:
+        """Raise the oddness of the episodes whose z-score in a measure exceeds it."""
         finite = values[np.isfinite(values)].astype(np.float64)
         if not len(finite):
             return
-        middle = np.median(finite)
-        spread = 1.4826 * np.median(np.abs(finite - middle)) + 0.01 * np.ptp(finite)
-        apart = np.nan_to_num(np.abs(values - middle) / spread) if spread > 0 else np.zeros(len(values))
-        odder = apart > self.oddness[numbers]
-        self.oddness[numbers[odder]], self.oddest[numbers[odder]] = apart[odder], what
+        median = np.median(finite)
+        # 1.4826 times the median deviation is the standard deviation of normal values.
+        spread = 1.4826 * np.median(np.abs(finite - median)) + 0.01 * np.ptp(finite)
+        if not spread > 0:
+            return
+        scores = np.nan_to_num(np.abs(values - median) / spread)
+        is_odder = scores > self.oddness[numbers]
+        self.oddness[numbers[is_odder]] = scores[is_odder]
+        self.oddest[numbers[is_odder]] = measure
 
     def name(self, column: Column) -> str:
-        """Name a dimension: "observation[3]", or the field where it has only one."""
-        name, place = column
-        shape = self.scan.schema[name].shape
-        if place == WHOLE:
-            return f"{name} (all {self.scan.schema[name].num_elements:,} dimensions)"
-        return f"{name}[{', '.join(map(str, np.unravel_index(place, shape)))}]" if math.prod(shape) > 1 else name
+        """Return the name of a dimension: "observation[3]", or the field if it has only one."""
+        name, dimension = column
+        field = self.scan.schema[name]
+        if dimension == WHOLE:
+            return f"{name} (all {field.num_elements:,} dimensions)"
+        if math.prod(field.shape) <= 1:
+            return name
+        index = np.unravel_index(dimension, field.shape)
+        return f"{name}[{', '.join(map(str, index))}]"
 
     def values(self, column: Column) -> Array:
-        """Return the finite values of a dimension in the sample, sorted."""
-        rows = self.scan.facts[column[0]].sorted
-        rows = rows.reshape(-1) if column[1] == WHOLE else rows[column[1]]
-        found: Array = rows[np.isfinite(rows)]
-        return found
+        """Return the finite values of a dimension in the doctor's sample, sorted."""
+        name, dimension = column
+        rows = self.scan.facts[name].sorted
+        rows = rows.reshape(-1) if dimension == WHOLE else rows[dimension]
+        finite: Array = rows[np.isfinite(rows)]
+        return finite
 
-    def chosen(self, weights: Mapping[Column, int], count: int) -> list[Column]:
-        """Choose `count` columns: fields as wholes, narrow fields, those of most weight."""
+    def most_important(self, weights: Mapping[Column, int], count: int) -> list[Column]:
+        """Return `count` columns: whole fields first, then narrow fields, then by weight."""
 
-        def urgency(column: Column) -> tuple[Any, ...]:
-            width = self.scan.schema[column[0]].num_elements
-            return column[1] != WHOLE, width > _NARROW, -weights.get(column, 0), width
+        def rank(column: Column) -> tuple[Any, ...]:
+            name, dimension = column
+            width = self.scan.schema[name].num_elements
+            return dimension != WHOLE, width > _NARROW, -weights.get(column, 0), width
 
-        kept = set(sorted(self.course.columns, key=urgency)[:count])
-        return [one for one in self.course.columns if one in kept]
+        important = set(sorted(self.course.columns, key=rank)[:count])
+        return [column for column in self.course.columns if column in important]
