@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from storage.core.arguments import choice, env_ids, instance, is_whole
+from storage.core.arguments import choice, env_ids, instance, is_real, is_whole
 from storage.core.arguments import seed as checked_seed
 from storage.core.fields import Schema
 from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
@@ -311,7 +311,7 @@ class Recording(Sequence[Episode]):
         if not isinstance(parts, Mapping):
             raise UsageError(action, "", "parts as a mapping of names to shares", type(parts).__name__)
         seed = checked_seed(action, "seed", seed)
-        is_given = all(isinstance(one, (int, float)) for one in parts.values())
+        is_given = all(map(is_real, parts.values()))
         shares = np.array([*parts.values()] if is_given else [], np.float64)
         if not len(shares) or not (shares >= 0).all() or abs(shares.sum() - 1) > 1e-6:
             raise UsageError(

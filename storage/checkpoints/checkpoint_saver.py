@@ -212,7 +212,9 @@ class AsyncCheckpointSaver(Owned):
         except BaseException as cause:
             traceback.clear_frames(cause.__traceback__)
             got = (str(cause) or repr(cause)).rstrip(".")
-            raise CheckpointError("save the checkpoint", repr(str(path)), "", got) from cause
+            error = CheckpointError("save the checkpoint", repr(str(path)), "", got)
+            error.errno = getattr(cause, "errno", None)
+            raise error from cause
         finally:
             held.clear()
         return path

@@ -66,7 +66,7 @@ class TransitionRequest:
             gamma = arguments.real(_ACTION, "gamma", gamma, "in [0, 1]", lambda x: 0 <= x <= 1)
             object.__setattr__(self, "gamma", gamma)
         for name, value in (("num_steps", self.num_steps), ("num_frames", self.num_frames)):
-            arguments.whole(_ACTION, name, value, 1)
+            object.__setattr__(self, name, arguments.whole(_ACTION, name, value, 1))
         arguments.choice(_ACTION, "at_end", self.at_end, ("exclude", "mark"))
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -400,3 +401,15 @@ def test_no_field_is_replaced_by_what_a_transition_adds(taken, options):
     others = {"num_steps": 1, "at_end": "exclude", "next_keys": ()}
     given = buffer.sample_transitions(4, **others)[first]
     assert torch.equal(given[rest] if rest else given, torch.ones(4, 1))
+
+
+def test_options_of_transitions_may_be_numbers_of_numpy():
+    buffer = TrajectoryDictBufferMultiDim(16, n_dim=2, generator=0)
+    steps = torch.arange(8.0).view(8, 1, 1)
+    buffer.extend({"observation": steps, "reward": steps, "done": torch.zeros(8, 1, 1, dtype=torch.bool)})
+    request = {"num_steps": np.int64(2), "num_frames": np.int32(2), "gamma": np.float64(0.5)}
+    drawn = buffer.sample_transitions(np.int64(5), **request)
+    assert drawn["discount"].flatten().tolist() == [0.25] * 5
+    now = drawn["observation"][:, -1]
+    assert torch.equal(drawn["reward"], now + 0.5 * (now + 1))
+    assert TransitionRequest(**request) == TransitionRequest(num_steps=2, num_frames=2, gamma=0.5)

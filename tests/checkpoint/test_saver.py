@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import threading
@@ -184,8 +185,10 @@ def test_a_full_disk_is_one_clear_error_and_keeps_the_old_checkpoint(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         __import__("signal").signal(__import__("signal").SIGXFSZ, handler)
     assert isinstance(failure, CheckpointError) and "File too large" in str(failure)
-    with pytest.raises(CheckpointError):
+    assert failure.errno == errno.EFBIG
+    with pytest.raises(CheckpointError) as raised:
         saver.shutdown()
+    assert raised.value.errno == errno.EFBIG
     assert value_of(load_checkpoint(tmp_path / "a.pt")) == 1
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 

@@ -126,6 +126,15 @@ def test_splits_are_disjoint_complete_and_repeatable(demos, seed, shares):
         assert abs(len(part) - parts[name] * len(demos)) < 1
 
 
+def test_shares_of_a_split_may_be_numbers_of_numpy(demos):
+    expected = {name: part.ids for name, part in demos.split({"a": 0.5, "b": 0.5}).items()}
+    for kind in (np.float32, np.float64, np.float16):
+        split = demos.split({"a": kind(0.5), "b": kind(0.5)})
+        assert {name: part.ids for name, part in split.items()} == expected
+    with pytest.raises(UsageError, match="shares >= 0 that add up to 1"):
+        demos.split({"a": True, "b": False})
+
+
 def test_parts_that_the_file_names_can_be_had(tmp_path):
     path = write_demos(tmp_path / "a.hdf5", LENGTHS, masks={"train": [0, 30, 10], "valid": [2]})
     recording = rollout_data.open(path)
