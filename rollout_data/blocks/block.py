@@ -32,8 +32,7 @@ class Block:
         file_bytes: Size of the file.
         mtime_ns: When it was last written: with the size, what tells it from another file of the same name.
         name: Tells it from the other blocks of its file.
-        fragment_sums: Checksums with which rows are compared as they are read; None for files of this machine, and
-            for blocks whose pieces have checksums.
+        fragment_sums: Checksums with which rows are compared as they are read; None for files of this machine.
         notes: (trajectory number, text) of the notes of an edit, kept for when the next edit has removed its file;
             None: they are read from the file.
     """

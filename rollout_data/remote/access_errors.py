@@ -34,9 +34,12 @@ _TEXTS = re.compile(
     r"\b40[13]\b[\s,:(-]*(client error)?[\s,:]*(unauthorized|forbidden)|^\s*(unauthorized|forbidden)\b"
     r"|\b(status|code|http|error)\b[^a-z0-9]{0,4}40[13]\b|\b(access|permission) denied\b|\bexpiredtoken\b"
     r"|\b(token|credentials?|signature)\b[^.]{0,40}\bexpired\b|\bexpired (token|credentials?)\b"
-    r"|\b(invalid|missing|no|unable to locate) credentials\b|\bdoes not have [a-z.]*\.objects\.\w+ access\b",
+    r"|\b(invalid|missing|no|unable to locate)( authentication)? credentials\b"
+    r"|\bdoes not have [a-z.]*\.objects\.\w+ access\b",
     re.IGNORECASE,
 )
+#: Where texts of boto have a code, or begin with one.
+_CODE_IN_TEXT = re.compile(r"\((\w+)\) when calling\b|^(\w+): ")
 _MAX_CAUSES = 16
 
 
@@ -70,8 +73,15 @@ def _is_denial(error: BaseException) -> bool:
     code = getattr(error, "error_code", None)
     if isinstance(code, str) and code.lower() in _CODES:
         return True
-    is_general = isinstance(error, (OSError, RuntimeError, ValueError)) and not isinstance(error, FileNotFoundError)
-    return is_general and bool(_TEXTS.search(str(error)))
+    is_general = isinstance(error, (OSError, RuntimeError, ValueError)) or type(error) is Exception
+    if not is_general or isinstance(error, FileNotFoundError):
+        return False
+    return bool(_TEXTS.search(str(error))) or _has_code_in_text(str(error))
+
+
+def _has_code_in_text(text: str) -> bool:
+    codes = {code.lower() for found in _CODE_IN_TEXT.findall(text) for code in found}
+    return not codes.isdisjoint({*_CODES, *map(str, _STATUSES)})
 
 
 def _has_status(holder: Any) -> bool:

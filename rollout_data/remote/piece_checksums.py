@@ -1,8 +1,11 @@
 """Checksums of the pieces of a block, in a file beside it: every piece that is fetched is compared with its own.
 
-The file is `<block>.sums`: a head, a table of spans, then the CRC-32 of each piece, little-endian. `push` writes it; a
-copy of a folder made by other tools may lack it. Pieces of rows begin and end with rows, and readers fetch only the
+The file is `<block>.sums`: a head, a table of spans, then the checksum of each piece, little-endian. `push` writes it;
+a copy of a folder made by other tools may lack it. Pieces of rows begin and end with rows, and readers fetch only the
 checksums of the pieces that they fetch, so that both cost little where single rows are read.
+
+A checksum is the CRC-32 of the piece, combined by XOR with the CRC-32 of all of them, the key. Readers keep the key of
+the file that they opened, so that pieces of a block that was replaced do not pass with the checksums of the new one.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from ..blocks.block import Block
 from ..blocks.block_header import layouts_of
 
 ENDING = ".sums"
-#: Magic, bytes of the block, number of spans, CRC-32 of the checksums, CRC-32 of the head up to here and of the spans.
+#: Magic, bytes of the block, number of spans, the key, CRC-32 of the head up to here and of the spans.
 _HEAD = struct.Struct("<8sQIII")
-_MAGIC = b"RDSUMS02"
+_MAGIC = b"RDSUMS03"
 _SPAN = np.dtype([("start", "<u8"), ("stop", "<u8"), ("unit_bytes", "<u4"), ("piece_bytes", "<u4")])
 #: Least bytes of whole rows that share a checksum: it takes at most 4 of 96 bytes more.
 _LEAST_BYTES = 96
@@ -88,10 +91,15 @@ def spans_of(block: Block, schema: Schema) -> list[Span]:
     for start, num_rows, row_bytes in sorted(tables):
         spans += _plain(end, start)
         end = start + num_rows * row_bytes
-        unit = row_bytes * -(-_LEAST_BYTES // row_bytes)
+        unit = row_bytes * rows_of_a_unit(row_bytes)
         num_pieces = -(-unit // _MOST_BYTES)
         spans.append(Span(start, end, unit, -(-unit // num_pieces)))
     return spans + _plain(end, block.file_bytes)
+
+
+def rows_of_a_unit(row_bytes: int) -> int:
+    """Return how many rows share a checksum; 1 where a row has one or several."""
+    return -(-_LEAST_BYTES // row_bytes)
 
 
 def _plain(start: int, stop: int) -> list[Span]:
@@ -109,15 +117,22 @@ def sums_of(path: Path, spans: list[Span]) -> bytes:
                 part = Span(0, len(data), span.unit_bytes, span.piece_bytes)
                 bounds = [part.first_byte(piece) for piece in range(part.num_pieces + 1)]
                 sums += [crc32(data[low:high]) for low, high in pairwise(bounds)]
-    listed = np.array(sums, "<u4").tobytes()
+    listed = np.array(sums, "<u4")
+    key = crc32(listed.tobytes())
     table = np.array(spans, _SPAN).tobytes()
     num_bytes = spans[-1].stop if spans else 0
-    head = _HEAD.pack(_MAGIC, num_bytes, len(spans), crc32(listed), 0)[:-4]
-    return head + crc32(head + table).to_bytes(4, "little") + table + listed
+    head = _HEAD.pack(_MAGIC, num_bytes, len(spans), key, 0)[:-4]
+    return head + crc32(head + table).to_bytes(4, "little") + table + _combined(listed, key).tobytes()
+
+
+def _combined(sums: np.ndarray, key: int) -> np.ndarray:
+    """Combine checksums with the key of their file, or undo that."""
+    combined: np.ndarray = sums ^ np.array(key, "<u4")
+    return combined
 
 
 def parse(content: bytes, where: str) -> tuple[list[Span], np.ndarray]:
-    """Check a whole file of checksums; return the pieces, and their checksums, uint32.
+    """Check a whole file of checksums; return the pieces, and the CRC-32 of each, uint32.
 
     Raises:
         CorruptFileError: It is damaged.
@@ -125,9 +140,19 @@ def parse(content: bytes, where: str) -> tuple[list[Span], np.ndarray]:
     spans, place = _parse_spans(content, where)
     listed = content[place:]
     num_pieces = sum(span.num_pieces for span in spans)
-    if len(listed) != 4 * num_pieces or _HEAD.unpack_from(content)[3] != crc32(listed):
+    if len(listed) != 4 * num_pieces:
         raise _damaged(where)
-    return spans, np.frombuffer(listed, "<u4")
+    key = _key_of(content)
+    sums = _combined(np.frombuffer(listed, "<u4"), key)
+    if crc32(sums.tobytes()) != key:
+        raise _damaged(where)
+    return spans, sums
+
+
+def _key_of(content: bytes) -> int:
+    """Return the key in the beginning of a file of checksums."""
+    key: int = _HEAD.unpack_from(content)[3]
+    return key
 
 
 def _parse_spans(content: bytes, where: str) -> tuple[list[Span], int]:
@@ -248,7 +273,8 @@ class PieceSums:
             CorruptFileError: One has another checksum, or the checksums are damaged.
         """
         view = memoryview(data)
-        expected = iter(np.frombuffer(sums, "<u4").tolist())
+        key = _key_of(self._opened()[3])
+        expected = iter(_combined(np.frombuffer(sums, "<u4"), key).tolist())
         for span, _, first, last in self._pieces(start, start + len(data)):
             bounds = [span.first_byte(piece) for piece in range(first, last + 1)]
             for low, high in pairwise(bounds):

@@ -150,8 +150,7 @@ class RemoteFolder(BlockFolder):
         return header
 
     def _fragment_sums(self, header: BlockHeader, stamp: FileStamp) -> FragmentSums | None:
-        has_sums_of_pieces = self.sums_of(header.path, stamp[0]) is not None
-        return None if has_sums_of_pieces else (header.fragments, header.checksums)
+        return header.fragments, header.checksums
 
     def read_header(self, path: Path, num_bytes: int) -> BlockHeader:
         """Read the header of a block of this folder."""

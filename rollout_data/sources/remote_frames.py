@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from ..blocks.missing_trajectories import is_stand_in
 from ..blocks.row_layout import RowLayout
 from ..blocks.trajectory_index import Int64s, Runs, TrajectoryIndex
 from ..remote.fetcher import Request
+from ..remote.piece_checksums import PieceSums, rows_of_a_unit
 from ..remote.remote_folder import RemoteFolder
 from .frame_store import GONE, FrameStore, Place, gather
 
@@ -68,11 +70,13 @@ class Stock:
         self.is_lost = False
         self._requests: list[tuple[int, Request]] = []
         self._passing: list[tuple[int, int, torch.Tensor]] = []  # block, first row and rows of each request
-        step = max(1, store.options.chunk_bytes // row_bytes)
+        unit = rows_of_a_unit(row_bytes)
+        step = max(1, store.options.chunk_bytes // row_bytes // unit) * unit
         for start, end, base in zip(self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True):
             block, row = divmod(start, _ROWS)
-            for low in range(row, row + end - start, step):
-                high = min(low + step, row + end - start)
+            stop = row + end - start
+            cuts = range(row // unit * unit + step, stop, step)  # no piece is fetched by two requests
+            for low, high in pairwise([row, *cuts, stop]):
                 words = self.words[base + low - row : base + high - row]
                 request = store.request(place, block, low, high, words)
                 self._passing.append((block, low, words))
@@ -150,7 +154,7 @@ class RemoteFrames(FrameStore):
         self.routes: tuple[weakref.ref[Stock], ...] = ()
         self._kept: deque[Stock] = deque(maxlen=_MAX_STOCKS)
         self._tables: dict[tuple[int, Place], ChunkTable] = {}
-        self._passing: dict[tuple[int, Place], PassingRows | None] = {}
+        self._fragments: dict[tuple[int, Place], FragmentRows | None] = {}
         self._lock = threading.Lock()
 
     def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
@@ -184,14 +188,16 @@ class RemoteFrames(FrameStore):
         rows = out.numpy().view(np.uint8)
         if is_stand_in(at):
             raise self.index.lost_block(block, "it was removed")
-        folder = self._folders[at.path.parent]
-        ask = partial(folder.files.ask, at.path)
-        sums = folder.sums_of(at.path, at.file_bytes)
+        ask = partial(self._folders[at.path.parent].files.ask, at.path)
+        sums = self._sums_of(block)
         column = self.layouts[place[0]].columns[place[1]]
         if not column.is_coded:
             offset = at.places[place][0]
             first = offset + start * column.row_bytes
             last = offset + stop * column.row_bytes
+            fragments = self._fragments_of(block, place)
+            if sums is not None and fragments is not None and fragments.are_whole(start, stop):
+                return ask(first, last, partial(fragments.put, start, rows))
             return ask(first, last, partial(_put, rows), sums)
         table = self._table(block, place)
         first = int(table.rows.searchsorted(start, side="right")) - 1
@@ -220,25 +226,35 @@ class RemoteFrames(FrameStore):
     def compare(self, place: Place, block: int, row: int, words: torch.Tensor) -> None:
         """Compare rows that came, from `row` on, with the checksums of the fragments that they complete.
 
+        Those of blocks with checksums of pieces were compared when they came.
+
         Raises:
             CorruptFileError: One has another checksum.
         """
+        fragments = self._fragments_of(block, place)
+        if fragments is None or not len(words) or self._sums_of(block) is not None:
+            return
         with self._lock:
-            if (block, place) not in self._passing:
-                self._passing[block, place] = self._passing_of(block, place)
-            passing = self._passing[block, place]
-            if passing is not None and len(words):
-                passing.take(row, words.numpy().view(np.uint8))
+            fragments.take(row, words.numpy().view(np.uint8))
 
-    def _passing_of(self, block: int, place: Place) -> PassingRows | None:
-        """Return what compares a column of a block; None where pieces or chunks are compared, or nothing is known."""
+    def _sums_of(self, block: int) -> PieceSums | None:
+        """Return the checksums of the pieces of a block; None if it has none."""
         at = self.index.blocks[block]
-        columns = self.layouts[place[0]].columns
-        if at.fragment_sums is None or columns[place[1]].is_coded:
-            return None
-        fragments, sums = at.fragment_sums
-        column = list(columns).index(place[1])
-        return PassingRows(at.path, place, row_ranges(place[0], fragments), sums[place[0]][:, column])
+        return self._folders[at.path.parent].sums_of(at.path, at.file_bytes)
+
+    def _fragments_of(self, block: int, place: Place) -> FragmentRows | None:
+        """Return the fragments of a column of a block; None where its chunks are compared, or nothing is known."""
+        with self._lock:
+            if (block, place) not in self._fragments:
+                at = self.index.blocks[block]
+                columns = self.layouts[place[0]].columns
+                known = None
+                if at.fragment_sums is not None and not columns[place[1]].is_coded:
+                    fragments, sums = at.fragment_sums
+                    column = list(columns).index(place[1])
+                    known = FragmentRows(at.path, place, row_ranges(place[0], fragments), sums[place[0]][:, column])
+                self._fragments[block, place] = known
+            return self._fragments[block, place]
 
     @contextmanager
     def _may_be_gone(self, block: int) -> Iterator[None]:
@@ -278,8 +294,8 @@ class RemoteFrames(FrameStore):
         return Runs(runs.target, runs.block, first, np.minimum(first + unit, num_rows) - first)
 
 
-class PassingRows:
-    """Compares rows of a column with the checksums of their fragments, as far as whole fragments pass in order.
+class FragmentRows:
+    """Compares rows of a column with the checksums of their fragments: of whole ones, or as these pass in order.
 
     Args:
         path: The block.
@@ -301,12 +317,26 @@ class PassingRows:
         self._passed: dict[int, tuple[int, int]] = {}
         self._damaged: dict[int, CorruptFileError] = {}
 
+    def are_whole(self, start: int, stop: int) -> bool:
+        """Return whether rows are those of whole fragments."""
+        begin, end = self._numbers(start, stop)
+        return begin < end and self._first[begin] == start and self._stop[end - 1] == stop
+
+    def put(self, row: int, out: np.ndarray, data: bytes) -> None:
+        """Copy the rows of whole fragments, `[n, row_bytes]` uint8, from `row` on, and compare them.
+
+        Raises:
+            CorruptFileError: A fragment has another checksum.
+        """
+        _put(out, data)
+        for number in range(*self._numbers(row, row + len(out))):
+            part = out[self._first[number] - row : self._stop[number] - row]
+            self._check(number, crc32(np.ascontiguousarray(part)))
+
     def take(self, row: int, rows: np.ndarray) -> None:
         """Add rows `[n, row_bytes]` uint8 from `row` on; those that passed before, or out of order, are ignored."""
         end = row + len(rows)
-        begin = int(self._stop.searchsorted(row, side="right"))
-        behind = int(self._first.searchsorted(end))
-        for number in range(begin, behind):
+        for number in range(*self._numbers(row, end)):
             if number in self._damaged:  # parts of it, read again in another order, would pass
                 raise self._damaged[number]
             done, checksum = self._passed.get(number, (int(self._first[number]), 0))
@@ -318,11 +348,21 @@ class PassingRows:
             if upto < self._stop[number]:
                 continue
             del self._passed[number]
-            if checksum != self._sums[number]:
-                where = f"of rows {self._first[number]}:{upto} of {'/'.join(self._place)}"
-                expected = f"checksum {int(self._sums[number]):08x} {where}"
-                self._damaged[number] = corrupt(self._path, expected, f"{checksum:08x}")
-                raise self._damaged[number]
+            try:
+                self._check(number, checksum)
+            except CorruptFileError as problem:
+                self._damaged[number] = problem
+                raise
+
+    def _numbers(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the number of the first fragment with one of these rows, and of the one behind the last."""
+        return int(self._stop.searchsorted(start, side="right")), int(self._first.searchsorted(stop))
+
+    def _check(self, number: int, checksum: int) -> None:
+        if checksum != self._sums[number]:
+            where = f"of rows {self._first[number]}:{self._stop[number]} of {'/'.join(self._place)}"
+            expected = f"checksum {int(self._sums[number]):08x} {where}"
+            raise corrupt(self._path, expected, f"{checksum:08x}")
 
 
 def _put(rows: np.ndarray, data: bytes) -> None:

@@ -228,6 +228,8 @@ def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
         FileNotFoundError("/bucket/403/forbidden.h5"),
         OSError("500 Internal Server Error at /runs/401/x.h5"),
         TimeoutError("no answer within 403 s"),
+        OSError("An error occurred (SlowDown) when calling the GetObject operation: Reduce your request rate"),
+        Exception("/runs/forbidden: no such run"),
         OSError(5, "Please reduce your request rate"),
         ValueError("expected 403 bytes, got 401"),
     ],
@@ -235,6 +237,21 @@ def test_an_upload_that_is_refused_is_one_error(folder, tmp_path):
 )
 def test_other_errors_are_no_refusals(error):
     assert denial(error) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("An error occurred (403) when calling the HeadObject operation: Forbidden"),
+        OSError(5, "An error occurred (ExpiredToken) when calling the GetObject operation"),
+        OSError("SignatureDoesNotMatch: the signature that was computed does not match"),
+        Exception("ExpiredTokenException: the security token in the request is expired"),
+        RuntimeError("Invalid authentication credentials"),
+    ],
+    ids=str,
+)
+def test_refusals_that_only_a_text_names_are_recognized(error):
+    assert denial(error) is error
 
 
 def after(num_requests: int):

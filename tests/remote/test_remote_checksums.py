@@ -186,6 +186,60 @@ def test_bytes_that_are_fetched_grow_by_at_most_a_twentieth(recordings, kind, wa
     assert growth <= GROWTH[kind] <= 5
 
 
+WHOLE_WAYS = {
+    "playback": lambda url, options: drain(RolloutDataset(url, 8, device="cpu", remote=options), 20),
+    "one env": lambda url, options: drain(RolloutDataset(url, 1, device="cpu", remote=options), 20),
+    "shuffled": lambda url, options: drain(
+        RolloutDataset(url, 32, device="cpu", remote=options, random_shuffle_traj_order=True), 5
+    ),
+    "cache": lambda url, options: drain(RolloutDataset(url, 8, device="cpu", remote=options, cache="ram"), 20),
+    "recording": lambda url, options: [episode.observation for episode in rollout_data.open(url, remote=options)],
+}
+
+
+@pytest.fixture(scope="module")
+def short_episodes(tmp_path_factory):
+    """Episodes of 37 frames with rows of 8 bytes, in two folders: as `push` leaves them, and without the checksums."""
+    root = tmp_path_factory.mktemp("short")
+    with RolloutWriter(root / "source", 4, durable=False) as writer:
+        for step in range(3000):
+            row = np.full((4, 1), step % 200, np.uint8)
+            done = np.full(4, step % 37 == 36)
+            writer.add(observation=row, action=row, reward=np.zeros(4, np.float32), done=done)
+    store_at(root, "store")
+    push(root / "source", "store://pushed")
+    (root / "bare").mkdir()
+    for path in (root / "source").glob("[!.]*"):
+        shutil.copy(path, root / "bare")
+    return root
+
+
+@pytest.mark.parametrize("way", WHOLE_WAYS)
+@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
+def test_whole_short_episodes_of_narrow_rows_cost_at_most_a_twentieth_more(
+    short_episodes, way, chunk_bytes, monkeypatch
+):
+    monkeypatch.setitem(WAYS, way, WHOLE_WAYS[way])
+    options = RemoteOptions(chunk_bytes=chunk_bytes)
+    before = fetched(short_episodes / "bare", way, options)
+    assert before < fetched(short_episodes / "pushed", way, options) <= 1.05 * before
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_other_bytes_of_whole_short_episodes_are_an_error_and_never_data(short_episodes, lie):
+    Lying.start(short_episodes, 0.0)
+    fsspec.register_implementation("lying", Lying, clobber=True)
+    Lying.lie = staticmethod(lambda data, read, start, stop: data)
+    far = RolloutDataset("lying://pushed", 1, device="cpu", remote=RemoteOptions(num_retries=0))
+    near = RolloutDataset(short_episodes / "source", 1, device="cpu")
+    for _ in range(2):
+        assert (far.get_batch(30).observation == near.get_batch(30).observation).all()
+    Lying.lie = staticmethod(LIES[lie])
+    with pytest.raises(DataFileError, match=r"expected checksum .* of rows .* of data/frames"):
+        while True:
+            assert (far.get_batch(30).observation == near.get_batch(30).observation).all()
+
+
 def test_a_copy_without_checksums_is_read_as_before_with_one_warning(folder):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -295,6 +349,34 @@ def many_pieces(tmp_path_factory):
             writer.add(observation=row, action=row[:, :4], done=np.full(2, step % 300 == 299))
     assert len(list(folder.glob("*.h5"))) > 2
     return folder
+
+
+@pytest.mark.parametrize("way", ["windows", "playback", "recording"])
+def test_rows_of_a_block_that_was_replaced_do_not_pass_with_the_checksums_of_the_new_one(tmp_path, way):
+    for name, first in (("before", 0), ("after", 10_000)):
+        with RolloutWriter(tmp_path / name, 4, durable=False, writer_name="w") as writer:
+            for step in range(5000):
+                row = np.full((4, 24), first + step, np.float32)
+                writer.add(observation=row, action=row[:, :1], done=np.full(4, step % 100 == 99))
+    store_at(tmp_path, "store")
+    push(tmp_path / "before", "store://walk")
+    push(tmp_path / "after", "store://other")
+    remote = RemoteOptions(chunk_bytes=1 << 14, num_chunks=1, num_retries=0)
+    url = lagging(tmp_path / "walk")
+    far = RolloutDataset(url, 4, device="cpu", remote=remote, random_shuffle_traj_order=True, seed=1)
+    far.get_batch(1)
+    windows = WindowDataset(url, 4, remote=remote)
+    recording = rollout_data.open(url, remote=remote)
+    for path in (tmp_path / "other").glob("rollout_*"):
+        shutil.copy(path, tmp_path / "walk")
+    ways = {
+        "windows": lambda: (batch["observation"] for batch in WindowLoader(windows, 64, num_ahead=1)),
+        "playback": lambda: (far.get_batch(5).observation for _ in range(1000)),
+        "recording": lambda: (episode.observation for episode in recording[50:]),
+    }
+    with pytest.raises(DataFileError, match="checksum"):
+        for observation in ways[way]():
+            assert observation.max() < 10_000
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
