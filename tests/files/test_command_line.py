@@ -220,6 +220,7 @@ def test_long_work_shows_its_progress_on_a_terminal_and_json_stays_alone(
     assert code == 0 and json.loads(out) and "/s" in err
 
 
+@pytest.mark.filterwarnings("default::storage.errors.RolloutDataWarning")
 def test_warnings_are_one_line_each_on_stderr(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
     def warn(options: object) -> commands.Answer:
         warnings.warn("two\nlines", RolloutDataWarning)
