@@ -1,7 +1,7 @@
-"""`BufferManager`: several buffers under one front: push by name, sample by ratio, update by id.
+"""`BufferManager`: several buffers in one object: push by name, sample by ratio, update by id.
 
-One rule: a call concerns all of its buffers or none. Everything is checked in each of them, under all of their
-locks, before any of them is changed.
+A call changes all of its buffers or none. It checks its arguments in each buffer, under all locks, before it
+changes one.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ from .sample_shares import checked_ratio, share_out_sample, share_out_update
 from .used_data import UsedQueue
 
 _Self = TypeVar("_Self", bound="BufferManager")
-#: Numbers of items, in all or by name; shares by name; names of buffers.
+#: Number of items: in total, or by name.
 Sizes = int | Mapping[str, int]
+#: Shares by name.
 Shares = Mapping[str, float]
+#: Names of buffers.
 Names = str | Sequence[str] | None
 
+#: Values of `type` in a configuration.
 _KINDS: dict[str, type[ManagedBuffer]] = {
     "advanced": AdvancedReplayBuffer,
     "naive": NaiveReplayBuffer,
     "episode": EpisodeReplayBuffer,
 }
-#: Names in a configuration that are not those of buffers.
+#: Keys of a configuration that are not names of buffers.
 _RESERVED = ("buffer_name", "sample_ratio")
 
 
@@ -45,15 +48,15 @@ class BufferManager(Store):
     """Buffers by name.
 
     Args:
-        cfg: `buffer_name`: the names, a list of any length of any non-empty strings. Under each name the
+        cfg: `buffer_name`: the names, a list of non-empty strings. Under each name the
             arguments of its buffer, and `type`: "advanced" (default), "naive" or "episode".
-            `sample_ratio`: name -> share of a sample, >= 0, together 1; names may be left out. With one
+            `sample_ratio`: name -> share of a sample, >= 0; shares sum to 1 and names may be left out. With one
             buffer it may be missing.
-        device: Where buffers are that do not say.
+        device: Device of buffers whose arguments name none.
         generator: Chooses among the buffers: a `torch.Generator` on the CPU or a seed. None: seeded from
             `torch.initial_seed()` and the number of objects made since that changed. Buffers have their own.
 
-    Threads may push, sample and update at once, also while a limiter lets one of them wait.
+    Thread-safe: threads may push, sample and update while a limiter lets one of them wait.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class BufferManager(Store):
         self.device = arguments.device(arguments.creating(self), "device", device)
         self.rng = generator_on(generator, torch.device("cpu"), arguments.creating(self))
         self._lock = threading.RLock()
-        #: Held while buffers are chosen and their limiters asked; not while a limiter lets a thread wait.
+        #: Held while a call chooses buffers and asks their limiters; not while a limiter lets a thread wait.
         self._choice_lock = threading.Lock()
         self._buffers = _make_buffers(cfg, self.device)
         ratio = cfg.get("sample_ratio")
@@ -82,38 +85,40 @@ class BufferManager(Store):
 
     @property
     def sample_ratio(self) -> dict[str, float] | None:
-        """The configured shares, a copy; None if there are several buffers and none were given."""
+        """A copy of the configured shares; None if several buffers were configured without shares."""
         return None if self._ratio is None else dict(self._ratio)
 
     def __getitem__(self, name: str) -> Any:
         """Return the buffer with a name."""
-        is_known = isinstance(name, str) and name in self._buffers
-        return self._buffers[name] if is_known else raise_unknown(name, self._buffers)
+        if not isinstance(name, str) or name not in self._buffers:
+            raise_unknown(name, self._buffers)
+        return self._buffers[name]
 
-    # What comes in.
+    # Adding items.
 
     def push_data(self, data: Any, buffer_name: Names = None) -> None:
-        """Add an item, or a list of items, to a buffer, or copies to several; to all of them or to none.
+        """Add an item, or a list of items, to one or several buffers: to all of them or to none.
 
         Args:
-            data: As the buffers' `push` takes it.
-            buffer_name: A name, or a list of names. None for what each item has under `buffer_name`
-                (a name or a list), or else the only buffer.
+            data: As for `push` of the buffers.
+            buffer_name: A name, or a list of names. None: each item names its buffers under the key `buffer_name`
+                (a name or a list); without the key it goes to the only buffer.
 
         Raises:
-            KeyError: No buffer is called so.
-            ValueError: There are several buffers and an item does not say which.
+            KeyError: No buffer has this name.
+            ValueError: There are several buffers and an item names none.
             As `push`: An item does not fit one of the buffers.
         """
         self._check_open("call BufferManager.push_data")
         if buffer_name is not None:
             arguments.instance("push items", "buffer_name", buffer_name, "as a name or a list of names", Iterable)
-        start_s, items = time.monotonic(), self._routed(data, buffer_name)
+        start_s = time.monotonic()
+        items = self._routed(data, buffer_name)
         numbers = {buffer: len(part) for buffer, part in items.items()}
         together(numbers, True, lambda: [buffer.prepare_push(part, start_s) for buffer, part in items.items()])
 
     def push(self, data: Any, buffer_name: Names = None) -> None:
-        """Do what `push_data` does."""
+        """Add an item or a list of items; see `push_data`."""
         self.push_data(data, buffer_name)
 
     def append(self, data: Any, buffer_name: Names = None) -> None:
@@ -125,40 +130,41 @@ class BufferManager(Store):
         items = arguments.instance(arguments.calling(self, "extend"), "data", data, "as an iterable of items", Iterable)
         self.push_data(list(items), buffer_name)
 
-    # What goes out.
+    # Drawing.
 
     def sample_check(self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None) -> bool:
-        """Return whether `sample` with these arguments has items now, without waiting; removes stale items."""
+        """Return whether `sample` would return items now, without waiting; remove stale items."""
         Request.checked("call BufferManager.sample_check", 0, cur_learner_iter)
         with self._choice_lock:
             before = self.rng.get_state()
             _, sizes = self._shared_out(batch_size, sample_ratio)
-            self.rng.set_state(before)  # the next sample shares out alike
+            self.rng.set_state(before)  # the next sample has the same sizes
             with locked(self[name] for name in sizes):
-                found = [self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
-        return all(found) and not self._is_closed
+                are_ready = [self[name].sample_check(size, cur_learner_iter) for name, size in sizes.items()]
+        return all(are_ready) and not self._is_closed
 
     def sample(self, batch_size: Sizes, cur_learner_iter: int = 0, sample_ratio: Shares | None = None) -> Any:
-        """Draw from the buffers, from all that are asked or from none.
+        """Draw items from all requested buffers or from none.
 
         Args:
-            batch_size: A number, which is shared out by ratio: the buffer of each item is drawn, one from each
-                of `batch_size` equal intervals, so that shares are met to less than two items. Or a number by name.
-            cur_learner_iter: Where the learner is.
-            sample_ratio: Shares for this call only, in the place of the configured ones.
+            batch_size: Total number of items, or a number by name. A total is divided by ratio: the buffer of each
+                item is drawn, one from each of `batch_size` equal intervals. Each count is within two items of its
+                share.
+            cur_learner_iter: Current iteration of the learner.
+            sample_ratio: Shares for this call instead of the configured ones.
 
         Returns:
-            A list of `batch_size` items in random order; or by name a list of items. None if a buffer refuses:
-            then nothing has changed, but for stale items that were removed.
+            A list of `batch_size` items in random order; a list of items by name if `batch_size` is by name. None if
+            a buffer has too few items or its limiter refuses; then only stale items were removed.
 
         Raises:
-            KeyError: No buffer is called so.
+            KeyError: No buffer has this name.
             ValueError: The shares are negative, or do not sum to 1.
         """
-        order, found = self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=False)
-        if found is None or order is None:
-            return found
-        items = [item for part in found.values() for item in part]
+        order, samples = self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=False)
+        if samples is None or order is None:
+            return samples
+        items = [item for part in samples.values() for item in part]
         return [items[place] for place in order]
 
     def sample_tensors(
@@ -167,24 +173,24 @@ class BufferManager(Store):
         """Draw as `sample` does, from prioritized buffers, as batches.
 
         Returns:
-            Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer that gives
-            a row; `update_priorities` takes the ids. None if a buffer refuses.
+            Name -> (batch, weights, ids) of `AdvancedReplayBuffer.sample_tensors`, for each buffer with at least
+            one drawn row. `update_priorities` takes the ids. None as for `sample`.
         """
         return self._drawn(batch_size, cur_learner_iter, sample_ratio, are_tensors=True)[1]
 
-    # What a learner found.
+    # Updating.
 
     def update(self, info: Mapping[str, Any]) -> int:
-        """Take what a learner found about items, of several buffers in one list; see `AdvancedReplayBuffer.update`.
+        """Update priorities of items of several buffers in one list; see `AdvancedReplayBuffer.update`.
 
-        The buffer of an id is what stands before its last "_". `used_id`s are told to every buffer.
+        The name of an item's buffer is the part of its id before the last "_". Every buffer receives all `used_id`s.
 
         Returns:
-            How many priorities were applied.
+            Number of applied priorities.
 
         Raises:
-            KeyError: No buffer is called so; nothing is changed in any.
-            ValueError: A priority is negative or not finite, or there are not as many.
+            KeyError: No buffer has this name; nothing is changed in any buffer.
+            ValueError: A priority is negative or not finite, or there are more or fewer priorities than ids.
         """
         tracking = [name for name, buffer in self._buffers.items() if isinstance(buffer, AdvancedReplayBuffer)]
         parts = share_out_update(info, self._buffers, tracking)
@@ -193,44 +199,49 @@ class BufferManager(Store):
             return sum(act() for act in acts)
 
     def update_priorities(self, ids: Mapping[str, Any], priorities: Mapping[str, Any]) -> int:
-        """Set priorities of rows by name of the buffer, as `sample_tensors` gave them; gives how many were applied."""
+        """Set priorities of rows by name of the buffer, with the ids of `sample_tensors`.
+
+        Returns:
+            Number of applied priorities.
+        """
         if set(ids) != set(priorities):
-            raise UsageError(
-                "call BufferManager.update_priorities", "", f"priorities of {sorted(ids)}", str(sorted(priorities))
-            )
+            action = "call BufferManager.update_priorities"
+            raise UsageError(action, "", f"priorities of {sorted(ids)}", str(sorted(priorities)))
         buffers = {name: self._prioritized(name) for name in ids}
         with locked(buffers.values()):
             acts = [buffer.prepare_priorities(ids[name], priorities[name]) for name, buffer in buffers.items()]
             return sum(act() for act in acts)
 
     def used_data(self, buffer_name: str | None = None) -> UsedQueue:
-        """Return a buffer's queue of `data_id`s that are not needed any more; None is the only buffer."""
+        """Return a buffer's queue of `data_id`s that are not needed any more; None for the only buffer."""
         name = self._only("track used data") if buffer_name is None else buffer_name
         return self._prioritized(name, "track used data of").used_data()
 
-    # What is there.
+    # Counting and closing.
 
     def count(self, buffer_name: str | None = None) -> int:
-        """Items in a buffer; None for the least of all buffers."""
+        """Return the number of items in a buffer; for None the least number of all buffers."""
         if buffer_name is not None:
             return len(self[buffer_name])
         return min(map(len, self._buffers.values()))
 
     def clear(self, buffer_names: Names = None) -> None:
-        """Forget the items of some buffers; None for all."""
+        """Remove the items of some buffers; None for all."""
         names = self.buffer_name if buffer_names is None else _names(buffer_names)
-        for buffer in [self[name] for name in names]:
+        # All names are checked before the first buffer is cleared.
+        buffers = [self[name] for name in names]
+        for buffer in buffers:
             buffer.clear()
 
     def start(self) -> None:
-        """Do nothing: there are no threads. For callers that start what they use."""
+        """Do nothing: there are no threads. For callers that start every object before they use it."""
 
     def run(self) -> None:
         """Do nothing; see `start`."""
         self.start()
 
     def close(self) -> None:
-        """Close every buffer. May be called twice."""
+        """Close every buffer. Idempotent."""
         self._is_closed = True
         for buffer in self._buffers.values():
             buffer.close()
@@ -242,27 +253,27 @@ class BufferManager(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Keeping.
+    # Saving.
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over what `state_dict` of an equal manager gave; nothing is changed if it does not fit.
+        """Load the `state_dict` of an equal manager; a state that does not fit changes nothing.
 
         Args:
             state: The state.
-            strict: Whether it must be of the same buffers and ratio. Otherwise those buffers are loaded that
-                both have, and must be equal; ratio and random state of the choice stay.
+            strict: Whether the state must have the same buffers and ratio. If False, only buffers that exist in
+                both are loaded. They must have equal arguments. The ratio and the generator of this manager stay.
         """
         if strict:
             super().load_state_dict(state)
             return
         self.check_form(state)
-        its = state["arguments"].get("cfg")
-        if its is None:
+        saved_cfg = state["arguments"].get("cfg")
+        if saved_cfg is None:
             raise SchemaError("load a state", "", "one of a BufferManager", f"one of {state['class']!r}")
         with locked(self._buffers.values()):
-            places = {name: place for place, name in enumerate(its["buffer_name"]) if name in self._buffers}
+            places = {name: place for place, name in enumerate(saved_cfg["buffer_name"]) if name in self._buffers}
             for name in places:
-                arguments = {key: value for key, value in its[name].items() if key != "type"}
+                arguments = {key: value for key, value in saved_cfg[name].items() if key != "type"}
                 self[name].check_equal(type(self[name]).__name__, {**arguments, "name": name})
             self._load_buffers(places, state["numbers"], state["tensors"])
 
@@ -273,7 +284,7 @@ class BufferManager(Store):
             tensors = {"rng": self.rng.get_state()}  # before a sample changes it
             for place, (name, buffer) in enumerate(self._buffers.items()):
                 state = buffer.copy_state()  # before the locks are released
-                kind = next(kind for kind, its in _KINDS.items() if type(buffer) is its)
+                kind = next(kind for kind, buffer_type in _KINDS.items() if type(buffer) is buffer_type)
                 cfg[name] = {"type": kind, **{key: x for key, x in state.arguments.items() if key != "name"}}
                 numbers[name] = state.numbers
                 tensors.update({f"buffer/{place}/{key}": x for key, x in state.tensors.items()})
@@ -286,14 +297,14 @@ class BufferManager(Store):
     def _load_buffers(
         self, places: Mapping[str, int], numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """Load some buffers, all or none; `places` are their numbers in the state."""
+        """Load some buffers, all or none; `places` are their positions in the state, by name."""
         with ExitStack() as stack:
             for name, place in places.items():
                 buffer = self._buffers[name]
                 prefix = f"buffer/{place}/"
                 stack.enter_context(buffer.unchanged_on_failure())
-                its = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-                buffer.take_state(numbers["buffers"][name], its)
+                of_buffer = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+                buffer.take_state(numbers["buffers"][name], of_buffer)
 
     # Inside.
 
@@ -314,7 +325,7 @@ class BufferManager(Store):
             raise ClosedError(action, expected="an open manager", got="a closed one", advice="Make a new one")
 
     def _routed(self, data: Any, buffer_name: Names) -> dict[ManagedBuffer, list[Any]]:
-        """Return which buffer gets which items."""
+        """Return the items of each buffer."""
         items = as_items(data) if buffer_name is None else []
         names = [item.get("buffer_name") if isinstance(item, Mapping) else None for item in items]
         if buffer_name is None and len(self._buffers) == 1 and all(name is None for name in names):
@@ -322,30 +333,35 @@ class BufferManager(Store):
         if buffer_name is not None:
             return {self[name]: self[name].as_list(data) for name in _names(buffer_name)}
         routed: dict[ManagedBuffer, list[Any]] = {}
-        for item, own in zip(items, names, strict=True):
-            for name in [self._only("call BufferManager.push_data")] if own is None else _names(own):
+        for item, named in zip(items, names, strict=True):
+            targets = [self._only("call BufferManager.push_data")] if named is None else _names(named)
+            for name in targets:
                 routed.setdefault(self[name], []).append(item)
         return routed
 
     def _shared_out(self, batch_size: Sizes, ratio: Shares | None) -> tuple[list[int] | None, dict[str, int]]:
-        """Return the order of all items, None if sizes were given by name; and the size by name."""
-        if isinstance(batch_size, Mapping):
-            named = batch_size.items()
-            return None, {
-                name: arguments.whole("call BufferManager.sample", f"batch_size of {name!r}", x, 0) for name, x in named
-            }
-        size = arguments.whole("call BufferManager.sample", "batch_size", batch_size, 0)
+        """Return the order of all items, None for sizes by name; and the size by name."""
         action = "call BufferManager.sample"
+        if isinstance(batch_size, Mapping):
+            sizes = {}
+            for name, number in batch_size.items():
+                sizes[name] = arguments.whole(action, f"batch_size of {name!r}", number, 0)
+            return None, sizes
+        size = arguments.whole(action, "batch_size", batch_size, 0)
         shares = self._ratio if ratio is None else checked_ratio(ratio, self._buffers, action)
         if shares is None:
             advice = "Give it here or in the configuration"
-            raise UsageError("call BufferManager.sample", expected="a sample_ratio", got="none", advice=advice)
+            raise UsageError(action, expected="a sample_ratio", got="none", advice=advice)
         return share_out_sample(size, shares, self.rng)
 
     def _drawn(
         self, batch_size: Sizes, iteration: int, ratio: Shares | None, are_tensors: bool
     ) -> tuple[list[int] | None, dict[str, Any] | None]:
-        """Draw from all buffers or from none: the order of the items, and samples by name; (None, None) if none."""
+        """Draw from all buffers or from none; wait for their limiters.
+
+        Returns:
+            The order of the items (None for sizes by name), and samples by name; (None, None) if nothing was drawn.
+        """
         request = Request.checked("call BufferManager.sample", 0, iteration)._replace(are_tensors=are_tensors)
         start_s = time.monotonic()
         while True:
@@ -355,29 +371,29 @@ class BufferManager(Store):
                 order, sizes = self._shared_out(batch_size, ratio)
                 sizes = {name: size for name, size in sizes.items() if size or not are_tensors}
                 numbers = {self._prioritized(name) if are_tensors else self[name]: x for name, x in sizes.items()}
-                found, refusing = attempt(numbers, False, partial(_prepared, request, numbers))
-                if found is not None:
-                    return order, dict(zip(sizes, found, strict=True))
+                samples, refusing = attempt(numbers, False, partial(_prepared, request, numbers))
+                if samples is not None:
+                    return order, dict(zip(sizes, samples, strict=True))
                 self.rng.set_state(before)
-            # Nothing is held or counted here, so that other threads can do what this one waits for.
+            # No lock is held and no item is counted while this thread waits, so that other threads can go ahead.
             if refusing is None or not refusing.passes(numbers[refusing], False, start_s):
                 return None, None
 
 
 def _prepared(request: Request, numbers: Mapping[ManagedBuffer, int]) -> list[Act | None]:
-    """Ask every buffer, so that all remove what is stale."""
+    """Prepare a draw in every buffer, also after one that has too few items, so that all remove stale items."""
     return [buffer.prepare_sample(request._replace(size=size)) for buffer, size in numbers.items()]
 
 
 def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
-    """Make the buffers of a configuration, by name; see `BufferManager`."""
+    """Create the buffers of a configuration, by name; see `BufferManager`."""
     action = "create a BufferManager"
     names = cfg.get("buffer_name") if isinstance(cfg, Mapping) else None
     if isinstance(names, str) or not isinstance(names, Sequence) or not names:
         raise UsageError(action, expected="cfg as a mapping with 'buffer_name', a list of names", got=repr(names))
-    made: dict[str, ManagedBuffer] = {}
+    buffers: dict[str, ManagedBuffer] = {}
     for name in names:
-        if not isinstance(name, str) or not name or name in made or name in _RESERVED:
+        if not isinstance(name, str) or not name or name in buffers or name in _RESERVED:
             expected = f"names that are different non-empty str and not one of {', '.join(_RESERVED)}"
             raise UsageError(action, expected=expected, got=repr(name))
         options = cfg.get(name)
@@ -387,18 +403,20 @@ def _make_buffers(cfg: Any, device: torch.device) -> dict[str, ManagedBuffer]:
         kind = options.pop("type", "advanced")
         arguments.choice(action, f"type of {name!r}", kind, _KINDS)
         try:
-            made[name] = _KINDS[kind](**options, name=name)
+            buffers[name] = _KINDS[kind](**options, name=name)
         except TypeError as cause:
             raise UsageError(action, f"with {name!r}", f"arguments of {_KINDS[kind].__name__}", str(cause)) from cause
-    unknown = sorted(set(map(str, cfg)) - set(made) - set(_RESERVED))
+    unknown = sorted(set(map(str, cfg)) - set(buffers) - set(_RESERVED))
     if unknown:
-        raise UsageError(action, expected=nearest(unknown[0], [*made, *_RESERVED]), got=repr(unknown[0]))
-    return made
+        raise UsageError(action, expected=nearest(unknown[0], [*buffers, *_RESERVED]), got=repr(unknown[0]))
+    return buffers
 
 
-def _names(given: Any) -> list[str]:
-    """List names: one, or several, each once."""
-    if isinstance(given, str):
-        return [given]
-    names = list(arguments.instance("find buffers", "buffer_name", given, "as a name or a list of names", Iterable))
+def _names(buffer_name: Any) -> list[str]:
+    """Return a name, or several, as a list without repetitions."""
+    if isinstance(buffer_name, str):
+        return [buffer_name]
+    expected = "as a name or a list of names"
+    names = list(arguments.instance("find buffers", "buffer_name", buffer_name, expected, Iterable))
+    # Entries that are not str may not be hashable; `__getitem__` rejects them later.
     return list(dict.fromkeys(names)) if all(isinstance(name, str) for name in names) else names

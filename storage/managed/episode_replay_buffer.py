@@ -1,7 +1,7 @@
-"""`EpisodeReplayBuffer`: the last whole episodes, given whole or in windows.
+"""`EpisodeReplayBuffer`: the last whole episodes, sampled whole or in windows.
 
-One rule: the steps of an episode are consecutive rows, and episodes are removed whole; a window lies inside one
-episode. The number of steps is not limited: memory doubles when the live ones need it.
+The steps of an episode are consecutive rows. The number of steps is not limited: the memory doubles when live steps
+do not fit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from ..saving.saved_store import State
 from .item_store import SAMPLE_LEAVES, SLOT, UNIQUE_ID, Items, ItemStore, read_batch, read_items
 from .managed_buffer import Act, ManagedBuffer, Request
 
+#: Steps that fit into the first store.
 _FIRST_STEPS = 256
 
 
 class _Episode(NamedTuple):
-    """Where an episode lies: id of its first row, number of steps, and whether it came as a stack."""
+    """The rows of an episode: id of the first row, number of steps, and whether it was pushed as a stack."""
 
     first: int
     length: int
@@ -42,9 +43,9 @@ class EpisodeReplayBuffer(ManagedBuffer):
             `rate_limiter` (which counts episodes).
 
     An episode is a list of steps, each an item as for `NaiveReplayBuffer`, or a stack: a nested mapping
-    of `[T, *event]` tensors and arrays. It comes back in the form in which it was pushed; the steps, or
-    the stack, bring the `replay_unique_id` and `replay_buffer_idx` of the episode. `sample` gives whole
-    episodes; `push` takes one, or a list of episodes that are lists of steps.
+    of `[T, *event]` tensors and arrays. `sample` returns whole episodes in the form in which they were
+    pushed. The steps, or the stack, have the leaves `replay_unique_id` and `replay_buffer_idx` of the episode.
+    `push` takes one episode, or a list of episodes that are lists of steps.
     """
 
     def __init__(self, replay_buffer_size: int, **options: Any) -> None:
@@ -57,33 +58,33 @@ class EpisodeReplayBuffer(ManagedBuffer):
 
     @property
     def episode_len(self) -> list[int]:
-        """Steps of each episode that is there, oldest first."""
+        """Steps of each live episode, oldest first."""
         with self._lock:
             return [episode.length for episode in self._episodes]
 
     @property
     def push_count(self) -> int:
-        """Episodes that were ever added, since creation or `clear`."""
+        """Episodes added since creation or the last `clear`."""
         return self._total
 
     def count(self) -> int:
-        """Episodes that are there."""
+        """Return the number of live episodes."""
         return len(self._episodes)
 
     def as_list(self, data: Any) -> list[Any]:
-        """List what was pushed: one episode, or several."""
+        """Return pushed data, one episode or several, as a list."""
         listed = super().as_list(data)
         is_steps = not isinstance(data, Mapping) and listed and all(isinstance(step, Mapping) for step in listed)
         return [listed] if is_steps else listed
 
     def sample_windows(self, num_windows: int, length: int) -> dict[str, Any]:
-        """Draw windows of consecutive steps of one episode, uniformly over all that there are.
+        """Draw windows of consecutive steps of one episode, uniformly over all windows.
 
         Returns:
             Nested dict of `[num_windows, length, *event]`, new tensors. Objects are left out.
 
         Raises:
-            ValueError: No episode is so long.
+            ValueError: Every episode is shorter than `length`.
         """
         action = arguments.calling(self, "sample_windows")
         num_windows = arguments.whole(action, "num_windows", num_windows, 1)
@@ -97,14 +98,15 @@ class EpisodeReplayBuffer(ManagedBuffer):
                 raise UsageError(action, f"from {self.name!r}", f"an episode of {length} steps", longest)
             number = uniform(int(ends[-1]), num_windows, self.rng).cpu().numpy()
             episode = ends.searchsorted(number, side="right")
-            starts = np.array([one.first for one in self._episodes], np.int64)
+            starts = np.array([live.first for live in self._episodes], np.int64)
             first = starts[episode] + number - np.concatenate([[0], ends])[episode]
             rows = torch.from_numpy(first[:, None] + np.arange(length)).to(self.device).flatten()
             columns = self._store.columns(self._store.ring.slot(rows), self.output_device)
         return unflatten({name: leaf.view(num_windows, length, *leaf.shape[1:]) for name, leaf in columns.items()})
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
-        """Check episodes against the steps that are there and against each other; give what adds them."""
+        """Check episodes against the stored steps and against each other; return a function that adds them."""
+        action = "call EpisodeReplayBuffer.push"
         read: list[tuple[Items, bool]] = []
         for episode in items:
             form = self._store.form or (read[0][0].form if read else None)
@@ -114,16 +116,10 @@ class EpisodeReplayBuffer(ManagedBuffer):
             elif isinstance(episode, Iterable) and not isinstance(episode, (str, bytes)):
                 rows = read_items(list(episode), form)
             else:
-                raise SchemaError(
-                    "call EpisodeReplayBuffer.push",
-                    f"of {self.name!r}",
-                    "data as episodes, each a list of steps, or a stack",
-                    type(episode).__name__,
-                )
+                expected = "data as episodes, each a list of steps, or a stack"
+                raise SchemaError(action, f"of {self.name!r}", expected, type(episode).__name__)
             if not rows.num_rows:
-                raise UsageError(
-                    "call EpisodeReplayBuffer.push", f"of {self.name!r}", "an episode of at least one step", "none"
-                )
+                raise UsageError(action, f"of {self.name!r}", "an episode of at least one step", "none")
             read.append((rows, is_stack))
 
         def write() -> None:
@@ -134,7 +130,7 @@ class EpisodeReplayBuffer(ManagedBuffer):
         return write
 
     def _write(self, rows: Items, is_stack: bool) -> None:
-        """Add an episode; move to a larger store if it would overwrite live steps."""
+        """Add an episode; move all steps to a larger store if the episode would overwrite live steps."""
         if self.count() == self.replay_buffer_size:
             self._episodes.popleft()
         first = self._first_live()
@@ -143,30 +139,30 @@ class EpisodeReplayBuffer(ManagedBuffer):
             capacity *= 2
         if capacity > self._store.capacity:
             self._store = self._store.moved(first, capacity)
-            self._episodes = deque(one._replace(first=one.first - first) for one in self._episodes)
+            self._episodes = deque(live._replace(first=live.first - first) for live in self._episodes)
         self._episodes.append(_Episode(self._store.ring.total, rows.num_rows, is_stack))
         self._store.write(rows)
         self._total += 1
 
     def _first_live(self) -> int:
-        """Return the id of the oldest step of an episode that is there."""
+        """Return the id of the first step of the oldest live episode."""
         return self._episodes[0].first if self._episodes else self._store.ring.total
 
     def prepare_sample(self, request: Request) -> Act | None:
         return self._uniformly(request, self.count(), lambda ages: [self._episode(age) for age in ages.tolist()])
 
     def _episode(self, age: int) -> Any:
-        """Copy an episode, 0 for the oldest."""
+        """Copy the episode with an age, 0 for the oldest."""
         first, length, is_stack = self._episodes[age]
         number = self._total - self.count() + age
-        given = {UNIQUE_ID: f"{self.name}_{number}", SLOT: number % self.replay_buffer_size}
+        ids = {UNIQUE_ID: f"{self.name}_{number}", SLOT: number % self.replay_buffer_size}
         slots = self._store.ring.slot(torch.arange(first, first + length, device=self.device))
         if not is_stack:
-            return self._store.items(
-                slots, {name: [value] * length for name, value in given.items()}, self.output_device
-            )
+            ids_of_steps = {name: [value] * length for name, value in ids.items()}
+            return self._store.items(slots, ids_of_steps, self.output_device)
         columns = self._store.columns(slots, self.output_device, contiguous=True)
-        return unflatten({name: self._store.as_pushed(name, column) for name, column in columns.items()}) | given
+        leaves = {name: self._store.as_pushed(name, column) for name, column in columns.items()}
+        return unflatten(leaves) | ids
 
     def _clear(self) -> None:
         super()._clear()
@@ -179,12 +175,15 @@ class EpisodeReplayBuffer(ManagedBuffer):
 
     def _get_state(self) -> State:
         state = super()._get_state()
-        episodes = torch.tensor([one[1:] for one in self._episodes], dtype=torch.int64, device=self.device)
+        lengths = [(live.length, live.is_stack) for live in self._episodes]
+        episodes = torch.tensor(lengths, dtype=torch.int64, device=self.device)
         tensors = {**state.tensors, "episodes": episodes.view(-1, 2)}
         return State(state.arguments, {**state.numbers, "num_episodes": self._total}, tensors)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        total, self._total, listed = numbers["total"], numbers["num_episodes"], tensors["episodes"].tolist()
+        total = numbers["total"]
+        self._total = numbers["num_episodes"]
+        listed = tensors["episodes"].tolist()
         stops = list(accumulate(length for length, _ in listed))
         is_whole = (stops or [0])[-1] == total and all(length > 0 for length, _ in listed)
         if not is_whole or len(listed) != min(self._total, self.replay_buffer_size):

@@ -1,7 +1,7 @@
-"""`ManagedBuffer`, what all buffers of items share, and `NaiveReplayBuffer`, which draws them uniformly.
+"""`ManagedBuffer`, the base class of buffers of items, and `NaiveReplayBuffer`, which draws them uniformly.
 
-One rule: a call is checked as a whole, and let pass by the rate limiter, before anything is changed; all of that
-under the buffer's lock. A manager does the same with several buffers at once, by `attempt`.
+A call changes nothing before all of its arguments are checked and the rate limiter admits it, under the buffer's
+lock. A manager does the same with several buffers at once, by `attempt`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ..saving.saved_store import State, Store
 from .item_store import SLOT, UNIQUE_ID, ItemStore, UnknownNameError, as_items, read_items, several, split_unique_id
 
 _Self = TypeVar("_Self", bound="ManagedBuffer")
-#: Does what was checked, and cannot fail.
+#: Performs a checked call; cannot fail.
 Act = Callable[[], Any]
 
 
 class Request(NamedTuple):
-    """What `sample`, or `sample_tensors`, is asked for; see `ManagedBuffer.sample`."""
+    """The arguments of `sample` or `sample_tensors`; see `ManagedBuffer.sample`."""
 
     size: int
     iteration: int = 0
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
     @classmethod
     def checked(cls, action: str, size: Any, iteration: Any, sample_range: Any = None, replace: Any = False) -> Request:
-        """Check the arguments of a call, named by `action` in errors; numbers of numpy become Python's."""
+        """Check the arguments of a call; errors name the `action`. numpy numbers become Python numbers."""
         size = arguments.whole(action, "size", size, 0)
         if not arguments.is_whole(iteration):
             raise UsageError(action, expected="cur_learner_iter as an int", got=repr(iteration))
@@ -48,7 +48,7 @@ class Request(NamedTuple):
         return cls(size, int(iteration), sample_range, arguments.flag(action, "replace", replace))
 
     def among(self, num_rows: int) -> range:
-        """Return the ages in the range asked for, of `num_rows` items, 0 for the oldest."""
+        """Return the ages in the requested range of `num_rows` items, 0 for the oldest."""
         return range(num_rows)[self.sample_range or slice(None)]
 
 
@@ -57,13 +57,13 @@ class ManagedBuffer(Store):
 
     Args:
         replay_buffer_size: Items that fit, at least 1.
-        name: First part of the ids that items get; any non-empty string.
-        device: Where tensors are kept.
-        output_device: Where samples are given; None for where they are kept.
+        name: First part of the ids of items; any non-empty string.
+        device: Device of stored tensors.
+        output_device: Device of samples; None for `device`.
         generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
             `torch.initial_seed()` and the number of objects made since that changed.
-        monitor: Is told of pushes and samples; None for no monitor.
-        rate_limiter: Lets pushes and samples pass, wait, or not; or the arguments of one.
+        monitor: Records pushes and samples; None for no monitor.
+        rate_limiter: Admits pushes and samples, delays them or refuses them; or the arguments of one.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class ManagedBuffer(Store):
         self._store = ItemStore(self.replay_buffer_size, self.device)
 
     def push(self, data: Any) -> None:
-        """Add an item, or a list of items; copies are kept.
+        """Add copies of an item, or of a list of items.
 
         Raises:
-            MissingFieldError, SchemaError, FieldTypeError: Naming the first leaf that does not fit the
-                items before; nothing is added.
-            RateLimitedError: The rate limiter did not let it pass.
+            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit earlier items. The text names the
+                first such leaf; nothing is added.
+            RateLimitedError: The rate limiter refuses the push.
             ClosedError: After `close`.
         """
         self._push(self.as_list(data))
@@ -118,7 +118,7 @@ class ManagedBuffer(Store):
         self._push(several(data))
 
     def count(self) -> int:
-        """Items that can be given."""
+        """Return the number of items."""
         return self._store.ring.num_live
 
     def __len__(self) -> int:
@@ -126,16 +126,15 @@ class ManagedBuffer(Store):
 
     @property
     def push_count(self) -> int:
-        """Items that were ever added, since creation or `clear`."""
+        """Items added since creation or the last `clear`."""
         return self._store.ring.total
 
     def sample_check(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
     ) -> bool:
-        """Return whether `sample` with these arguments has items now, without waiting; removes stale items."""
-        request = Request.checked(
-            arguments.calling(self, "sample_check"), size, cur_learner_iter, sample_range, replace
-        )
+        """Return whether `sample` with these arguments would return items now, without waiting; remove stale items."""
+        action = arguments.calling(self, "sample_check")
+        request = Request.checked(action, size, cur_learner_iter, sample_range, replace)
         with self._lock:
             passes = self.rate_limiter is None or self.rate_limiter.may_sample(request.size)
             return self.prepare_sample(request) is not None and passes and not self._is_closed
@@ -143,53 +142,55 @@ class ManagedBuffer(Store):
     def sample(
         self, size: int, cur_learner_iter: int = 0, sample_range: slice | None = None, replace: bool = False
     ) -> list[Any] | None:
-        """Draw items; uniformly, unless the buffer says otherwise.
+        """Draw items, uniformly unless a subclass states another law.
 
         Args:
-            size: How many; 0 gives [].
-            cur_learner_iter: Where the learner is, for buffers that know staleness.
-            sample_range: Only these, counted by age: `slice(0, 5)` the five oldest, `slice(-5, None)` the
+            size: Number of items; 0 returns [].
+            cur_learner_iter: Current iteration of the learner, for buffers with staleness.
+            sample_range: Draw among these items only, by age: `slice(0, 5)` the five oldest, `slice(-5, None)` the
                 five newest; None for all.
             replace: Whether an item may be drawn more than once.
 
         Returns:
-            A list of copies; None if there are fewer than `size`, or none, or the rate limiter refuses.
+            A list of copies; None if there are fewer than `size` items (with `replace`, none), or if the rate limiter
+            refuses.
         """
         request = Request.checked(arguments.calling(self, "sample"), size, cur_learner_iter, sample_range, replace)
-        found: list[Any] | None = self._alone(request.size, False, lambda: self.prepare_sample(request))
-        return found
+        items: list[Any] | None = self._alone(request.size, False, lambda: self.prepare_sample(request))
+        return items
 
     def update(self, info: Mapping[str, Any]) -> int:
-        """Take what a learner found about items of a sample; only prioritized buffers change.
+        """Update the priorities of sampled items and release their data; changes prioritized buffers only.
 
         Args:
             info: `replay_unique_id` (a list of ids) with `priority` (as many finite numbers >= 0); and
-                `used_id`, the `data_id`s of a sample that is done with. Both may be missing.
+                `used_id`, the `data_id`s of a sample that is not used any more. Both may be missing.
 
         Returns:
-            How many priorities were applied. Items that are gone are left out, and counted in
-            `num_dead_updates`; of an item that is named twice the last priority stays.
+            Number of applied priorities. Removed items are skipped and counted in
+            `num_dead_updates`. If an item is named twice, its last priority stays.
 
         Raises:
             KeyError: An id is of another buffer.
-            ValueError: A priority is negative or not finite, or there are not as many; nothing is changed.
+            ValueError: A priority is negative or not finite, or there are more or fewer priorities than ids; nothing
+                is changed.
         """
         with self._lock:
             return self.prepare_update(info)()
 
     def clear(self) -> None:
-        """Forget every item; ids count from 0 again."""
+        """Remove every item; ids count from 0 again."""
         with self._lock:
             self._clear()
             if self.rate_limiter is not None:
                 self.rate_limiter.reset()
 
     def start(self) -> None:
-        """Do nothing: no buffer needs a thread. For callers that start what they use."""
+        """Do nothing: no buffer needs a thread. For callers that start every object before they use it."""
 
     def close(self) -> None:
-        """Release all items and threads that wait; pushing and sampling raise from now on. May be called twice."""
-        self._is_closed = True  # first: threads that the limiter releases must see it
+        """Release all items and waiting threads; later pushes and samples raise `ClosedError`. Idempotent."""
+        self._is_closed = True  # before the limiter releases threads, which must see it
         if self.rate_limiter is not None:
             self.rate_limiter.close()
         with self._lock:
@@ -203,28 +204,28 @@ class ManagedBuffer(Store):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # The steps of a call, for `together` and the manager; the lock is held, but for the first.
+    # The steps of a call, for `together` and the manager. Callers of the `prepare_...` methods hold the lock.
 
     def as_list(self, data: Any) -> list[Any]:
-        """List what was pushed: one item, or several."""
+        """Return pushed data, one item or several, as a list."""
         return as_items(data)
 
     @abstractmethod
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
-        """Check items; give what adds them. The call began at `start_s` of `time.monotonic()`."""
+        """Check items; return a function that adds them. The call began at `start_s` of `time.monotonic()`."""
 
     @abstractmethod
     def prepare_sample(self, request: Request) -> Act | None:
-        """Remove what is stale; give what draws, or None if there are not enough."""
+        """Remove stale items; return a function that draws, or None if there are too few items."""
 
     def prepare_update(self, info: Mapping[str, Any]) -> Callable[[], int]:
-        """Check an update; give what applies it and tells to how many items."""
+        """Check an update; return a function that applies it and returns the number of updated items."""
         if isinstance(info, Mapping):
             self._rows_of(info.get(UNIQUE_ID))
         return lambda: 0
 
     def passes(self, num_items: int, is_push: bool, start_s: float) -> bool:
-        """Wait, with no lock held, until the limiter would let this many items pass; False if it refuses them."""
+        """Wait, without locks, until the limiter would admit this many items; return False if it refuses them."""
         if self.rate_limiter is None or self.rate_limiter.wait(num_items, is_push, start_s):
             return True
         self._check_open(is_push)
@@ -234,7 +235,7 @@ class ManagedBuffer(Store):
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
-        """Do as `Store` does, with the limiter's counts."""
+        """Restore attributes, random state and the limiter's counts if the block raises."""
         limiter = self.rate_limiter
         counts = None if self.rate_limiter is None else self.rate_limiter.state_dict()
         with super().unchanged_on_failure():
@@ -246,7 +247,7 @@ class ManagedBuffer(Store):
                 raise
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments that make an equal buffer, as JSON."""
+        """Return the arguments of an equal buffer, as JSON."""
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
         return {"replay_buffer_size": self.replay_buffer_size, "name": self.name, "rate_limiter": limiter}
 
@@ -256,7 +257,7 @@ class ManagedBuffer(Store):
         return State(self._arguments(), numbers | {"rate_limiter": limiter}, tensors)
 
     def _saved_items(self) -> ItemStore:
-        """Return the items as they are saved."""
+        """Return the store of the items that are saved."""
         return self._store
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -275,30 +276,32 @@ class ManagedBuffer(Store):
         self._alone(len(items), True, lambda: self.prepare_push(items, start_s))
 
     def _alone(self, num_items: int, is_push: bool, prepare: Callable[[], Act | None]) -> Any:
-        """Do `together` with this buffer alone; give the result, None if there is none."""
+        """Return the result of `together` for this buffer only; None if nothing was done."""
         if self.rate_limiter is not None:
-            found = together({self: num_items}, is_push, lambda: [prepare()])
-            return None if found is None else found[0]
+            results = together({self: num_items}, is_push, lambda: [prepare()])
+            return None if results is None else results[0]
         with self._lock:
             self._check_open(is_push)
             act = prepare()
             return None if act is None else act()
 
     def _uniformly(self, request: Request, num_items: int, items_at: Callable[[torch.Tensor], list[Any]]) -> Act | None:
-        """Prepare a uniform draw among `num_items` items; `items_at` copies those of `[n]` ages, 0 for the oldest."""
+        """Prepare a uniform draw among `num_items` items; `items_at` copies items by age `[n]`, 0 for the oldest."""
         ages = request.among(num_items)
         if request.size == 0:
             return list
-        if len(ages) < (1 if request.replace else request.size):
+        num_needed = 1 if request.replace else request.size
+        if len(ages) < num_needed:
             return None
+        draw = uniform if request.replace else distinct
 
         def take() -> list[Any]:
             start_s = time.monotonic()
-            drawn = (uniform if request.replace else distinct)(len(ages), request.size, self.rng)
-            found = items_at(ages.start + drawn * ages.step)
+            drawn = draw(len(ages), request.size, self.rng)
+            items = items_at(ages.start + drawn * ages.step)
             if self.monitor is not None:
                 self.monitor.note_sample(request.size, time=time.monotonic() - start_s)
-            return found
+            return items
 
         return take
 
@@ -307,14 +310,16 @@ class ManagedBuffer(Store):
             self.monitor.note_push(num_items, time=time.monotonic() - start_s, **values)
 
     def _ids_of(self, ids: torch.Tensor, slots: torch.Tensor) -> dict[str, list[Any]]:
-        """Name items as samples do."""
+        """Return the leaves of samples that name items, by flat name: ids and slots."""
         prefix = self.name + "_"
         return {UNIQUE_ID: [f"{prefix}{row}" for row in ids.tolist()], SLOT: slots.tolist()}
 
     def _rows_of(self, unique_ids: Any) -> list[int]:
-        """Return the rows of unique ids (None is none); raise if one is of another buffer."""
+        """Return the rows of one or several unique ids, [] for None; raise if an id is of another buffer."""
+        if unique_ids is None:
+            return []
         rows: list[int] = []
-        for unique_id in [unique_ids] if isinstance(unique_ids, str) else [] if unique_ids is None else unique_ids:
+        for unique_id in [unique_ids] if isinstance(unique_ids, str) else unique_ids:
             name, row = split_unique_id(unique_id)
             if name != self.name:
                 raise UnknownNameError("update", "a buffer", f"ids of {self.name!r}", repr(unique_id))
@@ -336,9 +341,9 @@ class NaiveReplayBuffer(ManagedBuffer):
         **options: As for `ManagedBuffer`: `name`, `device`, `output_device`, `generator`, `monitor`,
             `rate_limiter`.
 
-    An item is a nested mapping. Its tensors and arrays are kept in columns, whose shapes and dtypes the
-    first item fixes; other leaves are copied as they are. `sample` gives items, or None; they bring `replay_unique_id`
-    (`<name>_<row>`) and `replay_buffer_idx` (the slot).
+    An item is a nested mapping. Its tensors and arrays are stored in columns. The first item fixes the shapes and
+    dtypes of the columns. Other leaves are copied as objects. `sample` returns items, or None. Each item has the
+    leaves `replay_unique_id` (`<name>_<row>`) and `replay_buffer_idx` (the slot).
     """
 
     def __init__(self, replay_buffer_size: int, deepcopy: bool = False, **options: Any) -> None:
@@ -346,11 +351,11 @@ class NaiveReplayBuffer(ManagedBuffer):
         super().__init__(replay_buffer_size, **options)
 
     def prepare_push(self, items: Sequence[Any], start_s: float) -> Act:
-        read = read_items(items, self._store.form)
+        rows = read_items(items, self._store.form)
 
         def write() -> None:
-            self._store.write(read)
-            self._note_push(read.num_rows, start_s)
+            self._store.write(rows)
+            self._note_push(rows.num_rows, start_s)
 
         return write
 
@@ -364,7 +369,7 @@ class NaiveReplayBuffer(ManagedBuffer):
 
 
 def locked(buffers: Iterable[ManagedBuffer]) -> ExitStack:
-    """Take the locks of some buffers, in the same order in all threads, until the end of a `with`."""
+    """Acquire the locks of some buffers, in the same order in all threads, until the end of a `with`."""
     with ExitStack() as stack:
         for buffer in sorted(buffers, key=id):
             stack.enter_context(buffer._lock)
@@ -374,39 +379,47 @@ def locked(buffers: Iterable[ManagedBuffer]) -> ExitStack:
 def attempt(
     numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
 ) -> tuple[list[Any] | None, ManagedBuffer | None]:
-    """Do something with some buffers if the limiters of all of them let the numbers of items pass at once.
+    """Push to or sample from some buffers if the limiters of all of them admit the items now.
 
-    What the limiters counted is taken back, before the locks are released, if it is not done.
+    If nothing is done, the counts of the limiters are restored before the locks are released.
 
     Args:
         numbers: Items of each buffer.
-        is_push: Whether they are pushed or sampled.
-        prepare: Checks everything, with the locks held; gives what does it, None for what cannot be done.
+        is_push: Whether the items are pushed or sampled.
+        prepare: Checks all arguments, with the locks held. Returns a function for each buffer that performs the
+            call, or None for a buffer with too few items.
 
     Returns:
-        The results, None if it was not done; and the buffer whose limiter does not let it pass, or None.
+        The results, or None if nothing was done; and the buffer whose limiter refuses, or None.
     """
     with locked(numbers) as stack:
         undo = stack.enter_context(ExitStack())
         for buffer, number in numbers.items():
             buffer._check_open(is_push)
-            if (limiter := buffer.rate_limiter) is None:
+            limiter = buffer.rate_limiter
+            if limiter is None:
                 continue
-            if not (limiter.insert if is_push else limiter.sample)(number, waits=False):
+            acquire = limiter.insert if is_push else limiter.sample
+            if not acquire(number, waits=False):
                 return None, buffer
-            undo.callback(limiter.undo, *((number, 0) if is_push else (0, number)))
+            if is_push:
+                undo.callback(limiter.undo, number, 0)
+            else:
+                undo.callback(limiter.undo, 0, number)
         acts = prepare()
         if None in acts:
             return None, None
-        found = [act() for act in acts if act is not None]
+        results = [act() for act in acts if act is not None]
         undo.pop_all()
-    return found, None
+    return results, None
 
 
 def together(
     numbers: Mapping[ManagedBuffer, int], is_push: bool, prepare: Callable[[], list[Act | None]]
 ) -> list[Any] | None:
-    """Do what `attempt` does, waiting for limiters; None if a sample cannot be drawn or a limiter refuses it.
+    """Call `attempt` until all limiters admit the items; return the results.
+
+    None if there are too few items to sample, or if a limiter refuses a sample.
 
     Raises:
         RateLimitedError: A limiter refuses a push.
@@ -414,9 +427,9 @@ def together(
     """
     start_s = time.monotonic()
     while True:
-        found, refusing = attempt(numbers, is_push, prepare)
+        results, refusing = attempt(numbers, is_push, prepare)
         if refusing is None:
-            return found
+            return results
         if refusing.passes(numbers[refusing], is_push, start_s):
             continue
         if is_push:

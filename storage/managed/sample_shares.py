@@ -1,7 +1,4 @@
-"""How samples and updates are shared out among buffers.
-
-One rule: pure functions of names, shares, ids and a generator; no buffer is asked here.
-"""
+"""Pure functions that divide samples and updates among buffers."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from ..core.random_indices import RANDOM_BITS, random_bits, scaled, whole_weight
 from ..errors import UsageError
 from .item_store import UNIQUE_ID, listed, raise_unknown, split_unique_id
 
-#: How far the sum of shares may be off.
+#: Tolerance of the sum of shares.
 _SLACK = 1e-6
 
 
 def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, float]:
-    """Check shares by name; give one for every name. Errors name the `action`.
+    """Check shares by name; return a share for every name, 0 by default. Errors name the `action`.
 
     Raises:
-        KeyError: A name is not known.
+        KeyError: A name is unknown.
         UsageError: A share is not in [0, 1], or they do not sum to 1.
     """
     if not isinstance(ratio, Mapping):
@@ -34,24 +31,28 @@ def checked_ratio(ratio: Any, names: Collection[str], action: str) -> dict[str, 
     for name, share in ratio.items():
         if name not in shares:
             raise_unknown(name, names)
-        shares[name] = arguments.real(action, f"share of {name!r}", share, "in [0, 1]", lambda x: 0 <= x <= 1 + _SLACK)
+        shares[name] = arguments.real(action, f"share of {name!r}", share, "in [0, 1]", _is_share)
     total = math.fsum(shares.values())
     if abs(total - 1) > _SLACK:
         raise UsageError(action, expected="sample_ratio with shares that sum to 1", got=f"{total} of {dict(ratio)}")
     return shares
 
 
+def _is_share(number: float) -> bool:
+    return 0 <= number <= 1 + _SLACK
+
+
 def share_out_sample(size: int, ratio: Mapping[str, float], rng: torch.Generator) -> tuple[list[int], dict[str, int]]:
     """Draw the buffer of each item, one from each of `size` equal intervals, and the order of all items.
 
-    Shares become whole numbers first: see `whole_weights`.
+    Shares are rounded to integers first: see `whole_weights`.
 
     Returns:
-        A uniform permutation of the items of all buffers, one buffer after another, so that every position is of each
-        buffer with the probability of its share; and the number of items by name, of those with a share.
+        A uniform permutation of all items, counted one buffer after another, and the number of items by name. Every
+        position is of each buffer with the probability of its share. Names without a share are left out.
     """
     shares = {name: share for name, share in ratio.items() if share > 0}
-    # So few bits that places in `size` intervals are counted in int64.
+    # Few enough bits that positions in `size` intervals fit int64.
     num_bits = RANDOM_BITS - size.bit_length()
     ends = np.cumsum(whole_weights(list(shares.values()), num_bits))
     total = int(ends[-1])
@@ -63,16 +64,16 @@ def share_out_sample(size: int, ratio: Mapping[str, float], rng: torch.Generator
 
 
 def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Cut an update of items of several buffers into one per buffer, in order.
+    """Split an update of items of several buffers into one update per buffer, in order.
 
     Args:
         info: `replay_unique_id` with `priority`, and `used_id`; each may be missing.
-        names: The buffers.
-        tracking: The buffers that are told every `used_id`.
+        names: Names of the buffers.
+        tracking: Names of the buffers that receive every `used_id`.
 
     Raises:
-        KeyError: An id is of no buffer.
-        UsageError: An id is none, or there are not as many priorities.
+        KeyError: No buffer has the name in an id.
+        UsageError: A value is not an id, or there are more or fewer priorities than ids.
     """
     if not isinstance(info, Mapping):
         raise UsageError("call BufferManager.update", expected="info as a mapping", got=type(info).__name__)
@@ -86,11 +87,13 @@ def share_out_update(info: Any, names: Collection[str], tracking: Sequence[str])
         name, _ = split_unique_id(unique_id)
         if name not in names:
             raise_unknown(name, names)
-        part = parts.setdefault(name, {UNIQUE_ID: [], "priority": None if priorities is None else []})
+        empty: dict[str, Any] = {UNIQUE_ID: [], "priority": None if priorities is None else []}
+        part = parts.setdefault(name, empty)
         part[UNIQUE_ID].append(unique_id)
         if priorities is not None:
             part["priority"].append(value)
-    if used := listed(info.get("used_id")):
+    used = listed(info.get("used_id"))
+    if used:
         for name in tracking:
             parts.setdefault(name, {})["used_id"] = used
     return parts

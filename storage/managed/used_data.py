@@ -1,7 +1,7 @@
-"""`UsedData`: which data is not needed any more: in no item of the buffer, and in no sample at work.
+"""`UsedData`: reference counts of data that items and samples use.
 
-One rule: an id of data is given out once, when the last item with it is gone and the last sample that
-holds it was released. What is done with the data, for example deleting its file, is up to the caller.
+The id of data is released once: when the last item with it was removed and the last sample with it was released.
+The caller then decides about the data, for example deletes its file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .item_store import plain_number
 
 
 class UsedQueue(queue.Queue[Any]):
-    """Ids of data that is not needed any more: a `queue.Queue`; iterating takes out what there is."""
+    """Ids of data that is not needed any more. Iterating removes all ids that are in the queue."""
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -31,11 +31,11 @@ class UsedQueue(queue.Queue[Any]):
         return self.qsize()
 
     def withdraw(self, data_id: Any) -> None:
-        """Take an id out again, if it is there: it is needed again."""
+        """Remove an id whose data is needed again; do nothing if it is not in the queue."""
         with self.mutex:
             self.unfinished_tasks -= self.queue.pop(data_id, 0)
 
-    # What `queue.Queue` asks of a kind of queue, under its lock.
+    # The methods that `queue.Queue` calls under its lock.
 
     def _init(self, maxsize: int) -> None:
         self.queue: Any = OrderedDict()
@@ -48,36 +48,37 @@ class UsedQueue(queue.Queue[Any]):
 
 
 class UsedData:
-    """Count the users of data. Not locked: the buffer's lock is held. None is no data."""
+    """Reference counts of data by id; the id None is ignored. Not thread-safe: callers hold the buffer's lock."""
 
     def __init__(self) -> None:
         self.queue = UsedQueue()
-        #: Id -> items in the buffer that have it, and samples at work that hold it.
+        #: Id -> number of items in the buffer with it.
         self._stored: Counter[Any] = Counter()
+        #: Id -> number of unreleased samples with it.
         self._held: Counter[Any] = Counter()
 
-    def replace(self, gone: Iterable[Any], new: Iterable[Any]) -> None:
-        """Note the data of items that are gone and of new ones; what is in both is not given out in between."""
+    def replace(self, removed: Iterable[Any], new: Iterable[Any]) -> None:
+        """Count the data of removed and of new items. Ids in both are not released in between."""
         for data_id in new:
             if data_id is not None:
                 self._stored[data_id] += 1
                 self.queue.withdraw(data_id)
-        for data_id in gone:
+        for data_id in removed:
             if data_id is not None:
                 self._leave(self._stored, data_id)
 
     def hold(self, data_ids: Iterable[Any]) -> None:
-        """Note a sample that holds these data, each once however often it is in the sample."""
+        """Count one sample as a user of each of these ids, even if an id repeats."""
         self._held.update(set(data_ids) - {None})
 
     def release(self, data_ids: Iterable[Any]) -> None:
-        """Note that one sample of each of these data is done with; others are ignored."""
+        """Count one sample less as a user of each of these ids. Ids without samples are ignored."""
         for data_id in dict.fromkeys(data_ids):
             if data_id in self._held:
                 self._leave(self._held, data_id)
 
     def _leave(self, users: Counter[Any], data_id: Any) -> None:
-        """Count one user less, and give the id out if it was the last one."""
+        """Decrement the count of an id; release the id if no item and no sample uses it."""
         users[data_id] -= 1
         if users[data_id] <= 0:
             del users[data_id]
@@ -85,26 +86,27 @@ class UsedData:
             self.queue.put(data_id)
 
     def to_json(self) -> dict[str, Any]:
-        """Take apart; ids are objects."""
-        stored, held = ([list(pair) for pair in users.items()] for users in (self._stored, self._held))
+        """Return the queue and the counts as lists, in which ids are still objects."""
+        stored = [list(pair) for pair in self._stored.items()]
+        held = [list(pair) for pair in self._held.items()]
         return {"queue": list(self.queue.queue), "stored": stored, "held": held}
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any]) -> UsedData:
-        """Put together what `to_json` gave."""
-        made = cls()
+        """Build the counts from the result of `to_json`."""
+        used = cls()
         for data_id in state["queue"]:
-            made.queue.put(data_id)
-        for users, pairs in ((made._stored, state["stored"]), (made._held, state["held"])):
-            users.update({data_id: int(count) for data_id, count in pairs})
-        return made
+            used.queue.put(data_id)
+        used._stored.update({data_id: int(count) for data_id, count in state["stored"]})
+        used._held.update({data_id: int(count) for data_id, count in state["held"]})
+        return used
 
 
-def checked_data_id(given: Any) -> Any:
-    """Return an id as Python's; refuse what cannot be counted, such as a tensor of several numbers."""
-    data_id = plain_number(given)
+def checked_data_id(value: Any) -> Any:
+    """Return an id as a Python object; raise `UsageError` if it is not hashable or a tensor of several numbers."""
+    data_id = plain_number(value)
     try:
         hash([] if isinstance(data_id, torch.Tensor) else data_id)
     except TypeError:
-        raise UsageError("track data", expected="a data_id that is hashable", got=repr(given)[:60]) from None
+        raise UsageError("track data", expected="a data_id that is hashable", got=repr(value)[:60]) from None
     return data_id
