@@ -1,9 +1,11 @@
-"""The `[T, B, ...]` tensors of a rollout storage: allocate, read a step, write it, grow, roll, cut into fields.
+"""The `[T, B, ...]` tensors of a rollout storage: allocate, read a step, write it, grow, roll, split into fields.
 
-One rule: every operation loops over the columns and acts on the time axis; none knows a column by name. A step is
-read and checked completely before its first byte is written. Recurrent states are None, a tensor, or (named) tuples
-of these; the first ones fix the structure, which is written as a layout for JSON: "tensor", None, or a list of layouts;
-a list that starts with `{"names": [...]}` is a named tuple. Their leaves, `[layers, B, *H]`, are columns too.
+Operations loop over the columns and act on the time axis; none depends on the name of a column. A step is checked
+completely before its first byte is written.
+
+Recurrent states are None, a tensor, or (named) tuples of these. Their leaves, `[layers, B, *H]`, are columns too. The
+first states fix the structure, which is saved as a layout in JSON: "tensor", None, or a list of layouts. A list that
+starts with `{"names": [...]}` is a named tuple.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _version_of = attrgetter("_version")
 class ColumnTable:
     """Columns of `num_rows` steps of `num_envs` envs on one device.
 
-    Names of fields must not repeat, and none may stand above another. Tensors in `kept` are used instead of new ones
-    where they have the shape and dtype of the field of that name.
+    Names of fields must not repeat, and no name may be a parent of another. A tensor in `earlier` is used instead of a
+    new one if it has the dtype and the number of rows of the field with its name.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class ColumnTable:
         num_rows: int,
         num_envs: int,
         device: torch.device,
-        kept: Mapping[str, torch.Tensor] | None = None,
+        earlier: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.columns = {column.name: column for column in columns}
         self.schema = Schema(field for column in columns for field in column.fields)
@@ -53,7 +55,7 @@ class ColumnTable:
         self.num_envs = num_envs
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
-        #: How often what is kept was changed: a reader that comes back looks whether it is the same number.
+        #: Number of changes of the tensors. A reader compares it to detect changes since its last read.
         self.num_changes = 0
         self._inputs = [
             (column, {field.name: _Input.of(column, field, num_envs) for field in column.fields})
@@ -62,26 +64,27 @@ class ColumnTable:
         ]
         self._sources = {x.source for x in columns if x.source and (x.fields or x.is_ignorable)}
         viewed = {column.view_of for column in columns}
-        #: Fields of `num_rows + 1` steps, which others show.
+        #: Fields of `num_rows + 1` steps, of which other columns are views.
         self._longer = {field.name for column in columns if column.name in viewed for field in column.fields}
-        #: Name and number of axes of a step's value -> the rows that it goes to; made when the first step is written.
+        #: Name and number of axes of a step's value -> the rows for it; filled when the first step is written.
         self._rows: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
-        #: What goes into a row that a step brings no value for.
+        #: Name of an optional field -> its row in steps without a value.
         self._fillings: dict[str, torch.Tensor] = {}
         #: Names and shapes of the host tensors of a step -> their copy to the device.
         self._copies: dict[tuple[tuple[str, torch.Size], ...], PackedCopy] = {}
         for name in self.schema:
-            if above := [other for other in self.schema if name.startswith(other + "/")]:
-                expected = f"{above[0]!r} a leaf or a mapping"
+            parents = [other for other in self.schema if name.startswith(other + "/")]
+            if parents:
+                expected = f"{parents[0]!r} a leaf or a mapping"
                 raise SchemaError("declare the fields of a storage", "", expected, repr(name))
         for column in columns:
             for field in column.fields:
                 if column.is_lazy or column.view_of:
                     continue
-                found = kept.get(field.name) if kept else None
+                tensor = earlier.get(field.name) if earlier else None
                 rows = num_rows + (field.name in self._longer)
-                if found is not None and found.dtype is field.torch_dtype and found.shape[0] == rows:
-                    self.tensors[field.name] = found
+                if tensor is not None and tensor.dtype is field.torch_dtype and tensor.shape[0] == rows:
+                    self.tensors[field.name] = tensor
                 else:
                     self._allocate(field.name, (num_envs, *field.shape), field.torch_dtype)
         self._show_views()
@@ -89,14 +92,16 @@ class ColumnTable:
 
     @lasting
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        whole = (self.num_rows + (name in self._longer), *shape)
-        self.tensors[name] = filled(whole, self._fill_of(name), dtype, self.device)
+        num_rows = self.num_rows + (name in self._longer)
+        self.tensors[name] = filled((num_rows, *shape), self._fill_of(name), dtype, self.device)
         self._rows = {}
 
     @lasting
     def _show_views(self) -> None:
         for column in self.columns.values():
-            for field in column.fields if column.view_of else ():
+            if not column.view_of:
+                continue
+            for field in column.fields:
                 whole = self.tensors[column.view_of + field.name[len(column.name) :]]
                 self.tensors[field.name] = whole[column.first_row :][: self.num_rows]
 
@@ -104,65 +109,71 @@ class ColumnTable:
         return self.schema[name].fill if name in self.schema else 0
 
     def view(self, name: str, stop: int | None = None) -> Any:
-        """Return a column's tensor, a nested dict of them, or None if it is not kept; shared memory."""
+        """Return a column's tensor, a nested dict of tensors, or None if there is no such column. Views."""
         fields = self.columns[name].fields if name in self.columns else ()
-        found = {field.name: self.tensors[field.name][:stop] for field in fields if field.name in self.tensors}
-        return unflatten(found)[name] if found else None
+        leaves = {field.name: self.tensors[field.name][:stop] for field in fields if field.name in self.tensors}
+        return unflatten(leaves)[name] if leaves else None
 
     # -- one step --------------------------------------------------------------------------
 
     def read(self, transition: Any, deferred: DeferredErrors | None = None) -> dict[str, torch.Tensor]:
-        """Check everything that `transition` brings; give by field what can be copied into a row.
+        """Check the values of `transition`; return by field name tensors that can be copied into a row.
 
-        `deferred` takes the errors of numbers on a device that are out of range; without it the host waits for them.
+        `deferred` receives the errors of numbers on a device that are out of range. Without it the host waits for the
+        check.
         """
         for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources:
                 taken = ", ".join(sorted(self._sources))
                 raise MissingFieldError(_ACTION, f"with {name!r}", taken, "a field that this storage does not keep")
-        found: dict[str, torch.Tensor] = {}
+        leaves: dict[str, torch.Tensor] = {}
         for column, inputs in self._inputs:
             value = getattr(transition, column.source, None)
             if value is None:
                 if column.is_required:
-                    expected = ", ".join(wanted.expected for wanted in inputs.values())
+                    expected = ", ".join(field.expected for field in inputs.values())
                     raise MissingFieldError(_ACTION, f"without {column.source!r}", expected, "None")
                 continue
-            for wanted, leaf in _leaves_of(value, column, inputs):
+            for field, leaf in _leaves_of(value, column, inputs):
                 if not isinstance(leaf, torch.Tensor):
-                    leaf = as_tensor(leaf, _ACTION, f"with {wanted.given.name!r}")
-                # What fits exactly passes here; the full check takes 2 microseconds more per field.
+                    leaf = as_tensor(leaf, _ACTION, f"with {field.source.name!r}")
+                # Leaves that fit exactly pass here; the full check takes 2 microseconds more per field.
                 is_plain = leaf.layout is torch.strided and not leaf.is_meta
-                if not is_plain or leaf.shape not in wanted.shapes or leaf.dtype not in wanted.dtypes:
-                    leaf = fit(_ACTION, wanted.given, leaf, wanted.cast, shapes=wanted.shapes, deferred=deferred)
-                found[wanted.name] = leaf
-        return found
+                if not is_plain or leaf.shape not in field.shapes or leaf.dtype not in field.dtypes:
+                    leaf = fit(_ACTION, field.source, leaf, field.cast, shapes=field.shapes, deferred=deferred)
+                leaves[field.name] = leaf
+        return leaves
 
-    def write(self, row: int, found: Mapping[str, torch.Tensor]) -> None:
-        """Write over a row what `read` gave, and leaves of other names; what is new gets memory first."""
-        for name, value in found.items():
-            if name not in self.tensors:
-                shape = (self.num_envs, *self.schema[name].shape) if name in self.schema else tuple(value.shape)
-                self._allocate(name, shape, self.schema[name].torch_dtype if name in self.schema else value.dtype)
+    def write(self, row: int, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Write the leaves of `read`, and others by name, over a row. Allocate tensors of new names first."""
+        for name, leaf in leaves.items():
+            if name in self.tensors:
+                continue
+            if name in self.schema:
+                field = self.schema[name]
+                self._allocate(name, (self.num_envs, *field.shape), field.torch_dtype)
+            else:
+                self._allocate(name, tuple(leaf.shape), leaf.dtype)
         if not self._rows:
             self._cut()
-        given = {**self._fillings, **found}
+        step = {**self._fillings, **leaves}
         if self.device.type == "cuda":
-            given.update(self._sent({name: x for name, x in given.items() if x.is_cpu}))
-        # In half the time of a loop; fillings are copied too, as to fill takes three times as long.
-        torch._foreach_copy_([self._rows[name, x.dim()][row] for name, x in given.items()], list(given.values()))
+            step.update(self._sent({name: x for name, x in step.items() if x.is_cpu}))
+        # In half the time of a loop. Fillings are copied too, since filling takes three times as long.
+        torch._foreach_copy_([self._rows[name, x.dim()][row] for name, x in step.items()], list(step.values()))
         self.num_changes += 1
         self._versions = tuple(map(_version_of, self._results))
 
-    def _sent(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _sent(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy host tensors of a step to the device in one piece."""
-        if not given:
+        if not leaves:
             return {}
-        form = tuple((name, x.shape) for name, x in given.items())
+        form = tuple((name, x.shape) for name, x in leaves.items())
         if form not in self._copies:
-            dtypes = [self._rows[name, x.dim()][0].dtype for name, x in given.items()]
-            self._copies[form] = PackedCopy([x.shape for x in given.values()], dtypes, self.device)
-        return dict(zip(given, self._copies[form](list(given.values())), strict=True))
+            dtypes = [self._rows[name, x.dim()][0].dtype for name, x in leaves.items()]
+            self._copies[form] = PackedCopy([x.shape for x in leaves.values()], dtypes, self.device)
+        copies = self._copies[form](list(leaves.values()))
+        return dict(zip(leaves, copies, strict=True))
 
     @property
     def num_buffer_waits(self) -> int:
@@ -171,24 +182,27 @@ class ColumnTable:
 
     @lasting
     def _cut(self) -> None:
-        """Cut every tensor into rows: `[B, *shape]`, and `[B]` where the shape is (1,)."""
+        """Split every tensor into views of its rows: `[B, *shape]`, and `[B]` where the shape is (1,)."""
         inputs = {name: column for column, fields in self._inputs for name in fields}
         self._fillings = {}
         for name, tensor in self.tensors.items():
             column = inputs.get(name)
-            if column is not None and column.is_flag:  # into bool any dtype copies as != 0
+            if column is None:
+                self._rows[name, tensor.dim() - 1] = tensor.unbind(0)
+                continue
+            if column.is_flag:  # a copy of any dtype into bool is `!= 0`
                 tensor = tensor.view(torch.bool)
             self._rows[name, tensor.dim() - 1] = tensor.unbind(0)
-            if column is not None and tensor.dim() == 3 and tensor.shape[-1] == 1:
+            if tensor.dim() == 3 and tensor.shape[-1] == 1:
                 self._rows[name, 1] = tensor.squeeze(-1).unbind(0)
-            if column is not None and not column.is_required and not column.view_of:
+            if not column.is_required and not column.view_of:
                 self._fillings[name] = torch.full_like(tensor[0], self._fill_of(name))
 
     # -- all steps -------------------------------------------------------------------------
 
     @lasting
     def grow(self, num_rows: int) -> None:
-        """Append `num_rows` steps, filled like new ones, to every tensor; what is written stays."""
+        """Append `num_rows` steps, filled like new ones, to every tensor; written steps stay."""
         has_results = self.has_results
         for name, tensor in self.tensors.items():
             new = tensor.new_full((num_rows, *tensor.shape[1:]), self._fill_of(name))
@@ -197,7 +211,7 @@ class ColumnTable:
         self._note_change(has_results)
 
     def roll(self, start: int) -> None:
-        """Rotate every tensor in place so that the step at `start` comes first."""
+        """Rotate every tensor in place so that the step at `start` becomes the first."""
         has_results = self.has_results
         for tensor in self.tensors.values():
             tensor.copy_(torch.cat([tensor[start:], tensor[:start]]))
@@ -205,33 +219,39 @@ class ColumnTable:
         self.note_results(has_results)
 
     def assign(self, name: str, value: Any) -> None:
-        """Copy `[T, B, *shape]` (or a nested dict of such) over a whole column; its tensors stay the same."""
+        """Copy `[T, B, *shape]` (or a nested dict of such) over a whole column, in place."""
         action = f"assign to {name!r}"
         column = self.columns[name]
-        given = flatten({name: value})
+        leaves = flatten({name: value})
         targets = []
-        check_same_names({field.name: None for field in column.fields}, given, action)
-        for key, x in given.items():
+        check_same_names({field.name: None for field in column.fields}, leaves, action)
+        for key, x in leaves.items():
             target = self.tensors.get(key)
             if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta or x.is_quantized:
                 raise FieldTypeError(action, "", "a dense tensor", type(x).__name__)
             if target is None or x.shape != target.shape:
-                expected = "nothing, it is not kept yet" if target is None else str(list(target.shape))
+                expected = "nothing, it is not stored yet" if target is None else str(list(target.shape))
                 raise SchemaError(action, "", f"shape {expected}", str(list(x.shape)))
-            # Into bool any dtype copies as != 0: flags stay 0 or 1, as everything that reads them expects.
+            # A copy of any dtype into bool is `!= 0`: flags stay 0 or 1, as all readers of flags expect.
             targets.append(target.view(torch.bool) if column.is_flag else target)
         self.num_changes += 1
         with torch.no_grad():
-            for target, x in zip(targets, given.values(), strict=True):
+            for target, x in zip(targets, leaves.values(), strict=True):
                 target.copy_(x)
 
-    def kept(self) -> dict[str, torch.Tensor]:
-        """List all tensors but those of columns that are views."""
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors by name, except views of other columns."""
         views = {field.name for column in self.columns.values() if column.view_of for field in column.fields}
         return {name: x for name, x in self.tensors.items() if name not in views}
 
     def replace(self, tensors: Mapping[str, torch.Tensor], num_rows: int, others: set[str]) -> None:
-        """Take other tensors of `num_rows` steps in the place of all that `kept` lists; fields, and `others`."""
+        """Replace all of `own_tensors` by tensors of `num_rows` steps.
+
+        Args:
+            tensors: Tensors of fields, by name; and tensors called as in `others`, which are not checked.
+            num_rows: New number of steps.
+            others: Names that are not fields.
+        """
         expected = {
             field.name: ((num_rows + (field.name in self._longer), self.num_envs, *field.shape), field)
             for column in self.columns.values()
@@ -249,7 +269,7 @@ class ColumnTable:
         self._note_change()
 
     def _note_change(self, has_results: bool = False) -> None:
-        """Other tensors are here: forget the rows that were cut of the earlier ones."""
+        """Drop the views of rows of earlier tensors, after the tensors were replaced."""
         self.num_changes += 1
         self._rows = {}
         self.note_results(has_results)
@@ -258,51 +278,56 @@ class ColumnTable:
 
     @property
     def has_results(self) -> bool:
-        """Whether each column that no transition brings was computed, assigned or changed since the last step."""
+        """Whether each computed column was computed, assigned or changed since the last step."""
         return all(map(ne, map(_version_of, self._results), self._versions))
 
     def note_results(self, are_new: bool) -> None:
-        """Return whether the results are those of the steps; if not, wait for the next change of `_version`.
+        """Set whether the computed columns belong to the current steps.
 
-        torch counts there what it writes in place, through any view, in any mode.
+        If not, they do after the next change of their `_version`, in which torch counts writes in place through any
+        view, in any mode.
         """
         results = [column for column in self.columns.values() if column.batch and not column.source]
         self._results = [self.tensors[x.name] for column in results for x in column.fields]
         self._versions = tuple(-1 if are_new else x._version for x in self._results)
 
     def batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
-        """List what a mini-batch carries: flat mini-batch name, `[rows, B, ...]`, and whether it is padded."""
+        """Return the fields of a mini-batch: flat mini-batch name, `[rows, B, ...]`, and whether it is padded."""
         has_results = self.has_results
-        return [
-            (column.batch + field.name[len(column.name) :], self.tensors[field.name][:rows], column.is_padded)
-            for column in self.columns.values()
-            if column.batch and (column.source or has_results)
-            for field in column.fields
-            if field.name in self.tensors
-        ]
+        in_batch = []
+        for column in self.columns.values():
+            is_carried = column.batch and (column.source or has_results)
+            if not is_carried:
+                continue
+            for field in column.fields:
+                if field.name in self.tensors:
+                    name = column.batch + field.name[len(column.name) :]
+                    in_batch.append((name, self.tensors[field.name][:rows], column.is_padded))
+        return in_batch
 
     def fill_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Nest what `batch_columns` named, and add what it could not give: the fallback, or None."""
-        found = unflatten(batch)
+        """Nest the flat names of `batch_columns`; fill absent columns with their fallback, or None."""
+        fields = unflatten(batch)
         for column in self.columns.values():
-            if column.batch and column.batch not in found:
-                found[column.batch] = found[column.fallback] if column.fallback else None
-        return found
+            if column.batch and column.batch not in fields:
+                fields[column.batch] = fields[column.fallback] if column.fallback else None
+        return fields
 
 
-# -- what a transition may bring ---------------------------------------------------------------
+# -- fields of a transition --------------------------------------------------------------------
 
 
 class _Input(NamedTuple):
-    """What the value of one field must look like."""
+    """The shapes and dtypes that a field accepts from a transition."""
 
+    #: Name in the table.
     name: str
-    #: The field, called as in transitions.
-    given: Field
+    #: The field, with its name in transitions.
+    source: Field
     cast: Cast
-    #: What fits as it is: every axis written out, and `[B]` where the shape is (1,).
+    #: Accepted shapes: `[B, *shape]`, and `[B]` where the shape is (1,).
     shapes: tuple[torch.Size, ...]
-    #: What is written as it is: all numbers of these dtypes are numbers of the field.
+    #: Dtypes that are copied without a check: the field can represent all of their numbers.
     dtypes: frozenset[torch.dtype]
 
     @classmethod
@@ -310,23 +335,23 @@ class _Input(NamedTuple):
         shapes = [torch.Size((num_envs, *field.shape))]
         if field.shape == (1,):
             shapes.append(torch.Size((num_envs,)))
-        given = replace(field, name=column.source + field.name[len(column.name) :])
+        source = replace(field, name=column.source + field.name[len(column.name) :])
         if column.is_flag:
-            return cls(field.name, given, "flag", tuple(shapes), REAL_DTYPES)
-        if field.name in column.taken:
-            if not field.torch_dtype.is_floating_point:
-                return cls(field.name, given, "exact", tuple(shapes), frozenset([field.torch_dtype]))
-            floating = frozenset(dtype for dtype in always_fit(field.torch_dtype) if dtype.is_floating_point)
-            return cls(field.name, given, "floating", tuple(shapes), floating)
-        return cls(field.name, given, "in range", tuple(shapes), always_fit(field.torch_dtype))
+            return cls(field.name, source, "flag", tuple(shapes), REAL_DTYPES)
+        if field.name not in column.taken:
+            return cls(field.name, source, "in range", tuple(shapes), always_fit(field.torch_dtype))
+        if not field.torch_dtype.is_floating_point:
+            return cls(field.name, source, "exact", tuple(shapes), frozenset([field.torch_dtype]))
+        floating = frozenset(dtype for dtype in always_fit(field.torch_dtype) if dtype.is_floating_point)
+        return cls(field.name, source, "floating", tuple(shapes), floating)
 
     @property
     def expected(self) -> str:
-        return f"{self.given.dtype} of shape {list(self.shapes[0])}"
+        return f"{self.source.dtype} of shape {list(self.shapes[0])}"
 
 
 def _leaves_of(value: Any, column: Column, inputs: Mapping[str, _Input]) -> Iterable[tuple[_Input, Any]]:
-    """Pair the leaves of a column's value with what they must look like; refuse others than the column has."""
+    """Pair the leaves of a column's value with the column's inputs; raise `SchemaError` if their names differ."""
     is_mapping = isinstance(value, Mapping)
     if is_mapping == (column.name in inputs):
         expected = inputs[column.name].expected if is_mapping else "a mapping"
@@ -336,40 +361,44 @@ def _leaves_of(value: Any, column: Column, inputs: Mapping[str, _Input]) -> Iter
         return ((inputs[column.name], value),)
     leaves = flatten({column.name: value})
     check_same_names(inputs, leaves, _ACTION)
-    return [(wanted, leaves[name]) for name, wanted in inputs.items()]
+    return [(field, leaves[name]) for name, field in inputs.items()]
 
 
 class SavedStates:
-    """The recurrent states before each step, in a table of their storage; nothing until some come."""
+    """The recurrent states before each step, in the table of a storage; none before the first step with states."""
 
     def __init__(self, table: ColumnTable) -> None:
         self._table = table
-        #: Of the leaves that are kept; None without any.
+        #: Layout of the stored leaves; None if there are none.
         self.layout: Any = None
 
     def leaves(self) -> list[torch.Tensor]:
-        """List the leaves, `[T, layers, B, *H]`; they share memory with the table."""
+        """Return the leaves, `[T, layers, B, *H]`; they share memory with the table."""
         return [x for name, x in self._table.tensors.items() if name.startswith(_COLUMN + "/")]
 
     def build(self, leaves: list[torch.Tensor]) -> Any:
-        """Return states with these leaves; None if none ever came."""
+        """Return states with these leaves; None if no step had states."""
         return _build(self.layout, iter(leaves))
 
     def read(self, states: Any) -> dict[str, torch.Tensor]:
-        """Return the leaves of a step's states, by name in the table; refuse another structure, shape or dtype."""
-        kept = self.leaves()
-        if states is None and not kept:
+        """Return the leaves of a step's states by name in the table.
+
+        Raises:
+            SchemaError: Structure, shapes or dtypes differ from those of earlier steps.
+        """
+        stored = self.leaves()
+        if states is None and not stored:
             return {}
         layout = _layout(states)
         leaves = _leaves(states)
-        if kept and layout != self.layout:
+        if stored and layout != self.layout:
             raise SchemaError(_ACTION, "with 'hidden_states'", f"the structure {_words(self.layout)}", _words(layout))
-        for leaf, like in zip(leaves, [x[0] for x in kept] or leaves, strict=True):
+        for leaf, like in zip(leaves, [x[0] for x in stored] or leaves, strict=True):
             is_placed = leaf.dim() >= 3 and leaf.shape[1] == self._table.num_envs
             is_dense = leaf.layout is torch.strided and leaf.dtype in REAL_DTYPES and not leaf.is_meta
             if not (is_placed and is_dense) or leaf.shape != like.shape or leaf.dtype != like.dtype:
                 dtype = str(like.dtype) if like.dtype in REAL_DTYPES else "real numbers"
-                shape = str(list(like.shape)) if kept else f"[layers, {self._table.num_envs}, H]"
+                shape = str(list(like.shape)) if stored else f"[layers, {self._table.num_envs}, H]"
                 got = f"{leaf.dtype} of shape {list(leaf.shape)}, {leaf.layout} on {leaf.device}"
                 raise SchemaError(_ACTION, "with 'hidden_states'", f"{dtype} of shape {shape}", got)
         if leaves:
@@ -377,26 +406,32 @@ class SavedStates:
         return {f"{_COLUMN}/{i}": leaf for i, leaf in enumerate(leaves)}
 
     def check_loaded(self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int) -> set[str]:
-        """Name the leaves of a loaded state; refuse those that are not `num_rows` steps of states with this layout."""
-        mine: dict[str, torch.Tensor] = {}
-        while (name := f"{_COLUMN}/{len(mine)}") in tensors:
-            mine[name] = tensors[name]
-        waiting = iter(mine.values())
+        """Return the names of the leaves in a loaded state.
+
+        Raises:
+            SchemaError: The leaves are not `num_rows` steps of states with this layout.
+        """
+        leaves: dict[str, torch.Tensor] = {}
+        while f"{_COLUMN}/{len(leaves)}" in tensors:
+            name = f"{_COLUMN}/{len(leaves)}"
+            leaves[name] = tensors[name]
+        unused = iter(leaves.values())
         try:
-            is_right = _layout(_build(layout, waiting)) == layout and not list(waiting)
+            fits = _layout(_build(layout, unused)) == layout and not list(unused)
         except (AttributeError, LookupError, StopIteration, TypeError, ValueError):
-            is_right = False
-        if not is_right:
-            expected = f"None, 'tensor', or lists of these, for {len(mine)} tensors"
+            fits = False
+        if not fits:
+            expected = f"None, 'tensor', or lists of these, for {len(leaves)} tensors"
             raise SchemaError(_LOAD, "with 'states'", expected, repr(layout))
-        for x in mine.values():
+        for x in leaves.values():
             if x.dim() < 4 or len(x) != num_rows or x.shape[2] != self._table.num_envs:
                 expected = f"shape [{num_rows}, layers, {self._table.num_envs}, H]"
                 raise SchemaError(_LOAD, f"with {_COLUMN!r}", expected, str(list(x.shape)))
-        return set(mine)
+        return set(leaves)
 
 
 def _layout(states: Any) -> Any:
+    """Return the layout of states; see the module docstring."""
     if states is None:
         return None
     if isinstance(states, torch.Tensor):
@@ -414,15 +449,18 @@ def _leaves(states: Any) -> list[torch.Tensor]:
 
 
 def _build(layout: Any, leaves: Iterator[Any]) -> Any:
+    """Return states with a layout, of the next leaves."""
     if not isinstance(layout, list):
         return None if layout is None else next(leaves)
     names = layout[0]["names"] if layout and isinstance(layout[0], dict) else None
     children = [_build(child, leaves) for child in layout[names is not None :]]
     if names is None:
         return tuple(children)
-    kind: Any = HiddenStates if tuple(names) == HiddenStates._fields else namedtuple("States", names)
-    return kind(*children)
+    is_ours = tuple(names) == HiddenStates._fields
+    states_type: Any = HiddenStates if is_ours else namedtuple("States", names)
+    return states_type(*children)
 
 
 def _words(layout: Any) -> str:
+    """Return a layout as text for errors, such as "(tensor, tensor)"."""
     return str(_build(layout, repeat(_LEAF))).replace("'", "")

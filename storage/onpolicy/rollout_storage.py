@@ -127,11 +127,11 @@ class RolloutStorage(Store, is_saved_whole=True):
         is_new = not isinstance(generator, torch.Generator) and self.device.type != "meta"
         return generator_on(generator, self.device if is_new else None, arguments.creating(self))
 
-    def _make_table(self, num_steps: int, kept: Mapping[str, torch.Tensor] | None = None) -> None:
+    def _make_table(self, num_steps: int, earlier: Mapping[str, torch.Tensor] | None = None) -> None:
         columns = self.declare_columns()
         self.Transition = transition_type(columns, self.Transition)
         self.MiniBatch = batch_type(columns, self.MiniBatch)
-        self._table = ColumnTable(columns, num_steps, self.num_envs, self.device, kept)
+        self._table = ColumnTable(columns, num_steps, self.num_envs, self.device, earlier)
         self._states = SavedStates(self._table)
 
     def declare_columns(self) -> list[Column]:
@@ -221,7 +221,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             if shape is not None:
                 self._taken.update(taken_dtypes(name, shape, getattr(transition, name, None)))
         if self._taken:
-            self._make_table(self._table.num_rows, self._table.kept())
+            self._make_table(self._table.num_rows, self._table.own_tensors())
 
     @property
     def saved_hidden_states(self) -> Any:
@@ -465,7 +465,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 "states": self._states.layout,
                 "taken_dtypes": self._taken,
             }
-            return State(self._arguments(), numbers, self._table.kept())
+            return State(self._arguments(), numbers, self._table.own_tensors())
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
@@ -474,7 +474,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._taken = checked_dtypes(numbers.get("taken_dtypes", {}))  # earlier saves take any dtype that fits
             # A table of its own, so that the one of before is whole if the state does not fit.
             before = self._table
-            self._make_table(before.num_rows, before.kept())
+            self._make_table(before.num_rows, before.own_tensors())
             self._order.wait(is_write=True)
             leaves = self._states.check_loaded(numbers["states"], tensors, num_rows)
             self._table.replace(tensors, num_rows, leaves)
