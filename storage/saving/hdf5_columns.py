@@ -1,7 +1,7 @@
-"""Columns of numbers in an HDF5 file: written and read in chunks, with a checksum each.
+"""Columns of numbers in an HDF5 file, written and read in chunks, with a checksum for each column.
 
-One rule: rows pass through chunks of memory, whatever their number. HDF5 itself writes into memory only, and what is
-read is first checked against the length of the file. What the columns mean is not known here.
+The memory for chunks does not depend on the number of rows. HDF5 itself writes into memory only. Sizes in a file are
+checked against its length before anything is allocated.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ from ..core.threads import Worker
 from ..errors import CorruptFileError, SchemaError
 from .hdf5_files import Allowance, SparseFile, attribute, begin_file, member, open_hdf5, reserve, write_at
 
-#: Rows pass through memory of this size, twice: one chunk is filled while the other is written or used.
+#: Bytes per chunk of rows. There are two chunks: one is filled while the other is written or used.
 CHUNK_BYTES = 8 << 20
-#: Threads that read ahead, however many columns there are; several, as checksums take as long as reading.
+#: Threads that prefetch, for any number of columns; several, since checksums take as long as reading.
 _NUM_READERS = 4
-#: So much is written before it is flushed beside the writing; to flush all at the end takes a third longer.
+#: Bytes between flushes in the background; a single flush at the end takes a third longer.
 _FLUSH_BYTES = 128 << 20
 #: Rows start at a multiple of this, so that they can be mapped.
 _ALIGNMENT = 64
-#: Attribute of each file, and entry of the config, that says which save they are of.
+#: Attribute of each file, and key of the config, with the id of their save.
 SAVE_ID = "save_id"
-#: Attributes of datasets: the dtype where numpy has none, and the checksum.
-_DTYPE_TAG, _CRC_TAG = "torch_dtype", "crc32"
+#: Attribute of datasets with the name of a dtype that numpy lacks.
+_DTYPE_TAG = "torch_dtype"
+#: Attribute of datasets with their checksum.
+_CRC_TAG = "crc32"
 #: Name -> dtype in memory and in the file.
 _DTYPES = {**DTYPES, **COMPLEX_DTYPES, "bfloat16": (torch.bfloat16, np.dtype("<i2"))}
 
 
 class Table:
-    """Rows of several columns; here of tensors, which are not copied.
+    """Rows of several columns: of tensors, which are not copied, or in `StoredTable` of a file.
 
     Attributes:
-        shapes: Of each column by name, rows first.
-        dtypes: Names of their dtypes.
+        shapes: Shape of each column by name, rows first.
+        dtypes: Name of the dtype of each column by name.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -64,13 +66,13 @@ class Table:
         return next(iter(lengths.values()), 0)
 
     def schema(self, num_lead: int) -> Schema:
-        """Return which fields there are; `num_lead` axes come before the event."""
+        """Return the fields of the columns; `num_lead` axes come before the event."""
         if any(len(shape) < num_lead for shape in self.shapes.values()):
             raise SchemaError("load rows", expected=f"columns of at least {num_lead} axes", got=str(self.shapes))
         return Schema(make_field(name, shape[num_lead:], self.dtypes[name]) for name, shape in self.shapes.items())
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield (first row, rows of every column) from the first row to the last; a chunk lasts until the next one."""
+        """Yield (first row, rows of every column) in order. The next chunk overwrites the tensors of a chunk."""
         yield 0, self._tensors
 
     def read(self, name: str) -> torch.Tensor:
@@ -83,8 +85,8 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
 
     Args:
         path: The new file.
-        columns: By the name in the file, rows first; they may be views.
-        save_id: Tells files of one save from those of another.
+        columns: Tensors by name in the file, rows first; they may be views.
+        save_id: Written to the file; all files of one save have the same id.
 
     Raises:
         OSError: The disk is full.
@@ -105,10 +107,10 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
             place = places[name]
             crc = 0
             for data in _chunks_of(column):
-                writer.submit(write_at, handle, data, place)  # waits until the chunk before it is written
-                place = place + len(data)
+                writer.submit(write_at, handle, data, place)  # waits until the previous chunk is written
+                place += len(data)
                 crc = crc32(data, crc)
-                num_unflushed = num_unflushed + len(data)
+                num_unflushed += len(data)
                 if num_unflushed >= _FLUSH_BYTES and not flusher.num_pending:
                     flusher.submit(os.fdatasync, handle)
                     num_unflushed = 0
@@ -120,35 +122,40 @@ def write_columns(path: Path, columns: Mapping[str, torch.Tensor], save_id: str)
 
 
 def _chunks_of(column: torch.Tensor) -> Iterator[memoryview]:
-    """Lay out the rows of a column; the bytes of a chunk last until the next but one."""
+    """Yield the bytes of the rows of a column, chunk by chunk. The next chunk but one overwrites the bytes."""
     step = _chunk_rows(prod(column.shape[1:]) * column.element_size())
-    # Fresh memory for each chunk would cost as much as writing it.
-    rooms = torch.empty((2, min(step, len(column)), *column.shape[1:]), dtype=column.dtype, device="cpu")
+    # New memory for each chunk would cost as much as writing it.
+    buffers = torch.empty((2, min(step, len(column)), *column.shape[1:]), dtype=column.dtype, device="cpu")
     for number, part in enumerate(torch.split(column, step)):
-        yield _bytes(_as_array(rooms[number % 2][: len(part)].copy_(part)))
+        chunk = buffers[number % 2][: len(part)].copy_(part)
+        yield _bytes(_as_array(chunk))
 
 
 @contextmanager
 def open_columns(path: Path, save_id: object, names: Iterable[str] | Callable[[str], str]) -> Iterator[StoredTable]:
-    """Open what `write_columns` wrote, or what an earlier system did.
+    """Open a file of `write_columns` or of an earlier system.
 
     Args:
         path: The file.
-        save_id: Of the save that the file should be of, if that is known and the file tells; or None.
-        names: Of the datasets to read; or what turns each key of the file into the name of a column.
+        save_id: Expected id of the save, or None. A file without an id is accepted.
+        names: Names of the datasets to read; or a function from a key of the file to the name of a column.
 
     Raises:
-        CorruptFileError, UnsafeFileError: Naming the file and the dataset; also for what the block raises because
-            of the file.
+        CorruptFileError, UnsafeFileError: The file is damaged or refers to other files. Errors that the block raises
+            because of the file are converted to these, too.
     """
     try:
         with open_hdf5(path) as (file, handle):
-            found = attribute(file, SAVE_ID)
-            if save_id is not None and found is not None and str(found) != save_id:
-                got = f"one of {str(found)!r}"
+            id_of_file = attribute(file, SAVE_ID)
+            if save_id is not None and id_of_file is not None and str(id_of_file) != save_id:
+                got = f"one of {str(id_of_file)!r}"
                 raise CorruptFileError("load", repr(str(path)), f"a file of the save {save_id!r}", got)
-            keys = {names(key): key for key in file} if callable(names) else {name: name for name in names}
-            yield StoredTable(path, handle.fileno(), {name: member(file, key, path) for name, key in keys.items()})
+            if callable(names):
+                keys = {names(key): key for key in file}
+            else:
+                keys = {name: name for name in names}
+            datasets = {name: member(file, key, path) for name, key in keys.items()}
+            yield StoredTable(path, handle.fileno(), datasets)
     except FileNotFoundError as cause:
         raise CorruptFileError("load", repr(str(path.parent)), f"the file {path.name}", "none") from cause
 
@@ -158,14 +165,14 @@ class StoredTable(Table):
 
     Args:
         path: The file.
-        handle: Its descriptor.
-        datasets: By the names of columns.
+        handle: Descriptor of the file.
+        datasets: Datasets by name of the column.
 
     Attributes:
-        sums: Checksums that columns should have; None where that is not known.
+        sums: Expected checksums of columns by name; None if unknown.
 
     Raises:
-        CorruptFileError: A dataset is no rows of numbers, or all are together larger than the file.
+        CorruptFileError: A dataset has no rows of numbers, or all datasets together are larger than the file.
     """
 
     def __init__(self, path: Path, handle: int, datasets: Mapping[str, Any]) -> None:
@@ -177,44 +184,53 @@ class StoredTable(Table):
         self.sums: dict[str, int | None] = {}
         self._sums_so_far: dict[str, int] = {}
         allowance = Allowance(os.fstat(handle).st_size)
-        for name, found in datasets.items():
+        for name, dataset in datasets.items():
             where = f"{name!r} of {str(path)!r}"
-            if not isinstance(found, h5py.Dataset) or not found.shape or found.dtype.kind not in "biufc":
-                got = f"{found.dtype} of shape {found.shape}" if isinstance(found, h5py.Dataset) else "a group"
+            if not isinstance(dataset, h5py.Dataset):
+                raise CorruptFileError("read", where, "rows of numbers", "a group")
+            if not dataset.shape or dataset.dtype.kind not in "biufc":
+                got = f"{dataset.dtype} of shape {dataset.shape}"
                 raise CorruptFileError("read", where, "rows of numbers", got)
-            allowance.take(found, where)
-            self.shapes[name], self.dtypes[name] = tuple(found.shape), _dtype_of(found, where)
-            self.sums[name] = attribute(found, _CRC_TAG)
+            allowance.take(dataset, where)
+            self.shapes[name] = tuple(dataset.shape)
+            self.dtypes[name] = _dtype_of(dataset, where)
+            self.sums[name] = attribute(dataset, _CRC_TAG)
 
     def rows(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        num_rows, step = self.num_rows, _chunk_rows(sum(map(_row_bytes, self._datasets.values())))
-        rooms = [{name: self._empty(name, min(step, num_rows)) for name in self.shapes} for _ in range(2)]
+        num_rows = self.num_rows
+        step = _chunk_rows(sum(map(_row_bytes, self._datasets.values())))
+        buffers = [{name: self._empty(name, min(step, num_rows)) for name in self.shapes} for _ in range(2)]
         with ThreadPoolExecutor(_NUM_READERS) as pool:
 
-            def ask(first: int) -> dict[str, Future[torch.Tensor]]:
+            def prefetch(first: int) -> dict[str, Future[torch.Tensor]]:
                 num_left = num_rows - first
-                outs = rooms[first // step % 2] if num_left > 0 else {}
+                if num_left <= 0:
+                    return {}
+                outs = buffers[first // step % 2]
                 return {name: pool.submit(self._fill, name, first, out[:num_left]) for name, out in outs.items()}
 
-            following = ask(0)
+            following = prefetch(0)
             for first in range(0, num_rows, step):
                 parts = {name: part.result() for name, part in following.items()}
-                following = ask(first + step)
+                following = prefetch(first + step)
                 yield first, parts
 
     def read(self, name: str) -> torch.Tensor:
         num_rows = self.shapes[name][0]
         step = _chunk_rows(_row_bytes(self._datasets[name]))
-        found = self._empty(name, num_rows)
+        rows = self._empty(name, num_rows)
         for first in range(0, num_rows, step):
-            self._fill(name, first, found[first : first + step])
-        return found
+            self._fill(name, first, rows[first : first + step])
+        return rows
 
     def _empty(self, name: str, num_rows: int) -> torch.Tensor:
         return torch.empty((num_rows, *self.shapes[name][1:]), dtype=_DTYPES[self.dtypes[name]][0], device="cpu")
 
     def _fill(self, name: str, first: int, out: torch.Tensor) -> torch.Tensor:
-        """Read rows from `first` on into `out`; in order, so that the checksum is known after the last ones."""
+        """Read rows from `first` on into `out`, and return it; check the checksum after the last row.
+
+        The rows of a column must be read in order, since the checksum is computed on the way.
+        """
         dataset = self._datasets[name]
         array = _as_array(out)
         data = _bytes(array)
@@ -223,11 +239,15 @@ class StoredTable(Table):
             dataset.read_direct(array, np.s_[first : first + len(out)])
         elif place is not None:
             self._read_at(place + first * _row_bytes(dataset), data, name)
-        if (expected := self.sums[name]) is not None:
-            crc = self._sums_so_far[name] = crc32(data, self._sums_so_far[name] if first else 0)
-            if first + len(out) == len(dataset) and crc != int(expected):
-                where = f"{name!r} of {str(self._path)!r}"
-                raise CorruptFileError("load", where, f"checksum {int(expected):08x}", f"{crc:08x}")
+        expected = self.sums[name]
+        if expected is None:
+            return out
+        crc = crc32(data, self._sums_so_far[name] if first else 0)
+        self._sums_so_far[name] = crc
+        is_end = first + len(out) == len(dataset)
+        if is_end and crc != int(expected):
+            where = f"{name!r} of {str(self._path)!r}"
+            raise CorruptFileError("load", where, f"checksum {int(expected):08x}", f"{crc:08x}")
         return out
 
     def _read_at(self, place: int, data: memoryview, name: str) -> None:
@@ -236,7 +256,7 @@ class StoredTable(Table):
             if not count:
                 raise CorruptFileError("read", repr(str(self._path)), f"all rows of {name!r}", "fewer")
             data = data[count:]
-            place = place + count
+            place += count
 
 
 def name_of(tensor: torch.Tensor) -> str:
@@ -257,7 +277,9 @@ def _chunk_rows(row_bytes: int) -> int:
 
 
 def _as_array(part: torch.Tensor) -> npt.NDArray[Any]:
-    return (part.view(torch.int16) if part.dtype is torch.bfloat16 else part).numpy()
+    if part.dtype is torch.bfloat16:  # numpy has no bfloat16
+        part = part.view(torch.int16)
+    return part.numpy()
 
 
 def _bytes(part: npt.NDArray[Any]) -> memoryview:
@@ -269,7 +291,7 @@ def _row_bytes(dataset: h5py.Dataset) -> int:
 
 
 def _place(dataset: h5py.Dataset) -> int | None:
-    """Return where rows stand in the file as they are in memory; None if HDF5 must unpack or convert them."""
+    """Return the file offset of rows that are stored as in memory; None if HDF5 must unpack or convert them."""
     if dataset.chunks is not None or not dataset.size:
         return None
     is_same = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)

@@ -1,10 +1,11 @@
-"""HDF5 files as this project touches them: read through a guard, written without the library.
+"""HDF5 files: read through a guard, written without the disk access of the HDF5 library.
 
-One rule: the library sees neither the disk while a file is written, as a disk that is full in the middle of its
-closing leaves it in a state from which it crashes at the end of the process, nor a damaged global heap while it is
-read, as it follows the sizes of the objects in it, which hold the text of attributes, without asking whether they
-lead on, nor an attribute whose text claims a length, as it takes memory for that before it looks. What the datasets
-mean is not known here.
+Three defects of the library are avoided:
+
+- If the disk fills up while a file is closed, the library crashes at the end of the process. So it writes into memory.
+- It follows the sizes of objects in a global heap, which contains the texts of attributes, without checking that
+  they are positive. A damaged heap makes it loop. So the guard checks every heap.
+- It allocates the length that the text of an attribute claims, before it reads the text. So lengths are checked first.
 """
 
 from __future__ import annotations
@@ -29,29 +30,36 @@ from ..core.durable_files import open_regular
 from ..errors import CorruptFileError, RolloutDataError, UnsafeFileError
 
 _MAGIC = b"GCOL"
-#: The header of a heap, and that of each object in it: index (2 bytes), count (2), nothing (4), size (8).
+#: Bytes of the header of a heap, and of each object in it: index (2 bytes), count (2), unused (4), size (8).
 _HEAD_BYTES = 16
-#: A block has one heap, for texts of 128 KiB at most; each further object takes time to look at.
+#: Largest heap that is read. A block has one heap, for texts of 128 KiB at most; checking more objects takes time.
 MAX_HEAP_BYTES = 1 << 20
-#: DEFLATE gives no more for a byte; zeros that were never written take none.
-_MAX_EXPANSION, _MAX_UNWRITTEN_BYTES = 1100, 1 << 26
-#: No attribute that is read here is larger.
+#: Largest number of bytes that DEFLATE unpacks from one byte.
+_MAX_EXPANSION = 1100
+#: Bytes that a file of any length may unpack to: zeros that were never written take no space.
+_MAX_UNWRITTEN_BYTES = 1 << 26
+#: Largest attribute that is read.
 _MAX_ATTRIBUTE_BYTES = 1 << 12
-#: Kinds of messages in the head of an object: an attribute, where the head goes on, and where there are more than eight
-#: attributes; last, the most parts that are followed.
-_ATTRIBUTE, _GOES_ON, _ATTRIBUTES_APART, _MAX_PARTS = 12, 16, 21, 256
-#: Where the head of a fractal heap says how wide its table is, how large its first blocks are, how many bits places
-#: have, where the first block or table is, and how many rows the table has.
+#: Message types in the header of an object: an attribute.
+_ATTRIBUTE = 12
+#: The offset and length of the next part of the header.
+_CONTINUATION = 16
+#: The offset of a heap with the attributes, if there are more than eight.
+_ATTRIBUTE_INFO = 21
+#: Parts of a header, and blocks of a heap, that are read at most.
+_MAX_PARTS = 256
+#: Byte ranges in the header of a fractal heap: table width, size of the first blocks, bits per offset, offset of the
+#: first block or table, rows of the table.
 _HEAP_FIELDS = (110, 112), (112, 120), (128, 130), (132, 140), (140, 142)
-#: What a damaged file makes h5py raise.
+#: Errors that h5py raises for damaged files.
 _DAMAGE = (OSError, LookupError, ValueError, TypeError, RuntimeError, AttributeError, ArithmeticError)
 
 
 class Guarded(io.RawIOBase):
-    """A file to be read by HDF5 (its file-object driver) that stops it at a heap which it could not leave.
+    """A file for the file-object driver of HDF5; raises `OSError` at a damaged heap.
 
-    Only good for files whose superblock declares sizes of 8 bytes. Every heap is read from its beginning: what
-    joins reads of neighbouring places in the library, its metadata accumulator, is empty until something is written.
+    Only for files whose superblock declares sizes of 8 bytes. The library reads every heap from its beginning: its
+    metadata accumulator, which joins neighbouring reads, is empty in files that are only read.
     """
 
     @property
@@ -61,23 +69,26 @@ class Guarded(io.RawIOBase):
 
     @abstractmethod
     def take(self, view: memoryview) -> int:
-        """Read bytes from the position on and move it; give their number, 0 at the end of the file."""
+        """Read bytes at the position, advance it and return their number, 0 at the end of the file."""
 
     @abstractmethod
     def read_at(self, num_bytes: int, start: int) -> bytes:
-        """Read bytes from a place on; fewer at the end of the file."""
+        """Return bytes from an offset on; fewer at the end of the file."""
 
     @abstractmethod
     def is_written(self, num_bytes: int, start: int) -> bool:
-        """Return whether there is no hole in these bytes, which cost their sender nothing."""
+        """Return whether there is no hole in these bytes. A hole takes no space in the file of an attacker."""
 
     def readinto(self, out: Any) -> int:
         view = memoryview(out)
         done = 0
         start = self.tell()
-        while done < len(view) and (count := self.take(view[done:])):
+        while done < len(view):
+            count = self.take(view[done:])
+            if not count:
+                break
             done += count
-        view[done:] = bytes(len(view) - done)  # HDF5 takes the whole buffer, whatever was read
+        view[done:] = bytes(len(view) - done)  # HDF5 uses the whole buffer, even if fewer bytes were read
         if view[:4] == _MAGIC:
             self._check_heap(start)
         return len(view)
@@ -104,7 +115,7 @@ class GuardedFile(Guarded, io.FileIO):
         path: The file.
 
     Raises:
-        CorruptFileError: It is no regular file.
+        CorruptFileError: The path is not a regular file.
         OSError: While reading: a heap is damaged.
     """
 
@@ -122,7 +133,7 @@ class GuardedFile(Guarded, io.FileIO):
         return os.pread(self.fileno(), num_bytes, start)
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        # A hole begins at the end of the file where the file system cannot tell.
+        # On file systems without holes, the first hole is at the end of the file.
         return os.lseek(self.fileno(), start, os.SEEK_HOLE) >= start + num_bytes
 
 
@@ -130,23 +141,23 @@ def _number(data: bytes) -> int:
     return int.from_bytes(data, "little")
 
 
-#: Number that HDF5 gives an open file -> the file.
+#: HDF5's number of an open file -> the file.
 _OPEN: WeakValueDictionary[int, Guarded] = WeakValueDictionary()
 
 
 @contextmanager
 def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.File, Guarded]]:
-    """Open a file for reading, `opened` if it is elsewhere. What damage makes the library raise becomes one error.
+    """Open a file for reading; `opened` is its content if it is not on this machine.
 
     Raises:
-        CorruptFileError: Also for what the block raises because of the file.
+        CorruptFileError: The file is damaged. Errors that the block raises because of damage are converted, too.
     """
     with (
         reported(repr(str(path))),
         opened or GuardedFile(path) as guarded,
         h5py.File(guarded, "r", locking=False) as file,
     ):
-        if file.id.get_create_plist().get_sizes() != (8, 8):  # the guard reads no other
+        if file.id.get_create_plist().get_sizes() != (8, 8):  # the only sizes that the guard can read
             raise CorruptFileError("read", repr(str(path)), "sizes and places of 8 bytes", "others")
         _OPEN[h5py.h5o.get_info(file.id).fileno] = guarded
         yield file, guarded
@@ -154,62 +165,64 @@ def open_hdf5(path: Path, opened: Guarded | None = None) -> Iterator[tuple[h5py.
 
 @contextmanager
 def reported(where: str) -> Iterator[None]:
-    """Turn what damage makes the library raise into one error, a `CorruptFileError`."""
+    """Convert errors that damage causes in the library to `CorruptFileError`."""
     try:
         yield
     except _DAMAGE as cause:
-        is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)  # a negative place
+        # EINVAL comes from a negative offset. Other errors of the system, such as a missing file, are not damage.
+        is_of_system = isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL)
         if isinstance(cause, RolloutDataError) or is_of_system:
-            raise  # what the system says of it, like a missing file, is no damage
+            raise
         got = f"{type(cause).__name__}: {cause}".split("\n")[0]
         raise CorruptFileError("read", where, "an intact HDF5 file", got) from cause
 
 
 def member(group: h5py.Group, name: str, path: Path) -> Any:
-    """Find a group or dataset by hard links only, with its data in the file: a link can lead to any file.
+    """Return a group or dataset of the file itself. Follow hard links only, since other links can lead to any file.
 
     Raises:
-        CorruptFileError, UnsafeFileError: It is not there, or elsewhere.
+        CorruptFileError: It does not exist.
+        UnsafeFileError: Its data are in another file.
     """
-    found: Any = group
+    node: Any = group
     where = f"{name!r} of {str(path)!r}"
     for part in name.split("/"):
-        link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None
+        link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
-            raise CorruptFileError("read", where, f"{part!r} in {found.name!r}", "nothing of that name")
+            raise CorruptFileError("read", where, f"{part!r} in {node.name!r}", "nothing of that name")
         if not isinstance(link, h5py.HardLink):
             raise UnsafeFileError("read", where, "data in the file itself", type(link).__name__)
-        found = found[part]
-    if isinstance(found, h5py.Dataset) and (found.is_virtual or found.external):
+        node = node[part]
+    if isinstance(node, h5py.Dataset) and (node.is_virtual or node.external):
         raise UnsafeFileError("read", where, "data in the file itself", "a reference to other files")
-    return found
+    return node
 
 
 def attribute(node: Any, name: str) -> Any:
-    """Return the value of an attribute; None if there is none, or if it is not one small value."""
-    attributes = node.attrs  # a file opens its first group for it each time
+    """Return the value of an attribute; None if it does not exist, or is not one small value."""
+    attributes = node.attrs  # a file opens its first group at each access to `attrs`
     if name not in attributes:
         return None
-    found = attributes.get_id(name)
-    if found.shape != () or found.get_storage_size() > _MAX_ATTRIBUTE_BYTES:
+    attribute_id = attributes.get_id(name)
+    if attribute_id.shape != () or attribute_id.get_storage_size() > _MAX_ATTRIBUTE_BYTES:
         return None
-    check_text(node.id, name.encode(), found)
+    check_text(node.id, name.encode(), attribute_id)
     return attributes[name]
 
 
-def check_text(node: Any, name: bytes, found: h5py.h5a.AttrID) -> None:
-    """Compare the lengths that an attribute of texts claims with the size of a heap, by its bytes in the file.
+def check_text(node: Any, name: bytes, attribute_id: h5py.h5a.AttrID) -> None:
+    """Check in the bytes of the file that the texts of an attribute claim at most the size of a heap.
 
     Raises:
-        CorruptFileError: One is longer, or the attribute is not where attributes are.
+        CorruptFileError: A text is longer, or the attribute is not among the attributes of `node`.
     """
-    kind = found.get_type()
-    if kind.get_class() != h5py.h5t.STRING or not kind.is_variable_str():
+    type_id = attribute_id.get_type()
+    if type_id.get_class() != h5py.h5t.STRING or not type_id.is_variable_str():
         return
     about = h5py.h5o.get_info(node)
     start = h5py.h5i.get_file_id(node).get_create_plist().get_userblock()
     is_found = False
-    num_texts = max(1, int(np.prod(found.shape, dtype=object)))
+    num_texts = max(1, int(np.prod(attribute_id.shape, dtype=object)))
     for data in _attributes(_OPEN[about.fileno], about.addr + start, start, name):
         version, _, name_bytes, type_bytes, space_bytes = struct.unpack_from("<BB3H", data)
         at = 9 if version == 3 else 8
@@ -224,15 +237,14 @@ def check_text(node: Any, name: bytes, found: h5py.h5a.AttrID) -> None:
                 got = f"a text of {length}"
                 raise CorruptFileError("read", f"the attribute {name.decode()!r}", expected, got)
     if not is_found:
-        raise CorruptFileError(
-            "read", f"the attribute {name.decode()!r}", "a text among the attributes", "another place"
-        )
+        where = f"the attribute {name.decode()!r}"
+        raise CorruptFileError("read", where, "a text among the attributes", "another place")
 
 
 def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[bytes]:
-    """Yield the messages of attributes of a group or dataset; all places are counted from `start`.
+    """Yield the messages of attributes of a group or dataset; offsets in the file count from `start`.
 
-    Where they lie apart, in a heap without a list of them, what may be the one of this name is given, and what follows.
+    If the attributes are in a heap, which has no list of them, yield all bytes that may be the attribute `name`.
     """
     head = file.read_at(64, place)
     is_new = head[:4] == b"OHDR"
@@ -244,34 +256,34 @@ def _attributes(file: Guarded, place: int, start: int, name: bytes) -> Iterator[
     else:
         parts = [(place + 16, _number(head[8:12]))]
         gap = 8
-    for number, (offset, num_bytes) in enumerate(parts):  # which grow
+    for number, (offset, num_bytes) in enumerate(parts):  # the loop appends parts
         data = file.read_at(min(num_bytes, MAX_HEAP_BYTES), offset)
         at = 4 if is_new and number else 0  # a signature
         while at + gap <= len(data) and number < _MAX_PARTS:
-            kind, size = struct.unpack_from("<BH" if is_new else "<HH", data, at)
+            message_type, size = struct.unpack_from("<BH" if is_new else "<HH", data, at)
             message = data[at + gap : at + gap + size]
-            at = at + gap + size
-            if kind == _ATTRIBUTE and len(message) >= 8:
+            at += gap + size
+            if message_type == _ATTRIBUTE and len(message) >= 8:
                 yield message
-            elif kind == _GOES_ON and len(message) >= 16:
+            elif message_type == _CONTINUATION and len(message) >= 16:
                 parts.append((start + _number(message[:8]), _number(message[8:16])))
-            elif kind == _ATTRIBUTES_APART and len(message) >= 18:
+            elif message_type == _ATTRIBUTE_INFO and len(message) >= 18:
                 heap = start + _number(message[2 + 2 * (message[1] & 1) :][:8])
                 for block in _heap_blocks(file, heap, start):
                     yield from _named(block, name)
 
 
 def _named(block: bytes, name: bytes) -> Iterator[bytes]:
-    """Yield what may be the message of an attribute, of version 2 or 3, whose head has 8 or 9 bytes."""
-    for found in re.finditer(re.escape(name) + b"\0", block):
-        for version, begin in ((2, found.start() - 8), (3, found.start() - 9)):
+    """Yield bytes that may be the message of an attribute, of version 2 or 3, whose header has 8 or 9 bytes."""
+    for match in re.finditer(re.escape(name) + b"\0", block):
+        for version, begin in ((2, match.start() - 8), (3, match.start() - 9)):
             if begin >= 0 and block[begin] == version:
                 yield block[begin : begin + _MAX_ATTRIBUTE_BYTES]
 
 
 def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
     """Yield the blocks of a fractal heap of small objects, which is neither compressed nor nested."""
-    head = file.read_at(142, place) if place < 1 << 62 else b""  # no place: there is none
+    head = file.read_at(142, place) if place < 1 << 62 else b""  # a larger offset means that there is no heap
     if head[:4] != b"FRHP" or head[7:9] != b"\0\0" or _number(head[10:14]) < 512 or _number(head[86:94]):
         return
     width, size, bits, root, num_rows = (_number(head[a:b]) for a, b in _HEAP_FIELDS)
@@ -286,7 +298,7 @@ def _heap_blocks(file: Guarded, place: int, start: int) -> Iterator[bytes]:
 
 
 class Allowance:
-    """Adds up what the datasets of a file take in memory: never more than the file can hold.
+    """Sum of the bytes that the datasets of a file take in memory; limited by the length of the file.
 
     Args:
         file_bytes: Size of the file.
@@ -298,10 +310,10 @@ class Allowance:
         self._most_bytes = max(file_bytes, _MAX_UNWRITTEN_BYTES)
 
     def take(self, dataset: h5py.Dataset, where: str) -> None:
-        """Count a dataset that is about to be read.
+        """Add a dataset that is read next.
 
         Raises:
-            CorruptFileError: All that were counted are larger than the file, unpacked.
+            CorruptFileError: The datasets so far are larger than the file can be, unpacked.
         """
         chunk_bytes = 0
         if dataset.chunks is not None:
@@ -316,10 +328,10 @@ class Allowance:
 
 
 class SparseFile(io.RawIOBase):
-    """What was written where, for HDF5's file-object driver; gaps read as zeros and take no memory.
+    """A file in memory for HDF5's file-object driver; gaps read as zeros and take no memory.
 
     Attributes:
-        writes: (offset, bytes), in the order of writing; later ones lie over earlier ones.
+        writes: (offset, bytes), in the order of writing; later writes overwrite earlier ones.
         size: Length of the file.
     """
 
@@ -357,19 +369,19 @@ class SparseFile(io.RawIOBase):
         return count
 
     def write_to(self, descriptor: int) -> None:
-        """Write what HDF5 wrote to a file, and give the file its length."""
+        """Write the content to a file, and set the length of the file."""
         for offset, data in self.writes:
             write_at(descriptor, memoryview(data), offset)
         os.ftruncate(descriptor, self.size)
 
 
 def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) -> h5py.File:
-    """Begin an HDF5 file in memory, in a third of the time of `h5py.File(header, "w", ...)`.
+    """Create an HDF5 file in memory, in a third of the time of `h5py.File(header, "w", ...)`.
 
     Args:
-        header: Takes what HDF5 writes.
-        alignment: Datasets start at multiples of it.
-        keeps_order: Whether readers find the datasets in the order of their making; otherwise by name.
+        header: The file in memory.
+        alignment: Datasets start at multiples of this number of bytes.
+        keeps_order: Whether datasets are listed in the order of their creation; otherwise by name.
     """
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
@@ -383,7 +395,7 @@ def begin_file(header: SparseFile, alignment: int, keeps_order: bool = False) ->
 
 
 def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Create a contiguous dataset whose bytes are written later, without HDF5; give its file offset."""
+    """Create a contiguous dataset whose bytes are written later, without HDF5; return its file offset."""
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     settings.set_layout(h5py.h5d.CONTIGUOUS)
@@ -398,7 +410,7 @@ def reserve(file: h5py.File, name: str, dtype: np.dtype[Any], shape: tuple[int, 
 
 @lru_cache(maxsize=64)
 def kind_of(dtype: np.dtype[Any]) -> Any:
-    """Return HDF5's name of a dtype."""
+    """Return the HDF5 type of a dtype."""
     return h5py.h5t.py_create(dtype, logical=True)
 
 
@@ -407,4 +419,4 @@ def write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data = data[written:]
-        offset = offset + written
+        offset += written
