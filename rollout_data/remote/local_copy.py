@@ -39,7 +39,7 @@ _REFUSED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
     ("mcap", lambda name: name.suffix == ".mcap"),
     ("minari of Arrow or Parquet files", lambda name: name.name.startswith("part-")),
     ("ogbench or motion (.npz)", lambda name: name.suffix == ".npz"),
-    ("trajectory folders", lambda name: any(part.startswith("trajectory_") for part in name.parts)),
+    ("trajectory folders", lambda name: any(part.startswith("trajectory_") for part in name.parts[:-1])),
     ("rlinf", lambda name: name.suffix in (".pt", ".pkl")),
     ("motion (.json)", lambda name: name.suffix == ".json"),
 )

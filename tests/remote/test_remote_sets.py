@@ -103,6 +103,7 @@ def test_every_format_is_either_copied_or_refused():
         (["walk.npz"], "ogbench or motion"),
         (["motions/walk.json"], "motion"),
         (["rank_0/x.pt"], "rlinf"),
+        (["trajectory_0_w0.pt", "metadata.json"], "rlinf"),
         (["trajectory_0/chunk_0.npz"], "trajectory folders|ogbench"),
         (["README.txt"], "unknown, with files such as README.txt"),
         (["data/part-0.arrow", "metadata.json"], "minari of Arrow or Parquet files"),
