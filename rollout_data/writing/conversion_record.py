@@ -122,7 +122,7 @@ class SummedEpisode:
         except (UnreadableEpisode, UnansweredError):
             raise
         except DataFileError as problem:
-            raise UnreadableEpisode(problem) from problem
+            raise UnreadableEpisode(problem.of("", self._episode.id)) from problem
         except OSError as cause:
             if isinstance(cause, RolloutDataError):
                 raise

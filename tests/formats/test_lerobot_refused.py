@@ -162,6 +162,15 @@ def test_a_damaged_file_of_several_episodes_costs_these_episodes(tmp_path: Path,
         rollout_data.open(path)
 
 
+def test_a_conversion_notes_the_episode_whose_rows_are_damaged(tmp_path: Path) -> None:
+    path = LeRobotSet(tmp_path / "set", [40, 50, 60], files=[0, 1, 2]).write()
+    file = path / "data" / "chunk-000" / "file-001.parquet"
+    data = file.read_bytes()
+    file.write_bytes(data[:8] + b"\xff" * 32 + data[40:])
+    done = rollout_data.convert(path, tmp_path / "own", progress=False)
+    assert done.num_episodes == 2 and [problem.episode for problem in done.problems] == ["1"]
+
+
 def test_a_task_that_rows_and_index_tell_differently_is_reported(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "set", LENGTHS)
     made.entries[1]["tasks"] = ["another"]
