@@ -1,7 +1,7 @@
-"""`Store`: state, folders, pickles and copies of anything that holds rows; and the one registry of classes.
+"""`Store`: state, folders, pickles and copies of objects that hold rows; and the registry of their classes.
 
-One rule: a store says what its state is and takes one back; everything else happens here. `BufferStore` is a `Store`
-whose folders are laid out as those of earlier systems.
+A subclass implements `_get_state` and `_set_state`. `BufferStore` is a `Store` whose folders have the layout of
+earlier systems.
 """
 
 from __future__ import annotations
@@ -47,28 +47,28 @@ from .saved_folder import (
 FORMAT = "rollout-data snapshot"
 VERSION = 1
 _LOAD = "load a state"
-#: Keys of a config, and what they are.
+#: Keys of a config, and the types of their values.
 _CONFIG = {"class": str, "device": str, "arguments": dict, "numbers": dict, "columns": list}
-#: Sizes of the states of generators on the CPU and on CUDA.
+#: Bytes of the states of generators on the CPU and on CUDA.
 _RNG_BYTES = {5056, 16}
 _Store = TypeVar("_Store", bound="Store")
 
-#: Name -> class, for everything that can be loaded by `load_store`; classes are added as they are defined.
+#: Name -> class that `load_store` can load; each class is added when it is defined.
 STORES: dict[str, type[Store]] = {}
 
 
 class UnknownBufferError(ForeignFileError, ValueError):
-    """A folder holds a store of a class that is not known here."""
+    """A folder contains a store of an unknown class."""
 
 
 @dataclass(frozen=True)
 class State:
-    """All that a store is, taken apart.
+    """The complete state of a store.
 
     Attributes:
-        arguments: JSON-able keywords that make an equal, empty store.
-        numbers: JSON-able counters and flags.
-        tensors: By name, levels joined by "/"; `rng`, the random state, `Store` adds if it is missing.
+        arguments: Keywords that create an equal, empty store; as in JSON.
+        numbers: Counters and flags; as in JSON.
+        tensors: Tensors by name, levels joined by "/". `Store` adds `rng`, the random state, if it is missing.
     """
 
     arguments: dict[str, Any]
@@ -104,32 +104,33 @@ class Store(Shown, ABC):
 
     @abstractmethod
     def _get_state(self) -> State:
-        """Take this apart, but for the random state; the tensors may share memory with it, and be views."""
+        """Return the state without the random state; the tensors may be views of the memory of the store."""
 
     @abstractmethod
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state with equal arguments, but for the random state; the tensors are on this device, and ours.
+        """Load a state with equal arguments, without the random state.
 
-        What does not fit raises. Attributes that were replaced by then get their old values back, so that a method
-        either replaces attributes only, or checks everything before it writes to memory.
+        The tensors are on this device and belong to the store. Raise if the state does not fit. The caller then
+        restores replaced attributes; so an implementation either replaces attributes only, or checks the whole state
+        before it writes to memory.
         """
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        """Make an equal, empty store without drawing from torch's own generator; its random state comes next."""
+        """Create an equal, empty store, without a draw from torch's own generator. The caller sets the random state."""
         make: Any = cls
         return make(**arguments, device=device, generator=0)
 
     def _options(self) -> dict[str, Any]:
-        """List attributes besides the state that copies in memory have too."""
+        """Return attributes by name that are not in the state, but in copies in memory."""
         return {name: vars(self)[name] for name in ("output_device", "nested_key_separator") if name in vars(self)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy everything, the random state too; tensors stay on this device."""
+        """Return a copy of the state, including the random state; tensors stay on this device."""
         return {"class": type(self).__name__, "version": VERSION, **vars(self.copy_state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, from any device; nothing is changed if it does not fit.
+        """Load a result of `state_dict`, from any device; a state that does not fit changes nothing.
 
         Raises:
             SchemaError: The state is of another class or version, or of a store made with other arguments.
@@ -151,12 +152,12 @@ class Store(Shown, ABC):
                 raise SchemaError(_LOAD, f"with {key!r}", "a mapping", type(state[key]).__name__)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write everything into `folder`, atomically; an earlier save there is replaced.
+        """Write the state to a folder, atomically; replace an earlier save.
 
-        Other threads wait meanwhile, so that what is written is one moment; little memory is taken.
+        Other threads wait meanwhile, so that the save is consistent. No copy of the rows is made.
 
         Raises:
-            DataFileError: There is a file, or a folder with anything else in it.
+            DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, as on a full disk; the earlier save stays. Also an `OSError`.
         """
         with self._lock:
@@ -168,11 +169,11 @@ class Store(Shown, ABC):
 
     @classmethod
     def load(cls: type[_Store], folder: str | os.PathLike[str], device: torch.device | str | None = None) -> _Store:
-        """Make a store from what `save` wrote.
+        """Return a store with the state of a folder of `save`.
 
         Args:
-            folder: What was given to `save`.
-            device: Where to keep it; None for where it was, or the CPU if that is not here.
+            folder: The folder.
+            device: Device of the store; None for the saved device, or the CPU if that does not exist.
 
         Raises:
             DataFileError: The folder is missing, damaged, of another format or of another class.
@@ -180,7 +181,7 @@ class Store(Shown, ABC):
         return load_one_save(folder, lambda config: cls._of_save(folder, config, device))
 
     def copy_state(self) -> State:
-        """Copy everything as it is at one moment, on this device."""
+        """Return a consistent copy of the state, on this device."""
         with self._lock:
             state = self._whole_state()
             for name, x in state.tensors.items():
@@ -193,11 +194,11 @@ class Store(Shown, ABC):
         """Raise `SchemaError` if a state is of another class than this, or of a store made with other arguments."""
         if name != type(self).__name__:
             raise SchemaError(_LOAD, "", f"one of {type(self).__name__}", f"one of {name}")
-        mine = self._get_state().arguments
-        for key in (*mine, *arguments):
-            if mine.get(key) != arguments.get(key):
+        own = self._get_state().arguments
+        for key in (*own, *arguments):
+            if own.get(key) != arguments.get(key):
                 got = repr(arguments.get(key))
-                raise SchemaError(_LOAD, "", f"one with {key}={mine.get(key)!r}", got, "Make an equal store")
+                raise SchemaError(_LOAD, "", f"one with {key}={own.get(key)!r}", got, "Make an equal store")
 
     def __reduce__(self) -> tuple[Any, ...]:
         with self._lock:
@@ -218,31 +219,34 @@ class Store(Shown, ABC):
             if not isinstance(config.get(key), expected):
                 got = type(config[key]).__name__ if key in config else "none"
                 raise CorruptFileError("read", f"{CONFIG_NAME} in {where}", f"{key!r} as a {expected.__name__}", got)
-        kind = STORES.get(config["class"])
-        if kind is None or not issubclass(kind, cls):
-            options = nearest(config["class"], (name for name, known in STORES.items() if issubclass(known, cls)))
+        saved_class = STORES.get(config["class"])
+        if saved_class is None or not issubclass(saved_class, cls):
+            loadable = [name for name, store_class in STORES.items() if issubclass(store_class, cls)]
+            options = nearest(config["class"], loadable)
             raise ForeignFileError("load a store from", where, options, repr(config["class"]))
         try:
             tensors = _read_tensors(folder, config)
-            if kind._is_saved_whole:
-                kind._check_sizes(config["arguments"], tensors)
-            made: Any = kind._from_arguments(config["arguments"], device_for(config["device"], device))
-            made.take_state(config["numbers"], tensors)
+            if saved_class._is_saved_whole:
+                saved_class._check_sizes(config["arguments"], tensors)
+            store: Any = saved_class._from_arguments(config["arguments"], device_for(config["device"], device))
+            store.take_state(config["numbers"], tensors)
         except SchemaError as cause:
             raise CorruptFileError("load a store from", where, "a whole state", str(cause)) from cause
-        return made  # type: ignore[no-any-return]
+        return store  # type: ignore[no-any-return]
 
     @classmethod
     def _check_sizes(cls, arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise before memory is taken for an empty store that would be larger than the filled one in the file."""
+        """Raise `SchemaError` before an empty store is allocated that is larger than the saved tensors."""
         empty = cls._from_arguments(arguments, torch.device("meta"))._get_state().tensors
-        num_bytes, most = (sum(x.nbytes for x in found.values()) for found in (empty, tensors))
-        if num_bytes > most:
-            raise SchemaError(_LOAD, "", f"arguments of a store of at most {most} bytes", str(num_bytes))
+        empty_bytes = sum(x.nbytes for x in empty.values())
+        saved_bytes = sum(x.nbytes for x in tensors.values())
+        if empty_bytes > saved_bytes:
+            expected = f"arguments of a store of at most {saved_bytes} bytes"
+            raise SchemaError(_LOAD, "", expected, str(empty_bytes))
 
     @lasting
     def take_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state whose arguments were checked; nothing is changed if it is not whole."""
+        """Load a state whose arguments were checked; an incomplete state changes nothing."""
         with self._lock, self.unchanged_on_failure():
             try:
                 for name, tensor in tensors.items():
@@ -257,12 +261,12 @@ class Store(Shown, ABC):
             except KeyError as cause:
                 raise MissingFieldError(_LOAD, f"without {cause}") from cause
             except NONSENSE as cause:
-                expected, got = "what state_dict() of an equal store gave", f"{type(cause).__name__}: {cause}"
-                raise SchemaError(_LOAD, "", expected, got) from cause
+                got = f"{type(cause).__name__}: {cause}"
+                raise SchemaError(_LOAD, "", "what state_dict() of an equal store gave", got) from cause
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
-        """Put attributes and random state back if the block raises."""
+        """Restore attributes and random state if the block raises."""
         before = dict(vars(self))
         drawn = self.rng.get_state()
         try:
@@ -273,47 +277,47 @@ class Store(Shown, ABC):
             raise
 
     def _random_state(self, saved: torch.Tensor) -> torch.Tensor:
-        """Return what the generator is set to for a saved random state; may replace the generator before."""
+        """Return the new state of the generator for a saved random state. May replace the generator first."""
         return random_state_for(self.rng, saved)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor of a state to where the rows are."""
+        """Copy a tensor of a state to the device of the rows."""
         return tensor.detach().to(self.device, copy=True)
 
 
 def load_store(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
-    """Load whatever buffer or storage was saved in a folder, here or, as a buffer, by an earlier system.
+    """Load a saved buffer or storage of any class; also a buffer of an earlier system.
 
     `load_buffer` does the same.
 
     Args:
         path: The folder.
-        device: Where to keep it; None for where it was, or the CPU if that is not here.
+        device: Device of the store; None for the saved device, or the CPU if that does not exist.
 
     Raises:
-        UnknownBufferError: The folder names no class, or one that is not known (a `ValueError`).
-        DataFileError: It is missing, or damaged.
+        UnknownBufferError: The folder names no class, or an unknown one (a `ValueError`).
+        DataFileError: The folder is missing or damaged.
     """
     config = read_config(path)
     target = config.get("class", config.get("__target__"))
     name = target.rsplit(".", 1)[-1] if isinstance(target, str) else ""
     if name not in STORES:
         got = f"the class {target!r}" if target else "no '__target__' and no 'class' in its config.json"
-        known = nearest(name, (name for name, kind in STORES.items() if not isabstract(kind)))
-        raise UnknownBufferError("load a store from", repr(str(path)), known, got)
+        loadable = [name for name, store_class in STORES.items() if not isabstract(store_class)]
+        raise UnknownBufferError("load a store from", repr(str(path)), nearest(name, loadable), got)
     return STORES[name].load(path, device)
 
 
 def load_buffer(path: str | os.PathLike[str], device: torch.device | str | None = None) -> Any:
-    """Load whatever buffer or storage was saved in a folder; see `load_store`."""
+    """Load a saved buffer or storage of any class; see `load_store`."""
     return load_store(path, device)
 
 
 def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.Tensor:
-    """Return a saved random state, or, if it is that of a generator on another kind of device, one seeded from it.
+    """Return a saved random state, or a state seeded from it if it is of a generator on another type of device.
 
-    The new state depends on the saved one only: loads of one save draw alike. A warning says that they draw other
-    numbers than the saved store would have drawn.
+    A seeded state depends on the saved state only, so that all loads of a save draw the same numbers. They differ
+    from the numbers that the saved store would draw; a warning says so.
     """
     if saved.numel() not in _RNG_BYTES - {generator.get_state().numel()}:
         return saved
@@ -327,7 +331,7 @@ def random_state_for(generator: torch.Generator, saved: torch.Tensor) -> torch.T
 
 
 def checked_count(numbers: Mapping[str, Any], name: str, low: int, high: int) -> int:
-    """Return a count of a loaded state; raise `SchemaError` if it is no int from `low` to `high`."""
+    """Return a count of a loaded state; raise `SchemaError` if it is not an int from `low` to `high`."""
     count = numbers[name]
     if not is_whole(count) or not low <= count <= high:
         raise SchemaError(_LOAD, f"with {name!r}", f"an int from {low} to {high}", repr(count))
@@ -338,36 +342,42 @@ def checked_tensor(
     tensors: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
     """Return a tensor of a loaded state; raise `SchemaError` if it has another dtype or shape."""
-    found = tensors[name]
-    if found.dtype != dtype or list(found.shape) != list(shape):
+    tensor = tensors[name]
+    if tensor.dtype != dtype or list(tensor.shape) != list(shape):
         expected = f"{dtype} {list(shape)}"
-        got = f"{found.dtype} {list(found.shape)}"
+        got = f"{tensor.dtype} {list(tensor.shape)}"
         raise SchemaError(_LOAD, f"with {name!r}", expected.removeprefix("torch."), got.removeprefix("torch."))
-    return found
+    return tensor
 
 
-def _remade(kind: type[Store], device: torch.device, options: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
-    made = kind._from_arguments(state["arguments"], device)
-    vars(made).update(options)
-    made.take_state(state["numbers"], state["tensors"])
-    return made
+# Pickles refer to this function by its name.
+def _remade(
+    store_class: type[Store], device: torch.device, options: Mapping[str, Any], state: Mapping[str, Any]
+) -> Any:
+    """Return the store of a pickle."""
+    store = store_class._from_arguments(state["arguments"], device)
+    vars(store).update(options)
+    store.take_state(state["numbers"], state["tensors"])
+    return store
 
 
 def _read_tensors(folder: str | os.PathLike[str], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Read all tensors of a folder onto the CPU; sizes are checked before anything is allocated."""
+    """Read all tensors of a folder onto the CPU; check their sizes before anything is allocated."""
     path = existing_folder(folder) / f"{COLUMNS}.hdf5"
-    found = {}
+    tensors = {}
     columns = {column["name"]: column for column in config["columns"]}
     with open_columns(path, config.get(SAVE_ID), columns) as file:
         for name, column in columns.items():
             dtype = file.dtypes[name]
-            is_old = column["dtype"] == "bfloat16" and dtype == "uint16"  # earlier saves do not mark them
-            if list(file.shapes[name]) != column["shape"] or not (is_old or dtype == column["dtype"]):
+            # Earlier saves store bfloat16 as uint16, without a tag.
+            is_untagged = column["dtype"] == "bfloat16" and dtype == "uint16"
+            has_dtype = is_untagged or dtype == column["dtype"]
+            if not has_dtype or list(file.shapes[name]) != column["shape"]:
                 where = f"{name!r} of {str(path)!r}"
                 got = f"{dtype} of shape {list(file.shapes[name])}"
                 raise CorruptFileError("read", where, f"{column['dtype']} of shape {column['shape']}", got)
-            file.sums[name] = column.get("crc32", file.sums[name])  # earlier saves have them there
-            found[name] = file.read(name)
-            if is_old:
-                found[name] = found[name].view(torch.bfloat16)
-    return found
+            file.sums[name] = column.get("crc32", file.sums[name])  # earlier saves have checksums in the config
+            tensors[name] = file.read(name)
+            if is_untagged:
+                tensors[name] = tensors[name].view(torch.bfloat16)
+    return tensors
