@@ -1,8 +1,7 @@
-"""`SarsaRolloutStorage`: a rollout storage whose mini-batches carry the next observations too.
+"""`SarsaRolloutStorage`: a rollout storage whose mini-batches have the next observations too.
 
-One rule: an observation is kept once. `next_observations` is the same memory as `observations`,
-one step later; only the true final observations of trajectories, which no later step holds, are
-kept apart, and put in where a batch is made.
+Every observation is stored once: `next_observations` is a view of the memory of `observations`, one step later. The
+true final observations of trajectories are in no later step. They are stored separately and written into batches.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .mini_batches import GENERATE, true_places
 from .rollout_storage import RolloutStorage
 from .transition_columns import Column, MiniBatch, ShapeLike, Transition, batch_type, replaced, rollout_columns
 
-#: Column -> field of the mini-batch that carries it one step later.
+#: Column -> field of the mini-batch with the column one step later.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
 _ACTION = "add a transition"
 _LOAD = "load a state"
@@ -32,8 +31,8 @@ _FINALS = "finals/"
 
 
 def _with_next(columns: Sequence[Column]) -> list[Column]:
-    """Declare the observations of all T + 1 steps, and the first and the last T of them as views."""
-    made = []
+    """Return columns with the observations of all T + 1 steps, and their first and last T steps as views."""
+    shifted = []
     for column in columns:
         if column.name in _SHIFTED:
             next_fields, all_fields = (
@@ -46,8 +45,8 @@ def _with_next(columns: Sequence[Column]) -> list[Column]:
             whole = Column(f"all_{column.name}", all_fields)
             taken = frozenset(f"next_{field}" for field in column.taken)
             later = replace(later, is_ignorable=True, view_of=whole.name, first_row=1, taken=taken)
-            made += [replace(column, view_of=whole.name), later, whole]
-    return replaced(columns, *made, Column("next_valid", (), batch="next_valid"))
+            shifted += [replace(column, view_of=whole.name), later, whole]
+    return replaced(columns, *shifted, Column("next_valid", (), batch="next_valid"))
 
 
 if TYPE_CHECKING:
@@ -75,11 +74,11 @@ class SarsaMiniBatch(_Fields):
 class Finals:
     """The true final observations of the envs whose trajectories ended at one step.
 
-    On CUDA the host does not know yet how many there are: the rows of all envs are kept until their number has arrived.
+    On CUDA the host does not know their number at first: the rows of all envs are stored until it has arrived.
 
     Args:
         has_ended: `[B]` bool.
-        rows: By field, the next observations of all envs, `[B, *event]`; they are copied.
+        rows: Next observations of all envs by field, `[B, *event]`; they are copied.
     """
 
     def __init__(self, has_ended: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> None:
@@ -93,15 +92,15 @@ class Finals:
 
     @classmethod
     def of_envs(cls, envs: torch.Tensor, values: dict[str, torch.Tensor]) -> Finals:
-        """Make the final observations `[n, *event]` of `[n]` int64 envs."""
-        made = cls.__new__(cls)
-        made._count = None
-        made._envs = envs
-        made._values = values
-        return made
+        """Return the final observations `[n, *event]` of `[n]` int64 envs."""
+        finals = cls.__new__(cls)
+        finals._count = None
+        finals._envs = envs
+        finals._values = values
+        return finals
 
     def drop_others(self) -> None:
-        """Forget the rows of the other envs, if the number of ended ones has arrived."""
+        """Release the rows of envs without an end, if the number of ended envs has arrived."""
         if self._count is not None and self._count.has_arrived:
             self._choose(true_places(self._has_ended, int(self._count)), self._values)
             self._count = None
@@ -147,14 +146,14 @@ class SarsaRolloutStorage(RolloutStorage):
             trajectory; otherwise that field is None.
         validate: Whether each observation is compared with the next one of the step before (slow).
 
-    `Transition.next_observations` (and `next_critic_observations`) are needed with the last step,
-    and at dones, where the simulator's next observation is that of the next trajectory already.
+    `Transition.next_observations` (and `next_critic_observations`) are required with the last step. They are useful
+    at dones, where the simulator's next observation is already of the next trajectory.
 
-    On a GPU nothing waits for the number of ended trajectories: the next observations of all envs of a step are kept
+    On a GPU no call waits for the number of ended trajectories. The next observations of all envs of a step are stored
     until a later step finds that the number has arrived.
 
-    `all_observations` and `next_observations` (and those of the critic) are attributes as the columns are; what is
-    written there does not change true final observations, which are kept apart.
+    `all_observations` and `next_observations` (and those of the critic) are attributes like the columns. Writing to
+    them does not change the true final observations, which are stored separately.
     """
 
     MiniBatch = SarsaMiniBatch
@@ -185,22 +184,22 @@ class SarsaRolloutStorage(RolloutStorage):
         self.validate = arguments.flag(action, "validate", validate)
         #: Step -> true final observations of the trajectories that ended there.
         self._finals: dict[int, Finals] = {}
-        #: Steps that came with their next observations.
+        #: Steps that were added with their next observations.
         self._has_next: set[int] = set()
 
     def declare_columns(self) -> list[Column]:
-        """Declare the next observations too."""
+        """Return the columns of `RolloutStorage` and the next observations."""
         return _with_next(super().declare_columns())
 
     @property
     def _whole(self) -> dict[str, torch.Tensor]:
-        """By field, the observations of all T + 1 steps."""
+        """Observations of all T + 1 steps by field."""
         fields = [field for name in _SHIFTED for field in self._table.columns[name].fields]
         return {field.name: self._table.tensors[f"all_{field.name}"] for field in fields}
 
     @torch.no_grad()
     def add_transitions(self, transition: Transition) -> None:
-        """Copy one step, and what follows it if that is given.
+        """Copy one step, and its next observations if there are some.
 
         Raises:
             MissingFieldError: Also if the last step comes without its next observations.
@@ -212,8 +211,8 @@ class SarsaRolloutStorage(RolloutStorage):
             super().add_transitions(transition)
             self._finals.pop(step, None)
             self._has_next.discard(step)
-            for kept in self._finals.values():
-                kept.drop_others()
+            for finals in self._finals.values():
+                finals.drop_others()
             if has_next:
                 self._has_next.add(step)
                 has_ended = self._signals(step + 1).dones[step].flatten() != 0
@@ -221,7 +220,11 @@ class SarsaRolloutStorage(RolloutStorage):
             self._order.record(is_write=True)  # the next reader waits for the finals too
 
     def _check_next(self, transition: Transition) -> bool:
-        """Whether a transition brings its next observations; refuse it if they are needed, or only some are there."""
+        """Return whether a transition has its next observations.
+
+        Raises:
+            MissingFieldError: They are required, or only some of them are given.
+        """
         needed = [f"next_{name}" for name in _SHIFTED if self._table.columns[name].fields]
         absent = [name for name in needed if getattr(transition, name, None) is None]
         is_last = self.step == self.num_transitions_per_env - 1
@@ -232,15 +235,15 @@ class SarsaRolloutStorage(RolloutStorage):
             self._check_continuity(self._table.read(transition))
         return not absent
 
-    def _check_continuity(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Refuse observations that are not the next ones of the step before, where that was not done."""
-        goes_on = (self._signals(self.step).dones[self.step - 1] == 0).squeeze(-1)
+    def _check_continuity(self, observations: Mapping[str, torch.Tensor]) -> None:
+        """Raise `SchemaError` if observations differ from the previous step's next ones, in envs that were not done."""
+        is_continued = (self._signals(self.step).dones[self.step - 1] == 0).squeeze(-1)
         for name, whole in self._whole.items():
-            known = signed(whole[self.step])
-            found = signed(given[name].to(whole.device, whole.dtype)).view_as(known)
-            # Two NaN are alike: a number is NaN where it is not itself.
-            differs = (known != found) & ((known == known) | (found == found))
-            differs = differs.reshape(self.num_envs, -1).any(1) & goes_on
+            expected_rows = signed(whole[self.step])
+            rows = signed(observations[name].to(whole.device, whole.dtype)).view_as(expected_rows)
+            # Two NaN count as equal. A number is NaN if it differs from itself.
+            differs = (expected_rows != rows) & ((expected_rows == expected_rows) | (rows == rows))
+            differs = differs.reshape(self.num_envs, -1).any(1) & is_continued
             if bool(differs.any()):
                 column = name.split("/")[0]
                 env = int(differs.nonzero()[0])
@@ -255,22 +258,24 @@ class SarsaRolloutStorage(RolloutStorage):
         return rows
 
     def _batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
-        """List the columns with the true final observations in their places, and which next ones are valid."""
+        """Return the columns with the true final observations, and `next_valid` if it is configured."""
         columns = super()._batch_columns(rows)
-        finals = {step: kept for step, kept in self._finals.items() if step < rows and self.strict_next}
+        finals_by_step = {}
+        if self.strict_next:
+            finals_by_step = {step: finals for step, finals in self._finals.items() if step < rows}
         names = {batch: name for name, batch in _SHIFTED.items()}
         for place, (name, x, is_padded) in enumerate(columns):
             batch, slash, path = name.partition("/")
-            if batch in names and finals:
+            if batch in names and finals_by_step:
                 x = x.clone()
-                for step, kept in finals.items():
-                    kept.put(names[batch] + slash + path, x[step])
-                columns[place] = name, x, is_padded
+                for step, finals in finals_by_step.items():
+                    finals.put(names[batch] + slash + path, x[step])
+                columns[place] = (name, x, is_padded)
         if self.emit_next_valid:
             valid = self._signals(rows).dones == 0
-            for step, kept in finals.items():
-                kept.mark(valid[step])
-            # The last step has no later one that could hide its own.
+            for step, finals in finals_by_step.items():
+                finals.mark(valid[step])
+            # No later step overwrites the next observations of the last step.
             valid[rows - 1] |= not self.strict_next and rows - 1 in self._has_next
             columns.append(("next_valid", valid, True))
         return columns
@@ -284,29 +289,28 @@ class SarsaRolloutStorage(RolloutStorage):
             state = super()._get_state()
             has_next = [step in self._has_next for step in range(max(self._has_next, default=-1) + 1)]
             state.numbers.update(has_next=has_next, finals=sorted(self._finals))
-            for step, kept in self._finals.items():
-                ended, values = kept.listed()
+            for step, finals in self._finals.items():
+                ended, values = finals.listed()
                 state.tensors[f"{_FINALS}{step}/envs"] = ended
                 state.tensors.update((f"{_FINALS}{step}/of/{name}", x) for name, x in values.items())
             return state
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            mine = {name: x for name, x in tensors.items() if name.startswith(_FINALS)}
-            others = {re.sub("^whole/", "all_", name): x for name, x in tensors.items() if name not in mine}
-            super()._set_state(numbers, others)  # "whole/" is what earlier saves say
-            self._check_kept(numbers["has_next"], numbers["finals"], mine)
-            self._has_next = {step for step, is_so in enumerate(numbers["has_next"]) if is_so}
-            self._finals = {
-                step: Finals.of_envs(
-                    mine[f"{_FINALS}{step}/envs"],
-                    {name: mine[f"{_FINALS}{step}/of/{name}"] for name in self._whole},
-                )
-                for step in numbers["finals"]
-            }
+            of_finals = {name: x for name, x in tensors.items() if name.startswith(_FINALS)}
+            # Earlier saves have the prefix "whole/" instead of "all_".
+            others = {re.sub("^whole/", "all_", name): x for name, x in tensors.items() if name not in of_finals}
+            super()._set_state(numbers, others)
+            self._check_finals(numbers["has_next"], numbers["finals"], of_finals)
+            self._has_next = {step for step, has_next in enumerate(numbers["has_next"]) if has_next}
+            self._finals = {}
+            for step in numbers["finals"]:
+                envs = of_finals[f"{_FINALS}{step}/envs"]
+                values = {name: of_finals[f"{_FINALS}{step}/of/{name}"] for name in self._whole}
+                self._finals[step] = Finals.of_envs(envs, values)
 
-    def _check_kept(self, has_next: Any, finals: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what `_get_state` adds to a state, if it could not have been given by it."""
+    def _check_finals(self, has_next: Any, finals: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise `SchemaError` if `has_next`, the steps `finals` or their tensors do not fit this storage."""
         num_steps = self.num_transitions_per_env
         if not isinstance(has_next, list) or len(has_next) > num_steps or {*map(type, has_next)} - {bool}:
             raise SchemaError(_LOAD, "with 'has_next'", f"a list of at most {num_steps} bools", repr(has_next))

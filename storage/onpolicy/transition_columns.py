@@ -1,8 +1,8 @@
-"""What a rollout storage keeps of each step: one table, and the records that follow from it.
+"""The columns of rollout storages, and their records `Transition` and `MiniBatch`.
 
-One rule: a value of on-policy learning is declared once, as a `Column`. The fields of `Transition` and `MiniBatch`,
-memory, growing, rolling, mini-batches, recording, saved arguments and saved tensors are loops over the columns. A
-value for every storage is a line in `rollout_columns`; a value for one class is a line in its `declare_columns`.
+Each value of on-policy learning is declared once, as a `Column`. Memory, growing, rolling, mini-batches, recording and
+saved states are loops over the columns. `rollout_columns` declares the values of every storage. `declare_columns` of
+a class declares its own values.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Column:
-    """One value of each step, kept as `[T, B, *shape]` per field and shown as an attribute of the storage.
+    """One value of each step, stored as `[T, B, *shape]` per field; an attribute of the storage.
 
     Attributes:
         name: The attribute of the storage, and the name in saved files.
-        fields: Its field, called like the column, or one per leaf below it; none if this storage does not keep it.
-        source: Attribute of the transition that brings it; "" if it is computed.
-        batch: Field of the mini-batch that carries it; "" if none does.
-        fallback: Mini-batch field that stands in if the column is absent; "" for None.
-        is_required: Whether every transition must bring it; otherwise rows get the field's fill.
-        is_flag: Whether any dtype is taken and kept as not 0 -> 1.
-        is_padded: Whether recurrent mini-batches split it at dones (what the network reads).
-        is_lazy: Whether it is allocated only when a transition first brings it.
-        is_ignorable: Whether a transition may bring it although it is not kept here: callers of every algorithm do.
-        is_recorded: Whether `RolloutWriter.add_rollout` records it without being asked.
-        view_of: The column whose memory it shows, which has one step more; it is neither filled nor saved itself.
-        first_row: Where in that memory it begins, 0 or 1.
-        argument: The argument of the constructor that gives its shape; "" if none does.
-        taken: Names of its fields whose dtype is that of the first step: later steps have the same one, or, where it
-            was floating and became float32, any floating one.
+        fields: One field with the name of the column, or a field per leaf below it; none if it is not stored.
+        source: Attribute of the transition with the value; "" if the value is computed.
+        batch: Field of the mini-batch with the value; "" if there is none.
+        fallback: Mini-batch field that is used if the column is absent; "" for None.
+        is_required: Whether every transition must have the value; otherwise rows get the field's fill.
+        is_flag: Whether values of any dtype are stored as `value != 0`.
+        is_padded: Whether recurrent mini-batches split it at dones: true for inputs of the network.
+        is_lazy: Whether it is allocated only when a transition first has the value.
+        is_ignorable: Whether a transition may have the value although it is not stored. Some callers set the values
+            of all algorithms.
+        is_recorded: Whether `RolloutWriter.add_rollout` records it by default.
+        view_of: The column of which it is a view, with one step more. A view is neither filled nor saved itself.
+        first_row: First row of the view in that column, 0 or 1.
+        argument: The argument of the constructor with its shape; "" if there is none.
+        taken: Names of its fields that took their dtype from the first step. Later steps must have the same dtype, or
+            any floating dtype if the first was floating, which is stored as float32.
     """
 
     name: str
@@ -67,9 +68,9 @@ class Column:
 
 
 def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
-    """Declare a column that transitions bring under its own name; without a shape it is absent."""
-    found = () if shape is _ABSENT else declare_fields(name, shape)
-    return Column(name, found, **{"source": name, "batch": batch, **options})
+    """Return a column whose source in transitions has the same name; without a shape it has no fields."""
+    column_fields = () if shape is _ABSENT else declare_fields(name, shape)
+    return Column(name, column_fields, **{"source": name, "batch": batch, **options})
 
 
 def rollout_columns(
@@ -79,38 +80,39 @@ def rollout_columns(
     num_rewards: int,
     policy_outputs: Mapping[str, Any] | None = None,
 ) -> list[Column]:
-    """Declare what on-policy learning keeps of each step; the order is that of transitions and mini-batches.
+    """Return the columns of on-policy learning, in the order of transitions and mini-batches.
 
-    What has no shape here is not kept by `RolloutStorage`: a subclass declares its shape, or `SavedStates` keeps it.
+    `RolloutStorage` does not store columns without a shape: a subclass declares the shape, or `SavedStates` stores
+    them.
     """
     if not isinstance(policy_outputs, Mapping | None):
         expected = "policy_outputs as a mapping of names to shapes"
         raise SchemaError("create a RolloutStorage", "", expected, repr(policy_outputs))
     heads = (num_rewards,)
-    one = (1,)
+    scalar = (1,)
     critic = _ABSENT if is_absent(critic_obs_shape) else critic_obs_shape
     gaussian = actions_shape if policy_outputs is None else _ABSENT
-    seen: dict[str, Any] = {"is_padded": True, "is_recorded": True}
-    privileged = {"argument": "critic_obs_shape", "fallback": "obs", "is_ignorable": True, **seen}
+    network_input: dict[str, Any] = {"is_padded": True, "is_recorded": True}
+    privileged = {"argument": "critic_obs_shape", "fallback": "obs", "is_ignorable": True, **network_input}
     outputs = {"argument": "" if policy_outputs is None else "policy_outputs"}
-    # NaN says that none was given, so that it cannot be used by mistake.
-    unknown = Field("bootstrap_values", heads, fill=nan)
+    # NaN marks steps without a value, so that the fill cannot be used by mistake.
+    bootstrap = Field("bootstrap_values", heads, fill=nan)
     return [
-        brought("observations", obs_shape, "obs", argument="obs_shape", **seen),
+        brought("observations", obs_shape, "obs", argument="obs_shape", **network_input),
         brought("critic_observations", critic, "critic_obs", **privileged),
         brought("actions", actions_shape, "actions", argument="actions_shape", is_recorded=True),
         brought("rewards", heads, is_recorded=True),
-        brought("dones", (one, "uint8"), is_flag=True, is_recorded=True),
+        brought("dones", (scalar, "uint8"), is_flag=True, is_recorded=True),
         brought("values", heads, "values"),
         brought("advantages", heads, "advantages", source=""),
         brought("returns", heads, "returns", source=""),
-        brought("actions_log_prob", one, "old_actions_log_prob"),
+        brought("actions_log_prob", scalar, "old_actions_log_prob"),
         brought("mu", gaussian, "old_mu", source="action_mean"),
         brought("sigma", gaussian, "old_sigma", source="action_sigma"),
         brought("saved_hidden_states", batch="hidden_states", source="hidden_states", is_ignorable=True),
         brought("masks", batch="masks", source=""),
-        brought("time_outs", (one, "bool"), is_required=False, is_flag=True, is_recorded=True),
-        brought("bootstrap_values", unknown, is_required=False, is_lazy=True),
+        brought("time_outs", (scalar, "bool"), is_required=False, is_flag=True, is_recorded=True),
+        brought("bootstrap_values", bootstrap, is_required=False, is_lazy=True),
         brought("policy_outputs", policy_outputs or _ABSENT, "policy_outputs", **outputs, is_recorded=True),
         brought("next_observations", is_ignorable=True),
         brought("next_critic_observations", is_ignorable=True),
@@ -119,45 +121,51 @@ def rollout_columns(
 
 
 def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
-    """Put columns in the place of those with the same names, and new ones at the end."""
-    named = {column.name: column for column in others}
-    return list(({column.name: column for column in columns} | named).values())
+    """Return columns in which `others` replace those with the same names; new ones are at the end."""
+    by_name = {column.name: column for column in columns}
+    for column in others:
+        by_name[column.name] = column
+    return list(by_name.values())
 
 
 # -- records ---------------------------------------------------------------------------------
 
 
 def transition_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
-    """Return `base`, or a dataclass derived from it that has each source of the columns, None if it is not given."""
-    added = [(x.source, Any, field(default=None)) for x in columns if x.source and not hasattr(base, x.source)]
-    made: type[Any] = make_dataclass(base.__name__, added, bases=(base,)) if added else base
-    return made
+    """Return `base`, or a dataclass derived from it with a field, None by default, for each source of the columns."""
+    sources = [column.source for column in columns if column.source]
+    added = [(source, Any, field(default=None)) for source in sources if not hasattr(base, source)]
+    if not added:
+        return base
+    derived: type[Any] = make_dataclass(base.__name__, added, bases=(base,))
+    return derived
 
 
 def batch_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
-    """Return `base`, or a named tuple of its name with the batch fields of the columns, None where absent."""
-    known = list(getattr(base, "_fields", ()))
-    added = [x.batch for x in columns if x.batch and x.batch not in known]
+    """Return `base`, or a named tuple of its name with the batch fields of the columns too; all default to None."""
+    names = list(getattr(base, "_fields", ()))
+    in_batch = [column.batch for column in columns if column.batch]
+    added = [batch for batch in in_batch if batch not in names]
     if not added or not issubclass(base, tuple):
         return base
-    return namedtuple(base.__name__, known + added, defaults=[None] * len(known + added))
+    return namedtuple(base.__name__, names + added, defaults=[None] * len(names + added))
 
 
 # -- shapes ----------------------------------------------------------------------------------
 
 
 def is_absent(shape: ShapeLike | None) -> bool:
-    """Whether a shape says "no such observations": None, (None,), [None] or an empty mapping."""
+    """Return whether a shape means "no such observations": None, (None,), [None] or an empty mapping."""
     if isinstance(shape, Mapping):
         return not shape
     return shape is None or (isinstance(shape, Iterable) and list(shape) == [None])
 
 
 def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
-    """Declare `name` of a shape, or `name/...` for the leaves of a nested dict of shapes.
+    """Return the field `name` of a shape, or fields `name/...` for the leaves of a nested dict of shapes.
 
     Args:
-        name: Of the column.
+        name: Name of the column.
         shape: Sizes, one size (both float32), `(sizes, dtype)`, a `Field`, or a mapping of these.
     """
     if isinstance(shape, Mapping):
@@ -166,7 +174,10 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
                 expected = "names that are non-empty str without '/'"
                 got = "nothing" if key is None else repr(key)
                 raise SchemaError("declare the shape of", repr(name), expected, got)
-        return tuple(one for key, below in shape.items() for one in declare_fields(f"{name}/{key}", below))
+        declared: list[Field] = []
+        for key, below in shape.items():
+            declared += declare_fields(f"{name}/{key}", below)
+        return tuple(declared)
     if isinstance(shape, Field):
         return (Field(name, shape.shape, shape.dtype, fill=shape.fill),)
     sizes: Any
@@ -175,11 +186,13 @@ def declare_fields(name: str, shape: Any) -> tuple[Field, ...]:
     are_sizes = isinstance(sizes, Sequence) and all(is_whole(size) for size in sizes)
     if not are_sizes or isinstance(sizes, str):
         raise SchemaError("declare the shape of", repr(name), "a sequence of ints or a dict of such", repr(shape))
-    return (Field(name, tuple(sizes), dtype if isinstance(dtype, str) else dtype_name(dtype, repr(name))),)
+    if not isinstance(dtype, str):
+        dtype = dtype_name(dtype, repr(name))
+    return (Field(name, tuple(sizes), dtype),)
 
 
 def _is_pair(shape: Any) -> bool:
-    """Whether a shape comes with a dtype."""
+    """Return whether a shape is a pair of shape and dtype."""
     return isinstance(shape, tuple) and len(shape) == 2 and isinstance(shape[1], (str, torch.dtype))
 
 
@@ -195,7 +208,7 @@ def taken_dtypes(name: str, shape: Any, value: Any) -> dict[str, str]:
 
     Integers and bool keep their dtype, floating numbers become float32. Values that do not fit the shape are left out.
     """
-    found = {}
+    dtypes = {}
     leaves = flatten({name: value}) if isinstance(value, Mapping) else {name: value}
     for field_name in undeclared_fields(name, shape) & leaves.keys():
         leaf = leaves[field_name]
@@ -203,31 +216,34 @@ def taken_dtypes(name: str, shape: Any, value: Any) -> dict[str, str]:
             continue
         if not isinstance(leaf, torch.Tensor):
             leaf = as_tensor(leaf, "add a transition", f"with {field_name!r}")
-        is_real = not leaf.is_floating_point() and not leaf.is_complex()
-        found[field_name] = dtype_name(leaf.dtype, repr(field_name)) if is_real else "float32"
-    return found
+        is_whole_number = not leaf.is_floating_point() and not leaf.is_complex()
+        dtypes[field_name] = dtype_name(leaf.dtype, repr(field_name)) if is_whole_number else "float32"
+    return dtypes
 
 
 def with_dtypes(name: str, shape: Any, dtypes: Mapping[str, str]) -> Any:
-    """Return a shape as `declare_fields` takes it, with the dtypes of fields that it does not declare."""
+    """Return a shape for `declare_fields` in which fields without a dtype have the dtype of `dtypes`."""
     if isinstance(shape, Mapping):
         return {key: with_dtypes(f"{name}/{key}", below, dtypes) for key, below in shape.items()}
-    return shape if name not in dtypes or isinstance(shape, Field) or _is_pair(shape) else (shape, dtypes[name])
+    has_dtype = isinstance(shape, Field) or _is_pair(shape)
+    if has_dtype or name not in dtypes:
+        return shape
+    return (shape, dtypes[name])
 
 
 def shapes_to_json(columns: Iterable[Column]) -> dict[str, Any]:
-    """Write the arguments that a storage takes the shapes of its columns from."""
-    found = {}
+    """Return the arguments of a storage that declare the shapes of its columns, as JSON."""
+    written = {}
     for column in columns:
         if column.argument:
             leaves = [[x.name[len(column.name) + 1 :], list(x.shape), x.dtype] for x in column.fields]
-            # No critic observations were None before there were mappings; no policy outputs are an empty one.
-            found[column.argument] = None if column.is_ignorable and not leaves else leaves
-    return found
+            # Absent critic observations are None, as in earlier saves. Absent policy outputs are an empty list.
+            written[column.argument] = None if column.is_ignorable and not leaves else leaves
+    return written
 
 
 def shape_from_json(written: Any) -> Any:
-    """Read what `shapes_to_json` wrote for one column, in the form that a storage is made with."""
+    """Return the argument of a storage from the result of `shapes_to_json` for one column."""
     if written is None:
         return None
     shapes = {path: tuple(shape) if dtype == "float32" else (tuple(shape), dtype) for path, shape, dtype in written}
@@ -235,16 +251,16 @@ def shape_from_json(written: Any) -> Any:
 
 
 def without_dtypes(name: str, written: list[Any], fields: set[str]) -> list[Any]:
-    """Return what `shapes_to_json` wrote for a column, with float32 as the dtype of some of its fields."""
-    found = []
+    """Return the result of `shapes_to_json` for a column with float32 as the dtype of some of its fields."""
+    changed = []
     for path, shape, dtype in written:
         field_name = f"{name}/{path}" if path else name
-        found.append([path, shape, "float32" if field_name in fields else dtype])
-    return found
+        changed.append([path, shape, "float32" if field_name in fields else dtype])
+    return changed
 
 
 def checked_dtypes(written: Any) -> dict[str, str] | None:
-    """Check dtypes by field in a loaded state; None says that no step fixed them."""
+    """Return checked dtypes by field of a loaded state; None if no step has fixed them."""
     if written is None:
         return None
     if not isinstance(written, Mapping) or not all(x in DTYPES for x in written.values()):
@@ -257,7 +273,7 @@ def checked_dtypes(written: Any) -> dict[str, str] | None:
 
 @dataclass(repr=False)
 class Transition:
-    """What one step of all envs brings; every value has the envs first, `[B, ...]`.
+    """The values of one step of all envs, `[B, ...]`.
 
     Attributes:
         observations: `[B, *obs]`, or a dict of such: what the policy saw.
@@ -298,8 +314,8 @@ class Transition:
 
     def clear(self) -> None:
         """Set every field to None, or to the default that a subclass gives it."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(type(self), one.name, None))
+        for attribute in fields(self):
+            setattr(self, attribute.name, getattr(type(self), attribute.name, None))
 
 
 class MiniBatch(NamedTuple):
@@ -331,7 +347,7 @@ class MiniBatch(NamedTuple):
 
 
 class HiddenStates(NamedTuple):
-    """Recurrent states of an actor and of a critic; None for one that has none."""
+    """Recurrent states of an actor and of a critic; None for a network without states."""
 
     actor: Any = None
     critic: Any = None
