@@ -66,7 +66,7 @@ def test_help_has_the_example_and_the_function_and_the_example_is_a_right_call(n
     assert f"rollout-data {row.example}" in out and row.function in out and "--json" in out
     assert shlex.split(row.example)[0] == name
     assert pkgutil.resolve_name(row.function).__doc__
-    assert callable(pkgutil.resolve_name(f"rollout_data.tools.cli.{row.answers}:{name}"))
+    assert callable(pkgutil.resolve_name(f"rollout_data.tools.cli.{row.module}:{name}"))
 
 
 def test_the_overview_has_every_command_with_its_summary(says: Says) -> None:

@@ -1,7 +1,6 @@
-"""The command `rollout-data`: one table of commands, and what all of them have in common.
+"""The command `rollout-data`: the table of commands, parsing, errors and printing.
 
-One rule: a command is a row of `COMMANDS`, a thin layer over a documented function. Only this file prints. What a
-command needs is imported when it runs, so that help is quick.
+Only this file prints. The modules of a command are imported when it runs, so that help is quick.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from importlib import import_module
 from typing import Any, NoReturn, TextIO
 
 PROGRAM = "rollout-data"
+#: Argument -> keywords of `add_argument`.
 Arguments = Mapping[str, Mapping[str, Any]]
 
 
@@ -26,20 +26,20 @@ class Command:
     """A row of the table.
 
     Attributes:
-        summary: What it does, in a line.
-        example: A call, without the program's name.
-        arguments: Argument -> what `add_argument` takes; a function that gives this where it imports something. All
-            commands have `--json` besides.
-        path: Of the function below `rollout_data` that it is a thin layer over, if that has another name.
-        answers: The file of `tools` whose function of the command's name takes the parsed options, `progress` among
-            them, and gives an `Answer`.
+        summary: A sentence about the command.
+        example: A call, without the name of the program.
+        arguments: Its arguments, or a function that returns them after an import. All commands
+            also have `--json`.
+        path: Path below `rollout_data` of the documented function, if it differs from the name.
+        module: Module of `tools.cli` with the function of the command. The function has the name
+            of the command, takes the parsed options and `progress`, and returns an `Answer`.
     """
 
     summary: str
     example: str
     arguments: Arguments | Callable[[], Arguments]
     path: str = ""
-    answers: str = "commands"
+    module: str = "commands"
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Command:
 
     @property
     def function(self) -> str:
-        """The documented function that it is a thin layer over."""
+        """The documented function that does the same in Python."""
         return f"rollout_data.{self.path or self.name}"
 
 
@@ -57,32 +57,38 @@ def _flag(text: str) -> dict[str, Any]:
 
 
 def _several(metavar: str, text: str) -> dict[str, Any]:
-    return {"action": "append", "default": [], "metavar": metavar, "help": f"{text}; may be given several times"}
+    return {
+        "action": "append",
+        "default": [],
+        "metavar": metavar,
+        "help": f"{text}; may be given several times",
+    }
 
 
 _ANY: Arguments = {"data_dir": {"help": "a file or folder of any format"}}
 _OWN: Arguments = {"data_dir": {"help": "a data folder"}}
-#: Of all commands that work on some of the episodes; see `tools.selecting`.
+#: Of all commands that select episodes; see `select_option`.
 SELECT: Arguments = {
     "--select": _several(
         "WHICH",
-        "an episode's id, or a condition on a column of `ls --json`, such as success=true or 'length>20' (one of the "
-        "ids, and all of the conditions)",
-    )
+        "an episode's id, or a condition on a column of `ls --json`, such as success=true or "
+        "'length>20' (one of the ids, and all of the conditions)",
+    ),
 }
-
-
-_OPEN: Arguments = {"--open": _several("NAME=VALUE", "an option of the format that is read: on_bad_index=rebuild")}
+_OPEN: Arguments = {
+    "--open": _several("NAME=VALUE", "an option of the format that is read: on_bad_index=rebuild"),
+}
 
 
 def _convert_arguments() -> Arguments:
     from ...formats.block_episode_writer import OWN
     from ...formats.registry import EXPORTS, WRITERS
 
+    formats = ", ".join((OWN, *WRITERS, *EXPORTS))
     return {
         **_ANY,
         "target": {"help": "the new file or folder, or that of a conversion that was stopped"},
-        "--to": {"default": OWN, "help": f"the format: {', '.join((OWN, *WRITERS, *EXPORTS))} (default: %(default)s)"},
+        "--to": {"default": OWN, "help": f"the format: {formats} (default: %(default)s)"},
         **SELECT,
         **_OPEN,
         "--option": _several("NAME=VALUE", "an option of the format that is written"),
@@ -92,15 +98,24 @@ def _convert_arguments() -> Arguments:
 _REPORT: Arguments = {
     **_ANY,
     "--compare": {"metavar": "OTHER", "help": "another recording, set beside it"},
-    "--out": {"metavar": "FILE", "help": "the page (default: named after the recording, as walk.html)"},
+    "--out": {
+        "metavar": "FILE",
+        "help": "the page (default: named after the recording, as walk.html)",
+    },
     "--absolute-paths": _flag("let texts name where the recording lies"),
 }
 _PLAY: Arguments = {
     **_ANY,
-    "--episode": {"metavar": "ID", "help": "its id, or its place, counted from 0 (default: the first)"},
-    "--field": _several("NAME", "a field, or what its name begins with, with all its dimensions"),
-    "--gif": {"metavar": "FILE", "help": "write the pictures of the field, or of the first that has some"},
-    "--mp4": {"metavar": "FILE", "help": "the same as a video (extra video)"},
+    "--episode": {
+        "metavar": "ID",
+        "help": "id of the episode, or its position, counted from 0 (default: the first)",
+    },
+    "--field": _several("NAME", "a field, or the beginning of its name, with all its dimensions"),
+    "--gif": {
+        "metavar": "FILE",
+        "help": "write the pictures of the field, or of the first field of pictures",
+    },
+    "--mp4": {"metavar": "FILE", "help": "write the pictures as a video (extra video)"},
 }
 #: The path may be left out where rules are only listed.
 _DOCTOR: Arguments = {
@@ -108,62 +123,98 @@ _DOCTOR: Arguments = {
     "--only": {"metavar": "CODES", "help": "run these rules only: VAL01,TIM,..."},
     "--skip": {"metavar": "CODES", "help": "leave these rules out"},
     "--set": _several("CODE.NAME=N", "change a threshold of a rule"),
-    "--sample": {"type": int, "metavar": "N", "help": "read the data of N episodes at most, evenly spread"},
+    "--sample": {
+        "type": int,
+        "metavar": "N",
+        "help": "read the data of N episodes at most, evenly spread",
+    },
     "--fail-on": {
         "choices": ("error", "warning", "info"),
         "default": "error",
-        "help": "exit with 1 if something is found that is so severe, or more (default: %(default)s)",
+        "help": "exit with 1 if a finding is at least so severe (default: %(default)s)",
     },
     "--list-rules": _flag("list the rules: code, severity, what is read, repair"),
-    "--explain": {"metavar": "CODES", "help": "say what rules look for, with their thresholds"},
+    "--explain": {"metavar": "CODES", "help": "explain rules, with their thresholds"},
 }
-_REPAIR_IN_PLACE = "move damaged and foreign files to damaged/, keep their intact trajectories, renew the index"
+_REPAIR_IN_PLACE = ", ".join(
+    (
+        "move damaged and foreign files to damaged/",
+        "keep their intact trajectories",
+        "rewrite the index",
+    )
+)
 _PACK: Arguments = {
     **_OWN,
     "out_dir": {"nargs": "?", "help": "a new folder for the result"},
     "--in-place": _flag("replace the blocks of DATA_DIR"),
-    "--block-mb": {"type": int, "default": 1024, "help": "size of a block at most (default: %(default)s)"},
+    "--block-mb": {
+        "type": int,
+        "default": 1024,
+        "help": "size of a block at most (default: %(default)s)",
+    },
 }
 
 
 def _prune_arguments() -> Arguments:
     from ...writing.retention import LIMITS
 
-    limit = {"type": int, "metavar": "N"}
-    limits = {f"--{name}": {**limit, "help": f"keep the newest N {name} and what shares blocks"} for name in LIMITS}
-    return {**_OWN, **limits, "--dry-run": _flag("say what would be deleted, and delete nothing")}
+    limits = {}
+    for name in LIMITS:
+        text = f"keep the newest N {name}, and trajectories in the same blocks"
+        limits[f"--{name}"] = {"type": int, "metavar": "N", "help": text}
+    return {**_OWN, **limits, "--dry-run": _flag("print the files, and delete nothing")}
 
 
-#: Of the commands that edit: which trajectories, and taking it back.
+#: Of the commands that edit.
 _EDIT: Arguments = {
     **_OWN,
     "ids": {"nargs": "*", "metavar": "ID", "help": "ids as `ls` shows them"},
     **SELECT,
-    "--undo": _flag("take it back, of these ids or, without one, of all"),
-    "--dry-run": _flag("say how many trajectories it concerns, and change nothing"),
+    "--undo": _flag("undo the command for these ids, or for all without one"),
+    "--dry-run": _flag("print the number of trajectories, and change nothing"),
 }
-#: Flags that change what a command does to data. None of them is suggested for a flag that is not known.
+#: Flags that change data. They are never suggested for an unknown flag.
 _CHANGING = {"--undo", "--repair", "--in-place", "--set"}
 _TO: Arguments = {"--to": {"required": True, "metavar": "NEW", "help": "a new or empty folder"}}
-_MERGE: Arguments = {"sources": {"nargs": "+", "metavar": "PATH", "help": "files or folders of any format"}, **_TO}
+_MERGE: Arguments = {
+    "sources": {"nargs": "+", "metavar": "PATH", "help": "files or folders of any format"},
+    **_TO,
+}
 _SPLIT: Arguments = {
     **_ANY,
-    "parts": {"nargs": "*", "metavar": "NAME=SHARE", "help": "default: the parts that the file itself names"},
+    "parts": {
+        "nargs": "*",
+        "metavar": "NAME=SHARE",
+        "help": "default: the parts that the file itself names",
+    },
     **_TO,
-    "--seed": {"type": int, "default": 0, "help": "of the choice (default: %(default)s)"},
+    "--seed": {
+        "type": int,
+        "default": 0,
+        "help": "seed of the random choice (default: %(default)s)",
+    },
 }
 _REPAIR: Arguments = {
     **_ANY,
     **_TO,
-    "--only": {"default": "", "metavar": "CODE,..", "help": "repair these only, info too; default: all but info"},
+    "--only": {
+        "default": "",
+        "metavar": "CODE,..",
+        "help": "repair these only, info too; default: all but info",
+    },
     "--dry-run": _flag("print the plan, and write nothing"),
 }
 _URL = {"help": "a URL that fsspec knows, such as s3://bucket/walk"}
 
-_edit = partial(Command, answers="edit_commands")
+_edit = partial(Command, module="edit_commands")
 #: Name -> command, in the order of the help.
 COMMANDS: dict[str, Command] = {
-    "info": Command("Say what a recording of any format holds.", "info walk", _ANY, "tools.cli.info_command.describe"),
+    "info": Command(
+        "Print the counts, fields and metadata of a recording of any format.",
+        "info walk",
+        _ANY,
+        "tools.cli.info_command.describe",
+    ),
     "ls": Command(
         "List the episodes of a recording of any format.",
         "ls demos.hdf5 --select success=true",
@@ -171,7 +222,7 @@ COMMANDS: dict[str, Command] = {
         "tools.cli.info_command.listing",
     ),
     "report": Command(
-        "Write one HTML page that shows a recording of any format and what the doctor finds in it.",
+        "Write one HTML page about a recording of any format and the findings of the doctor.",
         "report walk --compare walk_old --out report.html",
         _REPORT,
     ),
@@ -182,7 +233,7 @@ COMMANDS: dict[str, Command] = {
         "tools.cli.play_command.play",
     ),
     "convert": Command(
-        "Write a recording of any format in another one; goes on where it was stopped.",
+        "Write a recording of any format in another format; resumes a stopped conversion.",
         "convert demos.hdf5 demos_lerobot --to lerobot --select 'length>20' --option fps=20",
         _convert_arguments,
     ),
@@ -193,10 +244,10 @@ COMMANDS: dict[str, Command] = {
         "tools.edit.pack_folder.check_folder",
     ),
     "doctor": Command(
-        "Examine a recording of any format by all rules of DOCTOR.md; nothing is changed.",
+        "Examine a recording of any format by all rules of DOCTOR.md; changes nothing.",
         "doctor walk --skip VAL03 --fail-on warning",
         _DOCTOR,
-        answers="doctor_command",
+        module="doctor_command",
     ),
     "pack": Command(
         "Rewrite a finished dataset into a few large blocks with contiguous trajectories.",
@@ -220,17 +271,17 @@ COMMANDS: dict[str, Command] = {
         _EDIT,
     ),
     "tag": _edit(
-        "Say something of trajectories: their task, their success, or anything else.",
+        "Record the task, the success or other facts of trajectories.",
         "tag walk --select 'length<20' --set success=false --set reviewer=ada",
-        {**_EDIT, "--set": _several("NAME=VALUE", "what is said, as JSON or text")},
+        {**_EDIT, "--set": _several("NAME=VALUE", "a fact, as JSON or text")},
     ),
     "merge": _edit(
-        "Unite recordings of equal fields in a new folder, of hard links where that is possible.",
+        "Merge recordings of equal fields into a new folder, with hard links where possible.",
         "merge walk run --to both",
         _MERGE,
     ),
     "split": _edit(
-        "Divide a recording into folders, of hard links where that is possible.",
+        "Split a recording into folders, with hard links where possible.",
         "split walk train=0.9 val=0.1 --to walk_parts",
         _SPLIT,
     ),
@@ -240,7 +291,7 @@ COMMANDS: dict[str, Command] = {
         _REPAIR,
     ),
     "push": Command(
-        "Upload the blocks that are not there yet to a URL.",
+        "Upload the blocks that a URL does not have yet.",
         "push walk s3://bucket/walk",
         {**_OWN, "url": _URL},
     ),
@@ -248,110 +299,143 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `rollout-data`; 0 if all is well, 1 if the data are not, 2 if the call is wrong, 130 after Ctrl-C."""
+    """Run `rollout-data` and return the exit code.
+
+    The code is 0 without problems, 1 if the data have problems, 2 if the call is wrong, and 130
+    after Ctrl-C.
+    """
     prog = PROGRAM
     code = 1
     try:
-        given = list(sys.argv[1:] if arguments is None else arguments)
-        name = _command_named(given)
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        name = _command_name(words)
         prog = f"{PROGRAM} {name}"
-        code = _run(COMMANDS[name], prog, given[1:])
-        sys.stdout.flush()  # a full disk, or a reader that has left, is told here
+        code = _run(COMMANDS[name], prog, words[1:])
+        sys.stdout.flush()  # raises on a full disk, or if the reader of a pipe has left
         return code
-    except SystemExit as done:  # help was asked for, or the call is wrong
-        code = int(done.code or 0)
+    except SystemExit as exit_request:  # help was printed, or the call is wrong
+        code = int(exit_request.code or 0)
     except KeyboardInterrupt:
-        code = _told(prog, "stopped", 130)
+        code = _print_error(prog, "stopped", 130)
     except Exception as error:
         from storage.errors import RolloutDataError, UsageError
 
         if not isinstance(error, (RolloutDataError, OSError)):
             raise
-        code = _told(prog, str(error), 2 if isinstance(error, UsageError) else 1)
+        code = _print_error(prog, str(error), 2 if isinstance(error, UsageError) else 1)
     with suppress(OSError):
         try:
             sys.stdout.flush()
-        except OSError:  # otherwise the interpreter tries again, and complains, when it exits
+        except OSError:  # otherwise the interpreter prints an error when it flushes at exit
             sys.stdout.close()
     return code
 
 
-def _run(command: Command, prog: str, given: Sequence[str]) -> int:
-    options = _parser(command, prog).parse_intermixed_args(given)
+def _run(command: Command, prog: str, words: Sequence[str]) -> int:
+    """Parse the words after the name of a command, run it and print its answer."""
+    options = _parser(command, prog).parse_intermixed_args(words)
     options.progress = sys.stderr.isatty()
     options.command = command.name
+    module = import_module(f"rollout_data.tools.cli.{command.module}")
+    function = getattr(module, command.name)
+
+    def print_warning(message: Any, *_args: Any, **_keywords: Any) -> None:
+        _print_line(f"{prog}: warning: {message}", sys.stderr)
+
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: _say(f"{prog}: warning: {message}", sys.stderr)
-        answer = getattr(import_module(f"rollout_data.tools.cli.{command.answers}"), command.name)(options)
+        warnings.showwarning = print_warning
+        answer = function(options)
     if options.json:
         from .info_command import strict_json
 
         print(strict_json(answer.about))
     else:
         for line in answer.lines:
-            _say(line, sys.stdout)
+            _print_line(line, sys.stdout)
     return int(answer.code)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest match of what it does not know."""
+    """A parser whose errors are one line, with the nearest match of an unknown flag."""
 
     def error(self, message: str) -> NoReturn:
-        known = [name for action in self._actions for name in action.option_strings]
-        wrong = message.removeprefix("unrecognized arguments: ").split(" ")[0].partition("=")[0]
-        if wrong.startswith("-"):
-            message += _nearest(wrong, [name for name in known if name not in _CHANGING], known)
-        raise SystemExit(_told(self.prog, f"{message} (see {self.prog} --help)", 2))
+        known: list[str] = []
+        for action in self._actions:
+            known += action.option_strings
+        unknown = message.removeprefix("unrecognized arguments: ")
+        flag = unknown.split(" ")[0].partition("=")[0]
+        if flag.startswith("-"):
+            suggested = [name for name in known if name not in _CHANGING]
+            message += _nearest(flag, suggested, known)
+        raise SystemExit(_print_error(self.prog, f"{message} (see {self.prog} --help)", 2))
 
 
 def _parser(command: Command, prog: str) -> argparse.ArgumentParser:
-    """Make the parser of a command from its row."""
+    """Return the parser of a command."""
     epilog = f"example:\n  {PROGRAM} {command.example}\n\nin Python: {command.function}"
-    form = argparse.RawDescriptionHelpFormatter
-    # Without abbreviations, so that `--und` is an error and takes nothing back.
-    parser = _Parser(prog, description=command.summary, epilog=epilog, formatter_class=form, allow_abbrev=False)
-    arguments = command.arguments() if callable(command.arguments) else command.arguments
-    for name, about in arguments.items():
-        parser.add_argument(name, **about)
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else; null where nothing is known")
+    parser = _Parser(
+        prog,
+        description=command.summary,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # so that `--und` is an error and undoes nothing
+    )
+    arguments = command.arguments
+    if callable(arguments):
+        arguments = arguments()
+    for name, keywords in arguments.items():
+        parser.add_argument(name, **keywords)
+    json_help = "print JSON and nothing else; unknown values are null"
+    parser.add_argument("--json", action="store_true", help=json_help)
     return parser
 
 
-def _command_named(given: Sequence[str]) -> str:
-    """Return the command that is meant: the one of this name, or the only one that begins so.
+def _command_name(words: Sequence[str]) -> str:
+    """Return the command that the first word names, or the only one that begins with it.
 
     Raises:
-        SystemExit: Help was asked for, or there is no such command.
+        SystemExit: Help was printed, or there is no such command.
     """
-    overview = _Parser(PROGRAM, description="Look at, check and rewrite recorded rollouts.")
+    word = words[0] if words else ""
+    if word in COMMANDS:
+        return word
+    matches = [name for name in COMMANDS if word and name.startswith(word)]
+    if len(matches) == 1:
+        return matches[0]
+
+    overview = _Parser(PROGRAM, description="Show, check and rewrite recorded rollouts.")
     listed = overview.add_subparsers(metavar="COMMAND")
     for name, command in COMMANDS.items():
         listed.add_parser(name, help=command.summary)
-    word = given[0] if given else ""
-    found = [name for name in COMMANDS if name == word] or [name for name in COMMANDS if word and name.startswith(word)]
-    if len(found) == 1:
-        return found[0]
     if word.startswith("-"):
-        overview.parse_args(given[:1])
+        overview.parse_args(words[:1])
     if not word:
         overview.error("the following arguments are required: COMMAND")
-    overview.error(f"invalid choice: {word!r}{_nearest(word, found or COMMANDS)}")
+    overview.error(f"invalid choice: {word!r}{_nearest(word, matches or COMMANDS)}")
 
 
 def _nearest(word: str, known: Collection[str], listed: Collection[str] = ()) -> str:
-    """Suggest the nearest of some names, or list them, or those of `listed`."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(listed or known)}"
+    """Return a suggestion: the nearest of the known names, else a list.
+
+    Args:
+        word: The unknown name.
+        known: Names that may be suggested.
+        listed: Names of the list; `known` by default.
+    """
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
+    return f"; expected one of {', '.join(listed or known)}"
 
 
-def _told(prog: str, text: str, code: int) -> int:
+def _print_error(prog: str, text: str, code: int) -> int:
     """Print an error in one line; return the exit code."""
-    _say(f"{prog}: {text}", sys.stderr)
+    _print_line(f"{prog}: {text}", sys.stderr)
     return code
 
 
-def _say(text: str, stream: TextIO) -> None:
-    """Print a line; what a terminal would obey, line ends and what the stream cannot encode are escaped."""
+def _print_line(text: str, stream: TextIO) -> None:
+    """Print a line; escape control characters, line ends and characters that cannot be encoded."""
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
     encoding = stream.encoding or "utf-8"
     print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream)

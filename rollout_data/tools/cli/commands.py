@@ -1,4 +1,8 @@
-"""What commands answer: each function calls the library with the options of its row in `command.COMMANDS`."""
+"""The functions of the commands, which call the library with parsed options.
+
+Each is named after its row in `command_line.COMMANDS`. The commands that edit are in
+`edit_commands`, `doctor` is in `doctor_command`.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +27,23 @@ from ..edit.pack_folder import check_folder, open_folder, pack_dataset, repair_f
 from ..report.report_page import report as write_report
 from .export_images import save_gif, save_mp4
 from .info_command import as_text, describe, listing, listing_as_text
-from .list_recordings import as_lines, rows_about
+from .list_recordings import recording_rows, rows_as_text
 from .play_command import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
 from .select_option import selected
 
+#: Ids that a line lists before it ends in "...".
+_MAX_IDS = 3
+#: Frames per second of a GIF or a video if the metadata have none.
+_RATE_HZ = 20.0
+
 
 class Answer(NamedTuple):
-    """What a command found.
+    """The result of a command.
 
     Attributes:
-        about: For programs: what `--json` prints.
-        lines: For people.
-        code: 0 if all is well, 1 if the data are not.
+        about: Plain values that `--json` prints.
+        lines: Text that is printed otherwise.
+        code: Exit code: 0 without problems, 1 if the data have problems.
     """
 
     about: Any
@@ -43,94 +52,131 @@ class Answer(NamedTuple):
 
 
 def info(options: argparse.Namespace) -> Answer:
-    if several := recordings_in(options.data_dir):
-        return _listed(several)
+    recordings = recordings_in(options.data_dir)
+    if recordings:
+        return _listed(recordings)
     about = describe(options.data_dir)
     return Answer(about, as_text(about))
 
 
 def ls(options: argparse.Namespace) -> Answer:
-    if several := recordings_in(options.data_dir):
-        return _listed(several)
-    rows = listing(_opened(options))
+    recordings = recordings_in(options.data_dir)
+    if recordings:
+        return _listed(recordings)
+    rows = listing(_selected_episodes(options))
     return Answer(rows, listing_as_text(rows))
 
 
 def _listed(paths: Sequence[Path]) -> Answer:
-    """Answer with a row for each of several recordings; 1 if one cannot be opened."""
-    rows = rows_about(paths)
-    return Answer(rows, as_lines(rows), int(any(row["error"] for row in rows)))
+    """Return a row for each recording; the exit code is 1 if one cannot be opened."""
+    rows = recording_rows(paths)
+    has_errors = any(row["error"] for row in rows)
+    return Answer(rows, rows_as_text(rows), int(has_errors))
 
 
 def convert(options: argparse.Namespace) -> Answer:
-    chosen = {name: option_value(text) for name, text in pairs("convert", options.option).items()}
-    done = convert_recording(_opened(options), options.target, options.to, progress=options.progress, **chosen)
-    some = {what: ", ".join(ids[:3]) + (", ..." if len(ids) > 3 else "") for what, ids in done.changes.items()}
-    lines = [f"{what}: {len(ids):,} episodes ({some[what]})" for what, ids in done.changes.items()]
-    lines += [*map(str, done.problems), f"{done.num_episodes:,} episodes, {done.num_present:,} of them were there"]
-    lines += [f"advice: {remark}" for remark in done.advice]
-    about = {**vars(done)}
-    about["problems"] = [str(problem) for problem in done.problems]
-    about["advice"] = [str(remark) for remark in done.advice]
-    return Answer(about, lines, 1 if done.problems else 0)
+    format_options = option_values("convert", options.option)
+    conversion = convert_recording(
+        _selected_episodes(options),
+        options.target,
+        options.to,
+        progress=options.progress,
+        **format_options,
+    )
+    about = {**vars(conversion)}
+    about["problems"] = [str(problem) for problem in conversion.problems]
+    about["advice"] = [str(remark) for remark in conversion.advice]
+
+    lines = []
+    for change, ids in conversion.changes.items():
+        lines.append(f"{change}: {len(ids):,} episodes ({some_ids(ids)})")
+    lines += about["problems"]
+    present = f"{conversion.num_present:,} of them were there"
+    lines.append(f"{conversion.num_episodes:,} episodes, {present}")
+    lines += [f"advice: {remark}" for remark in about["advice"]]
+    return Answer(about, lines, 1 if conversion.problems else 0)
 
 
-def _opened(options: argparse.Namespace) -> Recording:
-    """Open the recording that a command names, by its `--open`, and take what it selects."""
-    chosen = {name: option_value(text) for name, text in pairs("open", options.open).items()}
-    return selected(open_recording(options.data_dir, **chosen), options.select)
+def _selected_episodes(options: argparse.Namespace) -> Recording:
+    """Open a recording with the options of `--open`; return the episodes of `--select`."""
+    open_options = option_values("open", options.open)
+    return selected(open_recording(options.data_dir, **open_options), options.select)
 
 
-def pairs(action: str, given: Iterable[str]) -> dict[str, str]:
-    """Take NAME=VALUE apart."""
-    found: dict[str, str] = {}
-    for pair in given:
-        name, sign, value = pair.partition("=")
-        if not sign or name in found:
-            raise UsageError(action, "", "NAME=VALUE" + ", each name once" * bool(sign), repr(pair))
-        found[name] = value
-    return found
+def some_ids(ids: Sequence[str]) -> str:
+    """Return the first ids, separated by commas."""
+    text = ", ".join(ids[:_MAX_IDS])
+    return f"{text}, ..." if len(ids) > _MAX_IDS else text
 
 
-def option_value(text: str) -> Any:
-    """Read an option as JSON, or as text where it is none."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def option_values(action: str, pairs: Iterable[str]) -> dict[str, Any]:
+    """Return the values of texts NAME=VALUE, which are JSON or text.
+
+    Raises:
+        UsageError: A text has no sign, or a name occurs twice.
+    """
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, text = pair.partition("=")
+        if not sign:
+            raise UsageError(action, "", "NAME=VALUE", repr(pair))
+        if name in values:
+            raise UsageError(action, "", "NAME=VALUE, each name once", repr(pair))
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
 
 
 def report(options: argparse.Namespace) -> Answer:
-    if several := recordings_in(options.data_dir):
-        answer = _listed(several)
-        line = f"{options.data_dir} holds several recordings: no page was written; name one of them"
-        is_page_asked_for = options.out is not None or options.compare is not None
-        code = 2 if is_page_asked_for else answer.code
-        return answer._replace(lines=[*answer.lines, line], code=code)
-    further = {"absolute_paths": options.absolute_paths, "progress": options.progress}
-    page = write_report(options.data_dir, options.out, options.compare, **further)
-    size = page.stat().st_size
-    return Answer({"page": str(page), "num_bytes": size}, [f"{page}: {size / 1e6:.1f} MB; open it in a browser"])
+    recordings = recordings_in(options.data_dir)
+    if recordings:
+        return _several_recordings(options, recordings)
+    page = write_report(
+        options.data_dir,
+        options.out,
+        options.compare,
+        absolute_paths=options.absolute_paths,
+        progress=options.progress,
+    )
+    num_bytes = page.stat().st_size
+    line = f"{page}: {num_bytes / 1e6:.1f} MB; open it in a browser"
+    return Answer({"page": str(page), "num_bytes": num_bytes}, [line])
+
+
+def _several_recordings(options: argparse.Namespace, recordings: Sequence[Path]) -> Answer:
+    """List recordings instead of a page; the exit code is 2 if an option asked for a page."""
+    answer = _listed(recordings)
+    holds = f"{options.data_dir} holds several recordings"
+    lines = [*answer.lines, f"{holds}: no page was written; name one of them"]
+    wants_page = options.out is not None or options.compare is not None
+    return Answer(answer.about, lines, 2 if wants_page else answer.code)
 
 
 def play(options: argparse.Namespace) -> Answer:
     recording, place = chosen_episode(options.data_dir, options.episode)
     width = shutil.get_terminal_size().columns
     about = describe_episode(recording, options.episode, options.field, width)
-    is_plain = BARS.encode(sys.stdout.encoding or "ascii", "ignore") == b""
-    lines = episode_as_text(about, width, ASCII_BARS if is_plain else BARS)
-    rate_hz = recording.metadata.get("frame_rate_hz") or recording.metadata.get("fps") or 20.0
+    is_ascii = BARS.encode(sys.stdout.encoding or "ascii", "ignore") == b""
+    lines = episode_as_text(about, width, ASCII_BARS if is_ascii else BARS)
+
+    metadata = recording.metadata
+    rate_hz = float(metadata.get("frame_rate_hz") or metadata.get("fps") or _RATE_HZ)
+    field = options.field[0] if options.field else None
     for path, save in ((options.gif, save_gif), (options.mp4, save_mp4)):
-        if path is not None:
-            field = next(iter(options.field), None)
-            num_frames = save(recording[place], path, field, rate_hz=float(rate_hz), progress=options.progress)
-            about.setdefault("files", {})[path] = num_frames
-            lines.append(f"{path}: {num_frames:,} frames")
+        if path is None:
+            continue
+        episode = recording[place]
+        num_frames = save(episode, path, field, rate_hz=rate_hz, progress=options.progress)
+        about.setdefault("files", {})[path] = num_frames
+        lines.append(f"{path}: {num_frames:,} frames")
     return Answer(about, lines)
 
 
 def verify(options: argparse.Namespace) -> Answer:
-    report = (repair_folder if options.repair else check_folder)(options.data_dir, options.progress)
+    check = repair_folder if options.repair else check_folder
+    report = check(options.data_dir, options.progress)
     lines = []
     for name, problem in report.problems.items():
         lines.append(f"{name}: {problem}")
@@ -139,11 +185,19 @@ def verify(options: argparse.Namespace) -> Answer:
         if name in report.salvaged:
             lines.append(f"  kept all but {report.salvaged[name]} of its trajectories")
     for dead in report.dead_writers:
-        lines.append(f"writer {dead.writer} died; {dead.num_lost_frames} frames that it had not published are lost")
-    counts = f"{report.num_blocks:,} blocks, {report.num_trajectories:,} trajectories, {report.num_frames:,} frames"
-    broken = f", {report.num_broken:,} trajectories with a missing part" if report.num_broken else ""
-    files = f"{len(report.problems):,} damaged or foreign {'file' if len(report.problems) == 1 else 'files'}"
-    lines += [*(f"moved to {moved}" for moved in report.moved), f"{counts} intact; {files}{broken}"]
+        lost = f"{dead.num_lost_frames} frames that it had not published are lost"
+        lines.append(f"writer {dead.writer} died; {lost}")
+    lines += [f"moved to {path}" for path in report.moved]
+
+    trajectories = f"{report.num_trajectories:,} trajectories"
+    intact = f"{report.num_blocks:,} blocks, {trajectories}, {report.num_frames:,} frames intact"
+    num_damaged = len(report.problems)
+    damaged = f"{num_damaged:,} damaged or foreign {'file' if num_damaged == 1 else 'files'}"
+    last_line = f"{intact}; {damaged}"
+    if report.num_broken:
+        last_line += f", {report.num_broken:,} trajectories with a missing part"
+    lines.append(last_line)
+
     about = {
         **vars(report),
         "problems": {name: str(problem) for name, problem in report.problems.items()},
@@ -155,18 +209,24 @@ def verify(options: argparse.Namespace) -> Answer:
 
 def pack(options: argparse.Namespace) -> Answer:
     if bool(options.out_dir) == options.in_place:
+        expected = "either OUT_DIR or --in-place"
         got = "both" if options.in_place else "neither"
-        raise UsageError("pack", repr(options.data_dir), "either OUT_DIR or --in-place", got)
-    summary = pack_dataset(options.data_dir, options.out_dir, options.block_mb << 20, options.progress)
+        raise UsageError("pack", repr(options.data_dir), expected, got)
+    block_bytes = options.block_mb << 20
+    summary = pack_dataset(options.data_dir, options.out_dir, block_bytes, options.progress)
     packed = f"{summary.num_trajectories:,} trajectories, {summary.num_frames:,} frames"
-    line = f"{packed}: {summary.num_blocks_before:,} blocks became {summary.num_blocks_after:,}"
-    return Answer(vars(summary), [line])
+    before = f"{summary.num_blocks_before:,} blocks"
+    return Answer(vars(summary), [f"{packed}: {before} became {summary.num_blocks_after:,}"])
 
 
 def prune(options: argparse.Namespace) -> Answer:
-    limits = {name: getattr(options, name) for name in LIMITS}
-    open_folder(options.data_dir)  # or say that it holds no data
-    pruned = prune_folder(options.data_dir, dry_run=options.dry_run, progress=options.progress, **limits)
+    open_folder(options.data_dir)  # raises if it holds no data
+    pruned = prune_folder(
+        options.data_dir,
+        dry_run=options.dry_run,
+        progress=options.progress,
+        **{name: getattr(options, name) for name in LIMITS},
+    )
     paths = list(map(str, pruned))
     line = f"{len(paths):,} blocks {'would be' if options.dry_run else 'were'} deleted"
     return Answer({"files": paths, "dry_run": options.dry_run}, [*paths, line])

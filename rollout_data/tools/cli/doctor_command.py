@@ -1,4 +1,4 @@
-"""The command `doctor`: findings as text or as JSON."""
+"""The command `doctor`: findings as text or JSON, rules and their explanations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from ..doctor import examination
 from ..doctor.findings import SEVERITIES, Diagnosis, Finding, Rule
 from ..doctor.rules.change_scripts import CHANGES
 from .commands import Answer
-from .list_recordings import as_lines, rows_about
+from .list_recordings import recording_rows, rows_as_text
 
-_SHOWN = 8
+#: Trajectories that the line of a finding lists.
+_MAX_LISTED = 8
+#: Ranges of frames that the line of a finding lists.
+_MAX_RANGES = 3
 
 
 def doctor(options: argparse.Namespace) -> Answer:
@@ -24,7 +27,7 @@ def doctor(options: argparse.Namespace) -> Answer:
     skip = _codes(options.skip)
     if options.explain or options.list_rules:
         rules = examination.chosen_rules("examine", _codes(options.explain) or only, skip)
-        lines = _explained(rules) if options.explain else [_row(rule) for rule in rules]
+        lines = _explained(rules) if options.explain else [_rule_line(rule) for rule in rules]
         return Answer([rule.as_dict() for rule in rules], lines)
     if options.data_dir is None:
         raise UsageError(
@@ -40,33 +43,36 @@ def doctor(options: argparse.Namespace) -> Answer:
         "settings": dict(map(_setting, options.set)),
         "sample": options.sample,
     }
-    if several := recordings_in(options.data_dir):
-        return _of_several(several, chosen, options)
-    found = examination.doctor(options.data_dir, **chosen, progress=options.progress)
-    code = 1 if found.at_least(options.fail_on) else 0
-    return Answer(found.as_dict(), _lines(found), code)
+    recordings = recordings_in(options.data_dir)
+    if recordings:
+        return _examine_several(recordings, chosen, options)
+    diagnosis = examination.doctor(options.data_dir, **chosen, progress=options.progress)
+    code = 1 if diagnosis.at_least(options.fail_on) else 0
+    return Answer(diagnosis.as_dict(), _lines(diagnosis), code)
 
 
-def _of_several(
+def _examine_several(
     paths: Sequence[Path],
     chosen: Mapping[str, Any],
     options: argparse.Namespace,
 ) -> Answer:
-    """Examine several recordings and answer with a row for each."""
+    """Examine several recordings and return a row for each; the exit code is the largest."""
+    columns = [f"{severity}s" for severity in reversed(SEVERITIES)]
     codes: list[int] = []
 
     def counts(path: Path) -> dict[str, int | None]:
         try:
-            found = examination.doctor(path, **chosen, progress=options.progress)
+            diagnosis = examination.doctor(path, **chosen, progress=options.progress)
         except (RolloutDataError, OSError):  # the row has the error of opening it
             codes.append(1)
-            return {f"{name}s": None for name in reversed(SEVERITIES)}
-        codes.append(1 if found.at_least(options.fail_on) else 0)
-        return {f"{name}s": found.summary[name] for name in reversed(SEVERITIES)}
+            return dict.fromkeys(columns)
+        codes.append(1 if diagnosis.at_least(options.fail_on) else 0)
+        numbers = [diagnosis.summary[severity] for severity in reversed(SEVERITIES)]
+        return dict(zip(columns, numbers, strict=True))
 
-    rows = rows_about(paths, counts)
+    rows = recording_rows(paths, counts)
     line = "'rollout-data doctor PATH' of one of them names its findings"
-    return Answer(rows, [*as_lines(rows), line], max(codes))
+    return Answer(rows, [*rows_as_text(rows), line], max(codes))
 
 
 def _codes(text: str | None) -> list[str]:
@@ -82,7 +88,7 @@ def _setting(pair: str) -> tuple[str, float]:
         raise UsageError("set", repr(name), expected, repr(pair)) from None
 
 
-def _row(rule: Rule) -> str:
+def _rule_line(rule: Rule) -> str:
     return f"{rule.code}  {rule.severity:<7}  {rule.needs} {rule.repair}  {rule.name}: {rule.title}"
 
 
@@ -104,18 +110,22 @@ def _explained(rules: Sequence[Rule]) -> Iterator[str]:
             yield f"  --set {rule.code}.{name}={value:g}"
 
 
-def _lines(found: Diagnosis) -> Iterator[str]:
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield the lines of the findings, the worst first, then of the summary and of the scripts."""
-    for one in found.findings:
-        yield f"{one.severity} {one.code} {one.name}: {one.message}"
-        if place := _place(one):
+    for finding in diagnosis.findings:
+        yield f"{finding.severity} {finding.code} {finding.name}: {finding.message}"
+        place = _place(finding)
+        if place:
             yield f"  in {place}"
-        yield f"  -> {one.advice}{'; the script is below' if one.script else ''}"
-    about = found.summary
-    counts = ", ".join(_counted(about[name], name) for name in reversed(SEVERITIES))
-    size = f"{about['episodes']:,} episodes, {about['frames']:,} frames"
-    yield f"{size}: {counts}; {len(found.skipped)} rules do not apply"
-    for script in dict.fromkeys(one.script for one in found.findings if one.script):
+        yield f"  -> {finding.advice}{'; the script is below' if finding.script else ''}"
+
+    summary = diagnosis.summary
+    counts = ", ".join(_counted(summary[name], name) for name in reversed(SEVERITIES))
+    size = f"{summary['episodes']:,} episodes, {summary['frames']:,} frames"
+    yield f"{size}: {counts}; {len(diagnosis.skipped)} rules do not apply"
+
+    scripts = [finding.script for finding in diagnosis.findings if finding.script]
+    for script in dict.fromkeys(scripts):
         yield ""
         yield from script.splitlines()
 
@@ -124,9 +134,18 @@ def _counted(count: int, name: str) -> str:
     return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
-def _place(one: Finding) -> str:
-    numbers = ", ".join([*map(str, one.places), *one.left_out][:_SHOWN])
-    more = f" and {len(one.trajectories) - _SHOWN:,} more" if len(one.trajectories) > _SHOWN else ""
-    frames = ", ".join(f"{number}[{start}:{stop}]" for number, start, stop in one.frames[:3])
-    listed = f"trajectories {numbers}{more}" if numbers else ""
-    return f"{listed}; frames {frames}" if frames else listed
+def _place(finding: Finding) -> str:
+    """Return the trajectories and frames of a finding; "" if it has none."""
+    trajectories = [*map(str, finding.places), *finding.left_out]
+    if not trajectories:
+        return _frames(finding)
+    text = f"trajectories {', '.join(trajectories[:_MAX_LISTED])}"
+    num_more = len(finding.trajectories) - _MAX_LISTED
+    if num_more > 0:
+        text += f" and {num_more:,} more"
+    return text + _frames(finding)
+
+
+def _frames(finding: Finding) -> str:
+    frames = [f"{number}[{start}:{stop}]" for number, start, stop in finding.frames[:_MAX_RANGES]]
+    return f"; frames {', '.join(frames)}" if frames else ""

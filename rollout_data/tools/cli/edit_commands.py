@@ -1,4 +1,4 @@
-"""What the commands answer that edit, unite and divide recordings; see `answers.py`."""
+"""The functions of the commands that edit, merge, split and repair recordings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from storage.errors import UsageError
 
 from ...formats.open_recording import open as open_recording
 from ..edit import edits, merge_split, repair_recording
-from .commands import Answer, option_value, pairs
+from .commands import Answer, option_values, some_ids
 from .select_option import selected
 
 
@@ -22,88 +22,133 @@ def keep(options: argparse.Namespace) -> Answer:
 
 
 def _leave_out(options: argparse.Namespace, call: Callable[..., int]) -> Answer:
-    """Answer `drop` and `keep`, which are undone in the same way."""
+    """Call `drop` or `keep`; `--undo` of either restores trajectories."""
+    ids = _chosen_ids(options)
     if options.undo:
-        num = edits.undrop(options.data_dir, _chosen(options), dry_run=options.dry_run)
-        return _changed(options, num, "would come back" if options.dry_run else "came back")
-    num = call(options.data_dir, _chosen(options) or [], dry_run=options.dry_run)
+        count = edits.undrop(options.data_dir, ids, dry_run=options.dry_run)
+        verb = "would come back" if options.dry_run else "came back"
+        return _counted(options, count, f"{count:,} trajectories {verb}")
+    count = call(options.data_dir, ids or [], dry_run=options.dry_run)
     if options.dry_run:
-        return _changed(options, num, "would be left out")
-    line = f"{num:,} trajectories are left out; 'rollout-data drop {options.data_dir} --undo' brings them back"
-    return Answer({"num_trajectories": num, "dry_run": False}, [line])
-
-
-def _changed(options: argparse.Namespace, num: int, says: str) -> Answer:
-    return Answer({"num_trajectories": num, "dry_run": options.dry_run}, [f"{num:,} trajectories {says}"])
+        return _counted(options, count, f"{count:,} trajectories would be left out")
+    undo = f"'rollout-data drop {options.data_dir} --undo' brings them back"
+    return _counted(options, count, f"{count:,} trajectories are left out; {undo}")
 
 
 def tag(options: argparse.Namespace) -> Answer:
     if options.undo:
-        num = edits.untag(options.data_dir, _chosen(options), dry_run=options.dry_run)
-        line = f"what was said of {num:,} trajectories {'would be' if options.dry_run else 'was'} taken back"
-        return Answer({"num_trajectories": num, "dry_run": options.dry_run}, [line])
-    said = {name: option_value(text) for name, text in pairs("tag", options.set).items()}
-    num = edits.tagged(options.data_dir, _chosen(options) or [], said, dry_run=options.dry_run)
-    return _changed(options, num, "would be tagged" if options.dry_run else "were tagged")
+        count = edits.untag(options.data_dir, _chosen_ids(options), dry_run=options.dry_run)
+        verb = "would be" if options.dry_run else "was"
+        line = f"what was said of {count:,} trajectories {verb} taken back"
+        return _counted(options, count, line)
+    tags = option_values("tag", options.set)
+    ids = _chosen_ids(options) or []
+    count = edits.tagged(options.data_dir, ids, tags, dry_run=options.dry_run)
+    verb = "would be tagged" if options.dry_run else "were tagged"
+    return _counted(options, count, f"{count:,} trajectories {verb}")
+
+
+def _counted(options: argparse.Namespace, count: int, line: str) -> Answer:
+    return Answer({"num_trajectories": count, "dry_run": options.dry_run}, [line])
 
 
 def merge(options: argparse.Namespace) -> Answer:
-    return _made(merge_split.merge(options.sources, options.to, progress=options.progress))
+    return _new_folder(merge_split.merge(options.sources, options.to, progress=options.progress))
 
 
 def split(options: argparse.Namespace) -> Answer:
-    parts = {name: option_value(text) for name, text in pairs("split", options.parts).items()}
-    done = merge_split.split(options.data_dir, parts or None, options.to, seed=options.seed, progress=options.progress)
-    answers = {name: _made(one) for name, one in done.items()}
-    about = {name: answer.about for name, answer in answers.items()}
-    code = max((answer.code for answer in answers.values()), default=0)
-    return Answer(about, [line for answer in answers.values() for line in answer.lines], code)
+    folders = merge_split.split(
+        options.data_dir,
+        option_values("split", options.parts) or None,
+        options.to,
+        seed=options.seed,
+        progress=options.progress,
+    )
+    about = {}
+    lines: list[str] = []
+    code = 0
+    for name, folder in folders.items():
+        answer = _new_folder(folder)
+        about[name] = answer.about
+        lines += answer.lines
+        code = max(code, answer.code)
+    return Answer(about, lines, code)
+
+
+def _new_folder(folder: merge_split.NewFolder) -> Answer:
+    counts = f"{folder.num_trajectories:,} trajectories, {folder.num_frames:,} frames"
+    blocks = f"{folder.num_linked:,} blocks are hard links, {folder.num_copied:,} were written"
+    lines = [f"{folder.path}: {counts}; {blocks}"]
+    renamed = {}
+    for (place, old), new in folder.renamed.items():
+        renamed[f"{place}:{old}"] = new
+        lines.append(f"  writer {old!r} of source {place} is called {new!r}")
+    problems = [str(problem) for problem in folder.problems]
+    advice = [str(remark) for remark in folder.advice]
+    lines += [f"  {problem}" for problem in problems]
+    lines += [f"  advice: {remark}" for remark in advice]
+    about = {
+        **vars(folder),
+        "path": str(folder.path),
+        "renamed": renamed,
+        "problems": problems,
+        "advice": advice,
+    }
+    return Answer(about, lines, 1 if problems else 0)
 
 
 def repair(options: argparse.Namespace) -> Answer:
-    only = [code for code in options.only.split(",") if code]
-    done = repair_recording.repair(
-        options.data_dir, options.to, only=only, dry_run=options.dry_run, progress=options.progress
+    result = repair_recording.repair(
+        options.data_dir,
+        options.to,
+        only=[code for code in options.only.split(",") if code],
+        dry_run=options.dry_run,
+        progress=options.progress,
     )
-    lines = []
-    for one in done.actions:
-        which = ", ".join(one.trajectories[:3]) + (", ..." if len(one.trajectories) > 3 else "")
-        field = f" {one.finding.field}" if one.finding.field else ""
-        lines.append(f"{one.finding.code}{field}: {one.says}{f' ({which})' if which else ''}")
-    lines += [f"still found: {one.code} {one.message}" for one in done.remaining]
-    lines += [f"{name}: {problem}" for name, problem in (done.problems or {}).items()]
-    is_left = bool(done.remaining or done.problems)
-    holds = "nothing was written" if options.dry_run else f"{done.num_trajectories:,} trajectories"
-    lines.append(f"{done.path}: {holds}")
-    actions = [one.as_dict() for one in done.actions]
-    about = {"path": str(done.path), "num_trajectories": done.num_trajectories, "actions": actions}
-    remaining = [{"code": one.code, "message": one.message} for one in done.remaining]
-    return Answer({**about, "remaining": remaining, "problems": list(done.problems or {})}, lines, int(is_left))
+    problems = result.problems or {}
+    lines = [_action_line(action) for action in result.actions]
+    lines += [f"still found: {finding.code} {finding.message}" for finding in result.remaining]
+    lines += [f"{name}: {problem}" for name, problem in problems.items()]
+    written = f"{result.num_trajectories:,} trajectories"
+    lines.append(f"{result.path}: {'nothing was written' if options.dry_run else written}")
+
+    remaining = []
+    for finding in result.remaining:
+        remaining.append({"code": finding.code, "message": finding.message})
+    about = {
+        "path": str(result.path),
+        "num_trajectories": result.num_trajectories,
+        "actions": [action.as_dict() for action in result.actions],
+        "remaining": remaining,
+        "problems": list(problems),
+    }
+    return Answer(about, lines, 1 if remaining or problems else 0)
 
 
-def _made(done: merge_split.NewFolder) -> Answer:
-    counts = f"{done.num_trajectories:,} trajectories, {done.num_frames:,} frames"
-    blocks = f"{done.num_linked:,} blocks are hard links, {done.num_copied:,} were written"
-    names = {f"{place}:{old}": new for (place, old), new in done.renamed.items()}
-    lines = [f"{done.path}: {counts}; {blocks}"]
-    lines += [f"  writer {old!r} of source {place} is called {new!r}" for (place, old), new in done.renamed.items()]
-    lines += [f"  {problem}" for problem in done.problems]
-    lines += [f"  advice: {remark}" for remark in done.advice]
-    about = {**vars(done), "path": str(done.path), "renamed": names}
-    about["problems"] = [str(problem) for problem in done.problems]
-    about["advice"] = [str(remark) for remark in done.advice]
-    return Answer(about, lines, 1 if done.problems else 0)
+def _action_line(action: repair_recording.Action) -> str:
+    finding = action.finding
+    field = f" {finding.field}" if finding.field else ""
+    ids = some_ids(action.trajectories)
+    line = f"{finding.code}{field}: {action.says}"
+    return f"{line} ({ids})" if ids else line
 
 
-def _chosen(options: argparse.Namespace) -> list[str] | None:
-    """Return the ids that are meant; None, to undo, for all."""
-    if options.undo and not options.select:
-        return options.ids or None
-    if not options.ids and not options.select:
+def _chosen_ids(options: argparse.Namespace) -> list[str] | None:
+    """Return the ids of the call and of `--select`; None is all, which only `--undo` accepts.
+
+    Raises:
+        UsageError: There are neither ids nor `--select`, without `--undo`.
+    """
+    ids: list[str] = options.ids
+    if not ids and not options.select:
+        if options.undo:
+            return None
+        place = f"trajectories of {options.data_dir!r}"
         advice = f"'rollout-data ls {options.data_dir}' lists them"
-        raise UsageError(options.command, f"trajectories of {options.data_dir!r}", "ids or --select", "neither", advice)
-    chosen: list[str] = options.ids
+        raise UsageError(options.command, place, "ids or --select", "neither", advice)
     if options.select:
         recording = open_recording(options.data_dir)
-        chosen = selected(recording.select(chosen) if chosen else recording, options.select).ids
-    return chosen
+        if ids:
+            recording = recording.select(ids)
+        return selected(recording, options.select).ids
+    return ids

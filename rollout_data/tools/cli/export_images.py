@@ -1,4 +1,4 @@
-"""The pictures of an episode as a GIF or a video, one part of them in memory at a time."""
+"""The pictures of an episode as a GIF or a video. A video is written with one part in memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from ...formats.lerobot.lerobot_features import write_video
 from ...sources.episode import Episode
 from ..report.embedded_data import to_rgb
 
-#: A GIF is made of all its frames at once: it has every second, third, ... one where all would take more.
-_PART_BYTES, _MAX_GIF_BYTES = 16 << 20, 256 << 20
+#: Bytes of the pictures that are read at once, as float64.
+_PART_BYTES = 16 << 20
+#: Bytes of the pictures of a GIF, which are all in memory. Longer episodes lose frames evenly.
+_MAX_GIF_BYTES = 256 << 20
 Array = np.ndarray[Any, Any]
 
 
@@ -33,13 +35,13 @@ def save_mp4(
     rate_hz: float = 20.0,
     progress: bool = False,
 ) -> int:
-    """Write the pictures of an episode as a video (H.264); gives how many.
+    """Write the pictures of an episode as a video (H.264); return their number.
 
     Args:
-        episode: Its pictures are `[H, W]`, `[H, W, C]` or `[C, H, W]`. Those of other dtypes than uint8 are scaled:
-            from [0, 1], or from the least and the largest value of the episode.
-        path: The new file; one that is there is replaced.
-        field: Its name; None is the first field of pictures.
+        episode: Its pictures are `[H, W]`, `[H, W, C]` or `[C, H, W]`. Other dtypes than uint8 are
+            scaled from [0, 1], or from the minimum and the maximum of the episode.
+        path: The new file; an existing file is replaced.
+        field: Name of the field; None is the first field of pictures.
         rate_hz: Frames per second.
         progress: Show a progress bar.
 
@@ -47,8 +49,9 @@ def save_mp4(
         UsageError: There is no such field, or a package is missing.
     """
     name = _picture_field(episode, field)
-    with replace_file(path) as new:
-        write_video(new, (_even(part) for part in _pictures(episode, name, 1, progress)), rate_hz, "h264")
+    parts = map(_with_even_sides, _pictures(episode, name, 1, progress))
+    with replace_file(path) as new_file:
+        write_video(new_file, parts, rate_hz, "h264")
     return episode.length
 
 
@@ -60,41 +63,82 @@ def save_gif(
     rate_hz: float = 20.0,
     progress: bool = False,
 ) -> int:
-    """Write the pictures of an episode as a GIF; gives how many. Arguments and errors are those of `save_mp4`."""
-    image = optional("PIL.Image", "pillow", "formats", "pictures")
+    """Write the pictures of an episode as a GIF; return their number.
+
+    A long episode is written with every second, third, ... frame at a lower rate. Arguments and
+    errors are those of `save_mp4`.
+    """
+    image_module = optional("PIL.Image", "pillow", "formats", "pictures")
     name = _picture_field(episode, field)
-    step = -(-episode.length * math.prod(episode.schema[name].shape) * 3 // _MAX_GIF_BYTES)
-    frames = map(image.fromarray, chain.from_iterable(_pictures(episode, name, step, progress)))
-    about = {"save_all": True, "append_images": frames, "duration": 1000 * step / rate_hz, "loop": 0}
-    with replace_file(path) as new:
-        next(frames).save(new, "GIF", **about)
-    return -(-episode.length // step)
+    num_bytes = episode.length * math.prod(episode.schema[name].shape) * 3
+    step = math.ceil(num_bytes / _MAX_GIF_BYTES)
+    pictures = chain.from_iterable(_pictures(episode, name, step, progress))
+    frames = map(image_module.fromarray, pictures)
+    first = next(frames)
+    with replace_file(path) as new_file:
+        first.save(
+            new_file,
+            "GIF",
+            save_all=True,
+            append_images=frames,
+            duration=1000 * step / rate_hz,
+            loop=0,
+        )
+    return math.ceil(episode.length / step)
 
 
 def _picture_field(episode: Episode, field: str | None) -> str:
-    there = [name for name, one in episode.schema.items() if axes_of(one.shape)]
-    if not there or (field is not None and field not in there):
-        expected = f"a field of pictures, {nearest(field or '', there)}"
-        raise UsageError("show pictures", f"of episode {episode.id!r}", expected, repr(field) if field else "none")
-    return field or there[0]
+    """Return the name of a field of pictures; the first one if `field` is None.
+
+    Raises:
+        UsageError: The episode has no such field.
+    """
+    names = [name for name, declared in episode.schema.items() if axes_of(declared.shape)]
+    if not names or (field is not None and field not in names):
+        expected = f"a field of pictures, {nearest(field or '', names)}"
+        got = repr(field) if field else "none"
+        raise UsageError("show pictures", f"of episode {episode.id!r}", expected, got)
+    return field or names[0]
 
 
 def _pictures(episode: Episode, name: str, step: int, progress: bool) -> Iterator[Array]:
-    """Yield every `step`-th picture, as parts `[n, H, W, 3]` of uint8."""
+    """Yield every `step`-th picture, in parts `[n, H, W, 3]` of uint8."""
     field = episode.schema[name]
-    size = step * max(1, _PART_BYTES // (math.prod(field.shape) * 8 * step))
-    parts = [(start, min(start + size, episode.length)) for start in range(0, episode.length, size)]
+    picture_bytes = math.prod(field.shape) * 8
+    size = step * max(1, _PART_BYTES // (picture_bytes * step))
+    parts = []
+    for start in range(0, episode.length, size):
+        parts.append((start, min(start + size, episode.length)))
+
     low = 0.0
     high = 255.0
     if field.dtype != "uint8":
-        bounds = [(np.min(part), np.max(part)) for part in (episode.read(name, *one) for one in parts)]
-        low, high = (float(pick(bound)) for pick, bound in zip((np.min, np.max), np.transpose(bounds), strict=True))
-        low, high = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
-    for one in tqdm(parts, desc="pictures", disable=not progress):
-        rows = np.asarray(episode.read(name, *one))[::step]
-        yield to_rgb(rows, low, high)
+        low, high = _range_of(episode, name, parts)
+    for start, stop in tqdm(parts, desc="pictures", disable=not progress):
+        rows = np.asarray(episode.read(name, start, stop))
+        yield to_rgb(rows[::step], low, high)
 
 
-def _even(part: Array) -> Array:
-    """Repeat the last row and column where their number is odd, which H.264 does not take."""
-    return np.pad(part, ((0, 0), (0, part.shape[1] % 2), (0, part.shape[2] % 2), (0, 0)), mode="edge")
+def _range_of(
+    episode: Episode,
+    name: str,
+    parts: list[tuple[int, int]],
+) -> tuple[float, float]:
+    """Return the minimum and the maximum of a field, or (0, 1) if all values lie in [0, 1]."""
+    minima = []
+    maxima = []
+    for start, stop in parts:
+        rows = episode.read(name, start, stop)
+        minima.append(np.min(rows))
+        maxima.append(np.max(rows))
+    low = float(np.min(minima))
+    high = float(np.max(maxima))
+    if low >= 0 and high <= 1:
+        return 0.0, 1.0
+    return low, high
+
+
+def _with_even_sides(part: Array) -> Array:
+    """Repeat the last row and column of pictures with odd sides, which H.264 does not encode."""
+    _, height, width, _ = part.shape
+    return np.pad(part, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")

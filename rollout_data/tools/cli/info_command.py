@@ -1,4 +1,4 @@
-"""What a recording holds, as a dict and as text; only descriptions and rewards are read."""
+"""The contents of a recording, as a dict and as text. Only descriptions and rewards are read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,21 @@ from ...sources.episode_table import COLUMNS
 from ...sources.recording import Recording
 from ...sources.source import kind_of
 from ..edit.pack_folder import open_folder
+from .list_recordings import aligned
 
-#: How trajectories end: name -> flag.
+#: Name of an end -> its flag.
 ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
+#: Columns of the text of `ls`.
+_LISTED = ("id", "length", "return", "ends", "success", "task")
+#: Characters of a value of the metadata.
+_MAX_TEXT = 80
 
 
 def describe(data_dir: str) -> dict[str, Any]:
-    """Collect counts, fields, metadata and problems of a recording of any format; of our own, blocks and codecs too."""
+    """Return the counts, fields, metadata and problems of a recording of any format.
+
+    A folder of blocks also has counts of blocks and sizes of compressed fields.
+    """
     origin = origins_of(data_dir)[0]
     if isinstance(origin.path, RemotePath) or kind_of(origin) not in (Blocks, None):
         return _describe_recording(data_dir)
@@ -39,140 +47,181 @@ def _describe_recording(data_dir: str) -> dict[str, Any]:
     recording = open_recording(data_dir)
     infos = [recording.info(number) for number in range(len(recording))]
     ends = Counter(end_of(info) for info in infos)
+    lengths = np.array([info.length for info in infos], np.int64)
+    problems = {str(number): str(problem) for number, problem in enumerate(recording.problems)}
     return {
         "data_dir": str(data_dir),
         "format": recording.format,
         "total_trajectories": len(infos),
         "total_timesteps": sum(info.length for info in infos),
         "ends": dict(ends),
-        "lengths": _lengths(np.array([info.length for info in infos], np.int64)),
+        "lengths": _lengths(lengths),
         "with_final_observation": sum(len(info.final) > 0 for info in infos),
         "fields": recording.schema.to_json(),
         "metadata": plain(recording.metadata),
-        "problems": {str(number): str(problem) for number, problem in enumerate(recording.problems)},
+        "problems": problems,
         "advice": [str(remark) for remark in recording.advice],
     }
 
 
 def listing(source: DataDir) -> list[dict[str, Any]]:
-    """Return the table of episodes of a path or `Recording` as plain dicts; None stands for what is unknown."""
+    """Return the table of episodes of a path or `Recording` as dicts; unknown values are None."""
     recording = source if isinstance(source, Recording) else open_recording(source)
     table = recording.table
     success = {1: True, 0: False}
-    times = [None if np.isnat(time) else str(time) for time in table["time"]]
-    columns = {name: table[name].tolist() for name in COLUMNS} | {"time": times}
+    columns = {name: table[name].tolist() for name in COLUMNS}
+    columns["time"] = [None if np.isnat(time) else str(time) for time in table["time"]]
     columns["success"] = [success.get(value) for value in columns["success"]]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    rows = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def listing_as_text(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lay `listing`'s answer out for people: a line for each episode."""
-    names = ["id", "length", "return", "ends", "success", "task"]
-    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+    """Return a heading and a line for each episode of `listing`."""
+    cells = [[_cell(row[name]) for name in _LISTED] for row in rows]
+    return aligned([_LISTED, *cells])
 
 
 def _cell(value: Any) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is None:
         return "-"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return "-" if math.isnan(value) else f"{value:.6g}"
+    return str(value)
 
 
 def _lengths(lengths: np.ndarray) -> dict[str, Any]:
     if not len(lengths):
         return {}
-    return {"min": int(lengths.min()), "median": float(np.median(lengths)), "max": int(lengths.max())}
+    return {
+        "min": int(lengths.min()),
+        "median": float(np.median(lengths)),
+        "max": int(lengths.max()),
+    }
 
 
 def _describe_blocks(data_dir: str) -> dict[str, Any]:
     folder = open_folder(data_dir)
     index = folder.index
-    blocks = [block for block in index.blocks if not block.is_edit]
+    data_blocks = [block for block in index.blocks if not block.is_edit]
+    edit_blocks = [block for block in index.blocks if block.is_edit]
     metadata = load_metadata(folder.data_dir)
-    lengths = index.lengths
-    is_coded = any(field.codec != "raw" for field in (folder.schema or {}).values())
     ends = {name: int(((index.flags & flag) > 0).sum()) for name, flag in ENDS.items()}
+    ends["in_progress"] = int((~index.is_complete()).sum())
+    is_coded = any(field.codec != "raw" for field in (folder.schema or {}).values())
     return {
         "data_dir": str(data_dir),
         "format": FORMAT_NAME,
-        "num_blocks": len(blocks),
+        "num_blocks": len(data_blocks),
         "num_bytes": sum(block.file_bytes for block in index.blocks),
         "num_writers": len(index.writers),
         "total_trajectories": len(index),
         "total_timesteps": index.num_frames,
-        "ends": {**ends, "in_progress": int((~index.is_complete()).sum())},
-        "lengths": _lengths(lengths),
+        "ends": ends,
+        "lengths": _lengths(index.lengths),
         "with_final_observation": int((index.final_block >= 0).sum()),
         "num_dropped": index.num_dropped,
-        "num_dropped_later": sum(len(block.fragments) for block in index.blocks if block.is_edit),
+        "num_dropped_later": sum(len(block.fragments) for block in edit_blocks),
         "num_broken": index.num_broken,
         "fields": metadata.schema.to_json() if metadata else [],
-        "coded": _coded([block.path for block in blocks]) if is_coded else {},
+        "coded": _coded_fields([block.path for block in data_blocks]) if is_coded else {},
         "metadata": dict(metadata.context) if metadata else {},
         "problems": {name: str(problem) for name, problem in folder.problems.items()},
     }
 
 
-def _coded(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """Field with a codec -> what it is coded with, how large it is, and its largest error."""
-    found: dict[str, dict[str, Any]] = {}
+def _coded_fields(paths: list[Path]) -> dict[str, dict[str, Any]]:
+    """Return the codecs, sizes in bytes and largest error of each field with a codec."""
+    fields: dict[str, dict[str, Any]] = {}
     for path in paths:
         header = read_header(path)
         for name, coding in header.codings.items():
-            one = found.setdefault(name, {"codecs": [], "max_error": 0.0, "num_bytes": 0, "num_raw_bytes": 0})
-            one["codecs"] = sorted({*one["codecs"], coding.codec})
-            one["max_error"] = max(one["max_error"], coding.max_error)
-            one["num_raw_bytes"] += header.num_frames * header.schema[name].row_bytes
+            empty = {"codecs": [], "max_error": 0.0, "num_bytes": 0, "num_raw_bytes": 0}
+            facts = fields.setdefault(name, empty)
+            facts["codecs"] = sorted({*facts["codecs"], coding.codec})
+            facts["max_error"] = max(facts["max_error"], coding.max_error)
+            facts["num_raw_bytes"] += header.num_frames * header.schema[name].row_bytes
             chunks = header.chunks[DATA].get(name)
-            stored = header.num_frames * header.layouts[DATA].stored[name].row_bytes
-            one["num_bytes"] += stored if chunks is None else int(chunks.places[-1] - chunks.places[0])
-    return found
+            if chunks is None:
+                row_bytes = header.layouts[DATA].stored[name].row_bytes
+                facts["num_bytes"] += header.num_frames * row_bytes
+            else:
+                facts["num_bytes"] += int(chunks.places[-1] - chunks.places[0])
+    return fields
 
 
 def as_text(about: dict[str, Any]) -> list[str]:
-    """Lay `describe`'s answer out for people."""
-    ends = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in about["ends"].items() if count)
-    lines = [
-        f"{about['data_dir']}: {about['total_trajectories']:,} trajectories, {about['total_timesteps']:,} frames",
-        f"  format: {about['format']}",
-        f"  ends: {ends or 'none'}; {about['with_final_observation']:,} with a final observation",
-    ]
-    if "num_blocks" in about:
+    """Return the result of `describe` as lines."""
+    is_blocks = "num_blocks" in about
+    trajectories = f"{about['total_trajectories']:,} trajectories"
+    lines = [f"{about['data_dir']}: {trajectories}, {about['total_timesteps']:,} frames"]
+    if is_blocks:
         blocks = f"{about['num_blocks']:,} blocks of {about['num_writers']:,} writers"
-        lines[1] = f"  in {blocks}, {about['num_bytes'] / 1e6:,.1f} MB"
+        lines.append(f"  in {blocks}, {about['num_bytes'] / 1e6:,.1f} MB")
+    else:
+        lines.append(f"  format: {about['format']}")
+    lines.append(_ends_line(about))
     if about["lengths"]:
-        lines.append("  length: {min:,} to {max:,} frames, median {median:,.0f}".format(**about["lengths"]))
+        line = "  length: {min:,} to {max:,} frames, median {median:,.0f}"
+        lines.append(line.format(**about["lengths"]))
     if about.get("num_dropped") or about.get("num_broken"):
-        later = f" ({about['num_dropped_later']:,} by edits)" if about["num_dropped_later"] else ""
-        lines.append(
-            f"  left out: {about['num_dropped']:,} dropped{later}, {about['num_broken']:,} with a missing part"
-        )
+        lines.append(_left_out_line(about))
+
     lines.append("  fields:")
+    coded = about.get("coded", {})
     width = max((len(field["name"]) for field in about["fields"]), default=0)
     for field in about["fields"]:
-        codec = "" if field["codec"] == "raw" else f"  {field['codec']}"
-        if one := about.get("coded", {}).get(field["name"]):
-            used = "" if one["codecs"] == [field["codec"]] else f" ({', '.join(one['codecs'])})"
-            error = f", error up to {one['max_error']:.3g}" if one["max_error"] else ", lossless"
-            codec += f"{used}: {one['num_bytes'] / max(1, one['num_raw_bytes']):.1%} of its size{error}"
+        codec = _codec_text(field["codec"], coded.get(field["name"]))
         lines.append(f"    {field['name']:<{width}}  {field['dtype']}{field['shape']}{codec}")
     if about["metadata"]:
         lines.append("  metadata:")
         lines += [f"    {key}: {_short(value)}" for key, value in about["metadata"].items()]
     if about["problems"]:
-        is_own = "num_blocks" in about
-        said = "files left out; `rollout-data verify` says why" if is_own else "problems"
-        lines.append(f"  {len(about['problems'])} {said}:")
-        lines += [f"    {name if is_own else problem}" for name, problem in about["problems"].items()]
-    if advice := about.get("advice"):
+        title = "files left out; `rollout-data verify` says why" if is_blocks else "problems"
+        lines.append(f"  {len(about['problems'])} {title}:")
+        texts = about["problems"] if is_blocks else about["problems"].values()
+        lines += [f"    {text}" for text in texts]
+    if about.get("advice"):
         lines.append("  advice:")
-        lines += [f"    {remark}" for remark in advice]
+        lines += [f"    {remark}" for remark in about["advice"]]
     return lines
 
 
+def _ends_line(about: Mapping[str, Any]) -> str:
+    texts = []
+    for name, count in about["ends"].items():
+        if count:
+            texts.append(f"{count:,} {name.replace('_', ' ')}")
+    ends = ", ".join(texts) or "none"
+    return f"  ends: {ends}; {about['with_final_observation']:,} with a final observation"
+
+
+def _left_out_line(about: Mapping[str, Any]) -> str:
+    dropped = f"{about['num_dropped']:,} dropped"
+    if about["num_dropped_later"]:
+        dropped += f" ({about['num_dropped_later']:,} by edits)"
+    return f"  left out: {dropped}, {about['num_broken']:,} with a missing part"
+
+
+def _codec_text(codec: str, coded: Mapping[str, Any] | None) -> str:
+    """Return the codec of a field, its size and its error; "" for a field without a codec.
+
+    Args:
+        codec: Codec in the schema.
+        coded: Facts of `_coded_fields`, if blocks have the field with a codec.
+    """
+    text = "" if codec == "raw" else f"  {codec}"
+    if not coded:
+        return text
+    if coded["codecs"] != [codec]:
+        text += f" ({', '.join(coded['codecs'])})"
+    share = coded["num_bytes"] / max(1, coded["num_raw_bytes"])
+    error = f"error up to {coded['max_error']:.3g}" if coded["max_error"] else "lossless"
+    return f"{text}: {share:.1%} of its size, {error}"
+
+
 def strict_json(about: Any) -> str:
-    """Write JSON; null stands for NaN and infinities, which it does not have."""
+    """Return JSON with null for NaN and infinities, which JSON cannot represent."""
     text = json.dumps(_strict(about), indent=2, default=str, allow_nan=False)
     return text.replace("\x7f", "\\u007f")
 
@@ -182,9 +231,11 @@ def _strict(value: Any) -> Any:
         return {key: _strict(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_strict(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."

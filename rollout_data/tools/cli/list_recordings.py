@@ -1,4 +1,4 @@
-"""A row about each recording of a folder that holds several."""
+"""The table of recordings of a folder that holds several."""
 
 from __future__ import annotations
 
@@ -13,34 +13,62 @@ from storage.errors import RolloutDataError
 from ...formats.open_recording import open as open_recording
 from ...sources.block_source import Blocks
 
-#: Columns of a row, in the order of the text.
+#: Columns of a row without `error`, in the order of the text.
 _COLUMNS = ("name", "format", "episodes", "frames", "problems")
 
 
-def row_about(path: Path) -> dict[str, Any]:
-    """Describe a recording in a row; `error` says why it cannot be opened, and is None otherwise."""
+def recording_row(path: Path) -> dict[str, Any]:
+    """Return the columns of a recording, and its `error` if it cannot be opened, else None."""
     try:
         recording = open_recording(path)
-        lengths = recording.column("length")
-        counts = {"episodes": len(recording), "frames": int(np.sum(lengths)), "problems": len(recording.problems)}
+        num_frames = int(np.sum(recording.column("length")))
     except (RolloutDataError, OSError) as error:
-        return {"name": path.name, **dict.fromkeys(_COLUMNS[1:]), "error": str(error)}
-    return {"name": path.name, "format": recording.format or Blocks.format, **counts, "error": None}
+        unknown = dict.fromkeys(_COLUMNS[1:])
+        return {"name": path.name, **unknown, "error": str(error)}
+    return {
+        "name": path.name,
+        "format": recording.format or Blocks.format,
+        "episodes": len(recording),
+        "frames": num_frames,
+        "problems": len(recording.problems),
+        "error": None,
+    }
 
 
-def rows_about(paths: Sequence[Path], more: Callable[[Path], Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """Describe recordings, one row each, with `more` columns."""
-    return [{**row_about(path), **(more(path) if more else {})} for path in paths]
+def recording_rows(
+    paths: Sequence[Path],
+    more: Callable[[Path], Mapping[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return a row for each recording.
+
+    Args:
+        paths: The recordings.
+        more: Returns further columns of a recording.
+    """
+    rows = []
+    for path in paths:
+        row = recording_row(path)
+        if more is not None:
+            row.update(more(path))
+        rows.append(row)
+    return rows
 
 
-def as_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lay rows out for people: a line for each recording."""
+def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a heading and a line for each recording."""
     names = [name for name in rows[0] if name != "error"]
-    cells = [names, *([_cell(row[name]) for name in names] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-    errors = ["", *(f"  {row['error']}" if row["error"] else "" for row in rows)]
-    return [line + error for line, error in zip(lines, errors, strict=True)]
+    cells = [[_cell(row[name]) for name in names] for row in rows]
+    heading, *lines = aligned([names, *cells])
+    texts = [heading]
+    for line, row in zip(lines, rows, strict=True):
+        texts.append(f"{line}  {row['error']}" if row["error"] else line)
+    return texts
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines, with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def _cell(value: Any) -> str:

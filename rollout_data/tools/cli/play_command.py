@@ -1,6 +1,6 @@
 """An episode in the terminal: a line of bars for each dimension of its fields.
 
-One rule: memory holds a part of a field at a time, whatever the length of the episode.
+Fields are read in parts of at most 64 MiB, whatever the length of the episode.
 """
 
 from __future__ import annotations
@@ -19,32 +19,54 @@ from ...remote.locations import DataDir
 from ...sources.episode import Episode, end_of
 from ...sources.recording import Recording
 
-BARS, ASCII_BARS, NOT_FINITE = "▁▂▃▄▅▆▇█", "_.,-=+*#", "!"
-#: Dimensions that are shown of a field that was not asked for by its name.
+#: Bars from low to high.
+BARS = "▁▂▃▄▅▆▇█"
+#: Bars of a terminal that cannot encode `BARS`.
+ASCII_BARS = "_.,-=+*#"
+#: Drawn for a value that is not finite.
+NOT_FINITE = "!"
+#: Dimensions of a field that are drawn if the call names no field.
 _MAX_DIMENSIONS = 12
+#: Bytes of a field that are read at once, as float64.
 _PART_BYTES = 64 << 20
+#: Characters of a line from which the range of a curve is printed.
+_MIN_RANGE_WIDTH = 60
+#: Characters of the printed range.
+_RANGE_WIDTH = 24
 Array = np.ndarray[Any, Any]
 
 
 def play(
-    source: DataDir, episode: str | None = None, fields: Sequence[str] = (), *, width: int = 80, bars: str = BARS
+    source: DataDir,
+    episode: str | None = None,
+    fields: Sequence[str] = (),
+    *,
+    width: int = 80,
+    bars: str = BARS,
 ) -> str:
-    """Draw an episode in lines of text.
+    """Return an episode drawn in lines of text.
 
     Args:
-        source, episode, fields: As of `describe_episode`, whose errors it raises.
-        width: Letters in a line.
+        source: As in `describe_episode`.
+        episode: As in `describe_episode`.
+        fields: As in `describe_episode`.
+        width: Characters in a line.
         bars: From low to high; `ASCII_BARS` for terminals without others.
+
+    Raises:
+        UsageError: There is no such episode or field.
+        DataFileError: The episode cannot be read.
     """
-    return "\n".join(episode_as_text(describe_episode(source, episode, fields, width), width, bars))
+    about = describe_episode(source, episode, fields, width)
+    return "\n".join(episode_as_text(about, width, bars))
 
 
 def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recording, int]:
-    """Return a recording and the place of an episode in it.
+    """Return a recording and the position of an episode in it.
 
     Args:
         source: A path of any format, or a `Recording`.
-        episode: Its id, or its place where no id is so; None is the first.
+        episode: Its id, or its position if no episode has this id; None is the first episode.
 
     Raises:
         UsageError: There is no such episode.
@@ -56,123 +78,214 @@ def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recordi
         raise UsageError("play", repr(str(recording.path)), "an episode", "none")
     if wanted not in ids and wanted.isdecimal() and int(wanted) < len(ids):
         return recording, int(wanted)
-    return recording, ids.index(recording.select(wanted).ids[0])
+    selected_id = recording.select(wanted).ids[0]  # raises if there is none
+    return recording, ids.index(selected_id)
 
 
 def describe_episode(
-    source: DataDir, episode: str | None = None, fields: Sequence[str] = (), num_values: int = 80
+    source: DataDir,
+    episode: str | None = None,
+    fields: Sequence[str] = (),
+    num_values: int = 80,
 ) -> dict[str, Any]:
-    """Collect what is known of an episode, and a curve for each dimension of its numeric fields.
+    """Return the facts of an episode, and a curve for each dimension of its numeric fields.
 
     Args:
-        source, episode: As of `chosen_episode`.
-        fields: Names of fields, or what they begin with; none is all, of each the first 12 dimensions. Pictures have
-            one curve, of their mean.
-        num_values: Values of a curve at most: of each part of the episode the one that is furthest from the middle of
-            the curve; NaN if any is not finite.
+        source: A path of any format, or a `Recording`.
+        episode: As in `chosen_episode`.
+        fields: Names of fields, or the beginnings of names; none is the first 12 dimensions of
+            each field. Pictures have one curve, of their mean.
+        num_values: Values of a curve, at most. Each is the value of a part of the episode that is
+            furthest from the middle of the curve; NaN if a value is not finite.
 
     Raises:
         UsageError: There is no such episode or field.
-        DataFileError: It cannot be read.
+        DataFileError: The episode cannot be read.
     """
     recording, place = chosen_episode(source, episode)
-    info = recording.info(place)
-    one = recording[place]
-    there = one.keys()
-    for name in fields:
-        if not any(f"{known}/".startswith(f"{name}/") for known in there):
-            raise UsageError("play the field", f"of episode {one.id!r}", nearest(name, there), repr(name))
-    starts, most = (tuple(f"{name}/" for name in fields), None) if fields else ("", _MAX_DIMENSIONS)
-    chosen = [name for name in one.schema if f"{name}/".startswith(starts)]
-    curves = [curve for name in chosen for curve in _curves(one, name, num_values, most)]
+    chosen = recording[place]
+    max_dimensions = None if fields else _MAX_DIMENSIONS
+    curves = []
+    for name in _chosen_fields(chosen, fields):
+        curves += _curves(chosen, name, num_values, max_dimensions)
     return {
         "path": str(recording.path),
-        "id": one.id,
+        "id": chosen.id,
         "number": place,
         "num_episodes": len(recording),
-        "length": one.length,
-        "ends": end_of(info),
-        "success": one.success,
-        "task": one.task,
-        "texts": {name: list(dict.fromkeys(one.read(name))) for name in one.texts},
+        "length": chosen.length,
+        "ends": end_of(recording.info(place)),
+        "success": chosen.success,
+        "task": chosen.task,
+        "texts": {name: list(dict.fromkeys(chosen.read(name))) for name in chosen.texts},
         "curves": curves,
     }
 
 
-def _curves(episode: Episode, name: str, num_values: int, max_dimensions: int | None) -> list[dict[str, Any]]:
+def _chosen_fields(episode: Episode, prefixes: Sequence[str]) -> list[str]:
+    """Return the numeric fields at or below some names; all without a name.
+
+    Raises:
+        UsageError: A name has no field.
+    """
+    if not prefixes:
+        return list(episode.schema)
+    known = episode.keys()
+    for prefix in prefixes:
+        if not any(_is_below(name, prefix) for name in known):
+            place = f"of episode {episode.id!r}"
+            raise UsageError("play the field", place, nearest(prefix, known), repr(prefix))
+    return [name for name in episode.schema if any(_is_below(name, prefix) for prefix in prefixes)]
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return f"{name}/".startswith(f"{prefix}/")
+
+
+def _curves(
+    episode: Episode,
+    name: str,
+    num_values: int,
+    max_dimensions: int | None,
+) -> list[dict[str, Any]]:
+    """Return the curves of a field, `max_dimensions` at most; None is all."""
     shape = episode.schema[name].shape
     bounds = _bounds(episode.length, num_values)
     if 0 in shape:
         return []
     if axes_of(shape):
-        means = [[np.mean(episode.read(name, start, start + 1), dtype=np.float64)] for start in bounds[:-1].tolist()]
-        return [{"name": f"{name}, mean", **_extremes(np.array(means), np.array(means))[0]}]
-    part = max(1, _PART_BYTES // max(1, 8 * math.prod(shape) * int(np.diff(bounds).max())))
-    lows = []
-    highs = []
-    for first in range(0, len(bounds) - 1, part):
-        inner = bounds[first : first + part + 1]
-        rows = np.asarray(episode.read(name, int(inner[0]), int(inner[-1])), np.float64).reshape(-1, math.prod(shape))
-        rows = np.where(np.isfinite(rows), rows, np.nan)[:, :max_dimensions]
-        lows.append(np.minimum.reduceat(rows, inner[:-1] - inner[0]))
-        highs.append(np.maximum.reduceat(rows, inner[:-1] - inner[0]))
-    found = _extremes(np.concatenate(lows), np.concatenate(highs))
-    indices = [str(list(index)).replace(" ", "") if shape else "" for index in np.ndindex(shape)]
-    curves = [{"name": name + index, **curve} for index, curve in zip(indices, found, strict=False)]
-    if len(indices) > len(curves):
-        curves[-1]["more"] = f"{len(indices) - len(curves)} more: --field {name}"
+        means = _picture_means(episode, name, bounds[:-1].tolist())
+        return [{"name": f"{name}, mean", **_furthest(means, means)[0]}]
+
+    minima, maxima = _part_extremes(episode, name, bounds, max_dimensions)
+    indices = list(np.ndindex(shape))
+    curves = []
+    for index, curve in zip(indices, _furthest(minima, maxima), strict=False):
+        index_text = str(list(index)).replace(" ", "") if shape else ""
+        curves.append({"name": name + index_text, **curve})
+    num_left = len(indices) - len(curves)
+    if num_left:
+        curves[-1]["more"] = f"{num_left} more: --field {name}"
     return curves
 
 
+def _picture_means(episode: Episode, name: str, frames: Sequence[int]) -> Array:
+    """Return the means of the pictures of some frames: `[frames, 1]`."""
+    means = []
+    for frame in frames:
+        picture = episode.read(name, frame, frame + 1)
+        means.append([np.mean(picture, dtype=np.float64)])
+    return np.array(means)
+
+
+def _part_extremes(
+    episode: Episode,
+    name: str,
+    bounds: Array,
+    max_dimensions: int | None,
+) -> tuple[Array, Array]:
+    """Return the minima and the maxima of parts: `[parts, dimensions]`, NaN if not finite.
+
+    Args:
+        episode: The episode.
+        name: A numeric field.
+        bounds: The frames at which parts begin and end, `[parts + 1]`.
+        max_dimensions: Dimensions to return, at most; None is all.
+    """
+    width = math.prod(episode.schema[name].shape)
+    part_bytes = 8 * width * int(np.diff(bounds).max())
+    num_parts = max(1, _PART_BYTES // max(1, part_bytes))
+    minima = []
+    maxima = []
+    for first in range(0, len(bounds) - 1, num_parts):
+        inner = bounds[first : first + num_parts + 1]
+        values = episode.read(name, int(inner[0]), int(inner[-1]))
+        rows = np.asarray(values, np.float64).reshape(-1, width)
+        rows = np.where(np.isfinite(rows), rows, np.nan)[:, :max_dimensions]
+        starts = inner[:-1] - inner[0]
+        minima.append(np.minimum.reduceat(rows, starts))
+        maxima.append(np.maximum.reduceat(rows, starts))
+    return np.concatenate(minima), np.concatenate(maxima)
+
+
 def _bounds(length: int, num_parts: int) -> Array:
-    """Cut frames into parts of at least one."""
+    """Return the bounds of at most `num_parts` parts of `length` frames, none of them empty."""
     return np.unique(np.linspace(0, length, min(length, num_parts) + 1).astype(np.int64))
 
 
-def _extremes(low: Array, high: Array) -> list[dict[str, Any]]:
-    """Return a curve for each dimension of the least and largest values of parts, `[parts, dimensions]`."""
-    found = []
-    for least, largest in zip(low.T, high.T, strict=True):
-        known = np.concatenate([least, largest])[~np.isnan([least, largest]).ravel()]
-        middle = (known / max(1, len(known))).sum() if len(known) else np.nan
-        values = np.where(largest / 2 - middle >= -least / 2, largest, least)
-        bounds = [float(known.min()), float(known.max())] if len(known) else [None, None]
-        found.append({"min": bounds[0], "max": bounds[1], "values": values.tolist()})
-    return found
+def _furthest(minima: Array, maxima: Array) -> list[dict[str, Any]]:
+    """Return a curve for each dimension: in each part the extreme furthest from the middle.
+
+    Args:
+        minima: `[parts, dimensions]`.
+        maxima: `[parts, dimensions]`.
+    """
+    curves = []
+    for low, high in zip(minima.T, maxima.T, strict=True):
+        extremes = np.concatenate([low, high])
+        known = extremes[~np.isnan(extremes)]
+        curve: dict[str, Any] = {"min": None, "max": None}
+        middle = np.nan
+        if len(known):
+            curve = {"min": float(known.min()), "max": float(known.max())}
+            middle = (known / len(known)).sum()  # the sum of large values may not be finite
+        is_high_further = high / 2 - middle >= -low / 2
+        curves.append({**curve, "values": np.where(is_high_further, high, low).tolist()})
+    return curves
 
 
 def episode_as_text(about: dict[str, Any], width: int = 80, bars: str = BARS) -> list[str]:
-    """Draw `describe_episode`'s answer in lines of `width` letters."""
-    success = {True: ", success", False: ", failure", None: ""}[about["success"]]
-    ends = {"unknown": "end unknown", "open": "cut"}.get(about["ends"], about["ends"])
-    lines = [
-        f"{about['id']}: {about['length']:,} frames, {ends}{success} "
-        f"({about['number'] + 1:,} of {about['num_episodes']:,})"
-    ]
-    told = {"task": [about["task"]] if about["task"] else [], **about["texts"]}
-    lines += [
-        f"{name}: {' | '.join(' '.join(text.split()) for text in texts)}" for name, texts in told.items() if texts
-    ]
-    names = [curve["name"] for curve in about["curves"]]
-    room = min(max(map(len, names), default=0), max(6, width // 3))
-    num_bars = max(1, width - room - 1 - (24 if width >= 60 else 0))
+    """Return the result of `describe_episode` as lines of `width` characters."""
+    lines = [_head_line(about)]
+    task = [about["task"]] if about["task"] else []
+    texts = {"task": task, **about["texts"]}
+    for name, values in texts.items():
+        if values:
+            lines.append(f"{name}: {' | '.join(' '.join(text.split()) for text in values)}")
+
+    has_range = width >= _MIN_RANGE_WIDTH
+    longest = max((len(curve["name"]) for curve in about["curves"]), default=0)
+    name_width = min(longest, max(6, width // 3))
+    num_bars = max(1, width - name_width - 1 - (_RANGE_WIDTH if has_range else 0))
     for curve in about["curves"]:
-        name = curve["name"] if len(curve["name"]) <= room else ".." + curve["name"][2 - room :]
-        line = f"{name:<{room}} {_bars(curve, num_bars, bars):<{num_bars}}"
-        if width >= 60 and curve["min"] is not None:
+        name = curve["name"]
+        if len(name) > name_width:
+            name = ".." + name[2 - name_width :]
+        line = f"{name:<{name_width}} {_bars(curve, num_bars, bars):<{num_bars}}"
+        if has_range and curve["min"] is not None:
             line += f" {curve['min']:.4g} .. {curve['max']:.4g}"
-        lines += [line.rstrip(), *([f"{'':<{room}} {curve['more']}"] if "more" in curve else [])]
-    return [line if len(line) <= width else line[: max(0, width - 2)] + ".." for line in lines]
+        lines.append(line.rstrip())
+        if "more" in curve:
+            lines.append(f"{'':<{name_width}} {curve['more']}")
+    return [_cut(line, width) for line in lines]
+
+
+def _head_line(about: dict[str, Any]) -> str:
+    success = {True: ", success", False: ", failure", None: ""}[about["success"]]
+    end = {"unknown": "end unknown", "open": "cut"}.get(about["ends"], about["ends"])
+    place = f"({about['number'] + 1:,} of {about['num_episodes']:,})"
+    return f"{about['id']}: {about['length']:,} frames, {end}{success} {place}"
+
+
+def _cut(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: max(0, width - 2)] + ".."
 
 
 def _bars(curve: dict[str, Any], num_bars: int, bars: str) -> str:
+    """Return a curve as at most `num_bars` bars."""
     values = np.array(curve["values"], np.float64)[:, None]
     starts = _bounds(len(values), num_bars)[:-1]
-    least, largest = (one.reduceat(values, starts) for one in (np.minimum, np.maximum))
-    low, high = ((curve[end] or 0.0) / 2 for end in ("min", "max"))  # the whole difference may not be finite
-    drawn = _extremes(least, largest)[0]["values"]
-    levels = [(value / 2 - low) / (high - low) if high > low else 0.5 for value in drawn]
-    return "".join(
-        NOT_FINITE if math.isnan(value) else bars[round(level * (len(bars) - 1))]
-        for value, level in zip(drawn, levels, strict=True)
-    )
+    minima = np.minimum.reduceat(values, starts)
+    maxima = np.maximum.reduceat(values, starts)
+    # Halves, because the difference of two finite values may not be finite.
+    low = (curve["min"] or 0.0) / 2
+    high = (curve["max"] or 0.0) / 2
+
+    text = ""
+    for value in _furthest(minima, maxima)[0]["values"]:
+        if math.isnan(value):
+            text += NOT_FINITE
+            continue
+        level = (value / 2 - low) / (high - low) if high > low else 0.5
+        text += bars[round(level * (len(bars) - 1))]
+    return text

@@ -1,4 +1,4 @@
-"""Selecting episodes by texts, as `--select` of the command line has them."""
+"""The option `--select`: choose episodes by ids and conditions."""
 
 from __future__ import annotations
 
@@ -16,51 +16,69 @@ from storage.errors import UsageError
 from ...sources.episode_table import COLUMNS
 from ...sources.recording import Recording
 
-#: Sign -> the comparison with what is wanted on the left.
+#: Sign -> comparison. Its first argument is the value of the condition, so "<" is `gt`.
 _SIGNS = {
     "==": operator.eq, "!=": operator.ne, "<=": operator.ge, ">=": operator.le,
     "=": operator.eq, "<": operator.gt, ">": operator.lt,
 }  # fmt: skip
 _CONDITION = re.compile(rf"\s*(\w+)\s*({'|'.join(_SIGNS)})\s*(.*?)\s*", re.DOTALL)
-#: Words for what `success` is in the table.
+#: Word -> the value of the column `success`.
 _SUCCESS = {"true": 1, "false": 0, "unknown": -1}
+#: Columns that are compared with numbers.
+_NUMBERS = ("env", "length", "return")
 
 
 def selected(recording: Recording, which: Sequence[str]) -> Recording:
     """Return the episodes that have one of the ids and meet all of the conditions.
 
     Args:
-        recording: What to select from.
-        which: Ids, and conditions on columns of `Recording.table`: `success=true`, `length>20`, `task!=pick`. Signs are
-            =, ==, !=, <, <=, > and >=. Without an id all are taken.
+        recording: The episodes to select from.
+        which: Ids, and conditions on columns of `Recording.table`: `success=true`, `length>20`,
+            `task!=pick`. The signs are =, ==, !=, <, <=, > and >=. Without an id, every episode
+            may be selected.
 
     Raises:
-        UsageError: There is no such id or column, or a column is compared with something of another kind.
+        UsageError: There is no such id or column, or a value does not fit its column.
     """
-    known = set(recording.ids) if which else set()
-    conditions = {one: found for one in which if one not in known and (found := _CONDITION.fullmatch(one))}
-    ids = [one for one in which if one not in conditions]
+    if not which:
+        return recording
+    known = set(recording.ids)
+    ids = []
+    conditions = []
+    for text in dict.fromkeys(which):
+        condition = _CONDITION.fullmatch(text)
+        if condition is None or text in known:
+            ids.append(text)
+        else:
+            conditions.append(condition.groups())
+
     chosen = recording.select(ids) if ids else recording
-    for condition in conditions.values():
-        name, sign, text = condition.groups()
-        chosen = chosen.filter(**{name: partial(_SIGNS[sign], _wanted(name, text))})
+    for name, sign, value in conditions:
+        is_met = partial(_SIGNS[sign], _column_value(name, value))
+        chosen = chosen.filter(**{name: is_met})
     return chosen
 
 
-def _wanted(name: str, text: str) -> Any:
-    """Read what a column is compared with.
+def _column_value(name: str, text: str) -> Any:
+    """Return the value that a column is compared with.
 
     Raises:
-        UsageError: It is of another kind than the column.
+        UsageError: The text is not a value of the column.
     """
     if name not in COLUMNS:
-        return text  # `Recording.filter` tells
+        return text  # `Recording.filter` raises the error that lists the columns
     try:
         if name == "success":
             return _SUCCESS[text.lower()]
         if name == "time":
             return np.datetime64(text)
-        return json.loads(text) + 0 if name in ("env", "length", "return") else text
+        if name in _NUMBERS:
+            return json.loads(text) + 0  # raises TypeError for texts and lists
+        return text
     except (ValueError, TypeError, KeyError) as cause:
-        kind = {"success": "true, false or unknown", "time": "a time such as 2026-05-01T12:00"}.get(name, "a number")
-        raise UsageError("select episodes", f"by {name!r}", kind, repr(text)) from cause
+        examples = {
+            "success": "true, false or unknown",
+            "time": "a time such as 2026-05-01T12:00",
+        }
+        expected = examples.get(name, "a number")
+        raise UsageError("select episodes", f"by {name!r}", expected, repr(text)) from cause
