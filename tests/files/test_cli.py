@@ -77,7 +77,7 @@ def damage(path, table="data", column="frames", row=0):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_info_says_what_a_folder_holds(tmp_path, capsys):
+def test_info_prints_the_contents_of_a_folder(tmp_path, capsys):
     record(tmp_path)
     (tmp_path / "other.h5").write_bytes(b"x")
     assert main(["info", str(tmp_path)]) == 0
@@ -183,7 +183,7 @@ def test_pack_keeps_every_trajectory_and_makes_it_contiguous(tmp_path, capsys, i
     assert len(in_order(target)) == len(before) + N
 
 
-def test_pack_refuses_what_it_could_spoil(tmp_path):
+def test_pack_refuses_full_targets_recording_folders_and_damaged_blocks(tmp_path):
     source = record(tmp_path / "data")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
@@ -198,7 +198,7 @@ def test_pack_refuses_what_it_could_spoil(tmp_path):
     assert sorted(path.name for path in source.iterdir()) == before
 
 
-def test_pack_ends_what_a_dead_writer_left_in_progress(tmp_path):
+def test_pack_ends_the_unfinished_trajectories_of_a_dead_writer(tmp_path):
     source = record(tmp_path / "data", num_steps=20)
     last = sorted(source.glob("rollout_*.h5"))[-1]
     last.unlink()  # the block in which the recording was closed
@@ -263,7 +263,7 @@ def test_retention_never_revives_a_dropped_trajectory(tmp_path):
     assert len(dropped) == 8
 
 
-def test_it_runs_as_a_module(tmp_path):
+def test_the_command_runs_as_a_module(tmp_path):
     record(tmp_path, num_steps=3)
     done = subprocess.run(
         [sys.executable, "-m", "rollout_data.tools", "verify", str(tmp_path)], capture_output=True, text=True
@@ -342,7 +342,7 @@ def test_a_folder_that_is_no_dataset_is_refused(tmp_path, capsys, content, call)
     assert len(told.err.splitlines()) == 1
 
 
-def test_info_on_a_dataset_without_frames_or_without_metadata_or_with_damaged_blocks_is_well(tmp_path, capsys):
+def test_info_succeeds_without_frames_without_metadata_and_with_damaged_blocks(tmp_path, capsys):
     record(tmp_path, num_steps=3)
     (tmp_path / "metadata.json").rename(tmp_path / "kept")
     assert main(["info", str(tmp_path)]) == 0 and "9 frames" in capsys.readouterr().out
@@ -355,7 +355,7 @@ def test_info_on_a_dataset_without_frames_or_without_metadata_or_with_damaged_bl
     assert main(["info", str(tmp_path)]) == 0 and "0 trajectories, 0 frames" in capsys.readouterr().out
 
 
-def test_what_files_say_cannot_speak_to_the_terminal(tmp_path, capsys):
+def test_control_characters_of_files_do_not_reach_the_terminal(tmp_path, capsys):
     evil = "a\x1b[31mb\nc\r\x07\x9b2J\u202ed\x7f\u2028"
     with RolloutWriter(tmp_path, 1, durable=False, metadata={evil: evil, "plain \u00e9": {evil: [evil]}}) as writer:
         writer.add(observation={"f" + evil: np.zeros((1, 2))}, action=np.zeros(1), done=[True])

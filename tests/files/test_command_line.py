@@ -45,11 +45,11 @@ def walk(tmp_path: Path) -> Path:
     return tmp_path / "walk"
 
 
-Says = Callable[[Sequence[str]], tuple[int, str, str]]
+RunCommand = Callable[[Sequence[str]], tuple[int, str, str]]
 
 
 @pytest.fixture
-def says(capsys: pytest.CaptureFixture[str]) -> Says:
+def run_command(capsys: pytest.CaptureFixture[str]) -> RunCommand:
     def call(arguments: Sequence[str]) -> tuple[int, str, str]:
         code = main(list(map(str, arguments)))
         told = capsys.readouterr()
@@ -59,9 +59,9 @@ def says(capsys: pytest.CaptureFixture[str]) -> Says:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_the_example_and_the_function_and_the_example_is_a_right_call(name: str, says: Says) -> None:
+def test_help_shows_the_function_and_an_example_of_the_command(name: str, run_command: RunCommand) -> None:
     row = COMMANDS[name]
-    code, out, err = says([name, "--help"])
+    code, out, err = run_command([name, "--help"])
     assert (code, err) == (0, "") and row.summary in " ".join(out.split())
     assert f"rollout-data {row.example}" in out and row.function in out and "--json" in out
     assert shlex.split(row.example)[0] == name
@@ -69,11 +69,11 @@ def test_help_has_the_example_and_the_function_and_the_example_is_a_right_call(n
     assert callable(pkgutil.resolve_name(f"rollout_data.tools.cli.{row.module}:{name}"))
 
 
-def test_the_overview_has_every_command_with_its_summary(says: Says) -> None:
-    code, out, _ = says(["--help"])
+def test_the_overview_has_every_command_with_its_summary(run_command: RunCommand) -> None:
+    code, out, _ = run_command(["--help"])
     said = " ".join(out.split())
     assert code == 0 and all(f"{name} {row.summary}" in said for name, row in COMMANDS.items())
-    assert all(f" {name}" in says(["convert", "-h"])[1] for name in (*WRITERS, *EXPORTS))
+    assert all(f" {name}" in run_command(["convert", "-h"])[1] for name in (*WRITERS, *EXPORTS))
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_the_overview_has_every_command_with_its_summary(says: Says) -> None:
     ],
 )
 def test_a_wrong_call_is_one_line_and_exit_code_2(
-    walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch, call: str, told: str
+    walk: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, call: str, told: str
 ) -> None:
     monkeypatch.chdir(walk.parent)
-    code, out, err = says(call.replace("WALK", walk.name).split())
+    code, out, err = run_command(call.replace("WALK", walk.name).split())
     assert code == 2 and out == "" and len(err.splitlines()) == 1 and told in err and err.startswith("rollout-data")
 
 
-def test_the_beginning_of_a_name_is_enough_where_only_one_begins_so(walk: Path, says: Says) -> None:
-    assert says(["inf", walk]) == says(["info", walk])
-    assert says(["ver", walk, "--json"]) == says(["verify", walk, "--json"])
+def test_a_unique_beginning_of_a_command_name_is_enough(walk: Path, run_command: RunCommand) -> None:
+    assert run_command(["inf", walk]) == run_command(["info", walk])
+    assert run_command(["ver", walk, "--json"]) == run_command(["verify", walk, "--json"])
 
 
 @pytest.mark.parametrize(
@@ -133,26 +133,28 @@ def test_the_beginning_of_a_name_is_enough_where_only_one_begins_so(walk: Path, 
         (["ID0", "ID2", "length>3"], [2]),
     ],
 )
-def test_select_takes_ids_and_conditions(walk: Path, says: Says, which: list[str], numbers: list[int]) -> None:
+def test_select_takes_ids_and_conditions(
+    walk: Path, run_command: RunCommand, which: list[str], numbers: list[int]
+) -> None:
     recording = rollout_data.open(walk)
     given = [recording.ids[int(one[2:])] if one.startswith("ID") else one for one in which]
     assert selected(recording, given).ids == [recording.ids[number] for number in numbers]
-    code, out, _ = says(["ls", walk, "--json", *(part for one in given for part in ("--select", one))])
+    code, out, _ = run_command(["ls", walk, "--json", *(part for one in given for part in ("--select", one))])
     assert code == 0 and [row["length"] for row in json.loads(out)] == [LENGTHS[number] for number in numbers]
 
 
-def test_convert_takes_the_selected_episodes_and_goes_on_with_the_same(walk: Path, says: Says) -> None:
+def test_convert_writes_the_selected_episodes_and_resumes_with_the_same(walk: Path, run_command: RunCommand) -> None:
     call = ["convert", walk, walk.parent / "long", "--select", "length>3", "--json"]
-    code, out, err = says(call)
+    code, out, err = run_command(call)
     assert (code, err) == (0, "") and json.loads(out)["num_episodes"] == 2
     assert rollout_data.open(walk.parent / "long").table["length"].tolist() == [5, 8]
-    assert json.loads(says(call)[1])["num_present"] == 2
+    assert json.loads(run_command(call)[1])["num_present"] == 2
 
 
 @pytest.mark.parametrize("call", ["info", "ls", "convert - OUT", "verify", "pack - OUT", "prune - --frames 3"])
-def test_json_is_all_that_is_printed(walk: Path, says: Says, call: str) -> None:
+def test_json_prints_nothing_else(walk: Path, run_command: RunCommand, call: str) -> None:
     name, *rest = call.replace("OUT", str(walk.parent / "out")).split()
-    code, out, err = says([name, walk, *rest[1:], "--json"])
+    code, out, err = run_command([name, walk, *rest[1:], "--json"])
     assert (code, err) == (0, "") and json.loads(out) is not None
 
 
@@ -162,7 +164,9 @@ REST = {"convert": ["OUT"], "pack": ["OUT"], "prune": ["--frames", "3"], "push":
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("kind", ["unknown", "empty", "file", "pipe", "forbidden", "long"])
-def test_what_is_no_data_is_one_line_and_nothing_is_made(tmp_path: Path, says: Says, name: str, kind: str) -> None:
+def test_a_path_without_data_is_an_error_of_one_line_and_creates_nothing(
+    tmp_path: Path, run_command: RunCommand, name: str, kind: str
+) -> None:
     path = tmp_path / ("x" * 300 if kind == "long" else "data")
     if kind in ("empty", "forbidden"):
         path.mkdir(0 if kind == "forbidden" else 0o700)
@@ -173,7 +177,9 @@ def test_what_is_no_data_is_one_line_and_nothing_is_made(tmp_path: Path, says: S
     if kind == "forbidden" and os.access(path, os.R_OK):
         pytest.skip("nothing is forbidden to root")
     before = sorted(tmp_path.iterdir())
-    code, out, err = says([name, path, *(one.replace("OUT", str(tmp_path / "out")) for one in REST.get(name, []))])
+    code, out, err = run_command(
+        [name, path, *(one.replace("OUT", str(tmp_path / "out")) for one in REST.get(name, []))]
+    )
     if name == "doctor" and kind in ("empty", "file"):
         assert code == 1 and "FIL03" in out and err == ""  # which is what it found
         return
@@ -182,17 +188,19 @@ def test_what_is_no_data_is_one_line_and_nothing_is_made(tmp_path: Path, says: S
 
 
 @pytest.mark.parametrize("columns", ["1", "20", "500"])
-def test_terminals_of_any_width_will_do(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+def test_commands_run_in_terminals_of_any_width(
+    walk: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     for name in COMMANDS:
-        assert says([name, "--help"])[0] == 0
+        assert run_command([name, "--help"])[0] == 0
     for name in ("info", "ls", "play", "verify"):
-        code, out, err = says([name, walk])
+        code, out, err = run_command([name, walk])
         assert (code, err) == (0, "") and "\x1b" not in out
-    assert max(map(len, says(["play", walk])[1].splitlines())) <= max(2, int(columns))
+    assert max(map(len, run_command(["play", walk])[1].splitlines())) <= max(2, int(columns))
 
 
-def test_a_reader_that_has_left_is_no_traceback() -> None:
+def test_a_closed_pipe_prints_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-m", "rollout_data", "--help"], stdout=writer, stderr=subprocess.PIPE)
@@ -211,47 +219,55 @@ LONG = (
 
 
 @pytest.mark.parametrize("call", LONG)
-def test_long_work_shows_its_progress_on_a_terminal_and_json_stays_alone(
-    walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch, call: str
+def test_long_commands_show_progress_on_a_terminal_and_only_json_on_stdout(
+    walk: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     name, *rest = call.replace("OUT", str(walk.parent / "out")).split()
-    code, out, err = says([name, walk, *rest[1:], "--json"])
+    code, out, err = run_command([name, walk, *rest[1:], "--json"])
     assert code == 0 and json.loads(out) and "/s" in err
 
 
 @pytest.mark.filterwarnings("default::storage.errors.RolloutDataWarning")
-def test_warnings_are_one_line_each_on_stderr(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_are_one_line_each_on_stderr(
+    walk: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def warn(options: object) -> commands.Answer:
         warnings.warn("two\nlines", RolloutDataWarning)
         return commands.Answer({}, [])
 
     monkeypatch.setattr(commands, "info", warn)
-    assert says(["info", walk, "--json"]) == (0, "{}\n", "rollout-data info: warning: two\\nlines\n")
+    assert run_command(["info", walk, "--json"]) == (0, "{}\n", "rollout-data info: warning: two\\nlines\n")
 
 
-def test_ctrl_c_is_one_line_and_130(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_prints_one_line_and_exits_with_130(
+    walk: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "info", stop)
-    assert says(["info", walk]) == (130, "", "rollout-data info: stopped\n")
+    assert run_command(["info", walk]) == (130, "", "rollout-data info: stopped\n")
 
 
-def test_an_error_of_ours_keeps_its_traceback(walk: Path, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_keeps_its_traceback(
+    walk: Path, run_command: RunCommand, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(commands, "info", lambda options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["info", str(walk)])
 
 
-def test_help_is_quick_because_it_takes_no_torch_along() -> None:
+def test_help_is_quick_because_it_does_not_import_torch() -> None:
     call = "from rollout_data.tools.cli.command_line import main; main(['--help'])"
     script = f"import sys; {call}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150)
     assert done.returncode == 0 and done.stdout.endswith("\nFalse\n")
 
 
-def test_what_the_terminal_cannot_encode_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_the_terminal_cannot_encode_are_escaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(written, "ascii", write_through=True))
     assert main(["info", str(tmp_path / "größe")]) == 2

@@ -66,13 +66,13 @@ def test_bars_follow_the_values(walk: Path) -> None:
     assert "lidar[14]" in play(walk, fields=["observation/lidar"])
 
 
-def test_a_spike_is_seen_however_few_bars_there_are(walk: Path) -> None:
+def test_a_spike_is_visible_in_any_number_of_bars(walk: Path) -> None:
     for width in (20, 40, 80, 200):
         bars = play(walk, "1", ["observation/spike"], width=width).splitlines()[-1]
         assert bars.count(BARS[-1]) == 1, width
 
 
-def test_the_head_tells_the_end_the_success_and_the_task(walk: Path) -> None:
+def test_the_first_lines_have_the_end_the_success_and_the_task(walk: Path) -> None:
     ids = rollout_data.open(walk).ids
     head, task, *_ = play(walk, ids[1]).splitlines()
     assert head == f"{ids[1]}: 100 frames, terminated, success (2 of 2)" and task == "task: pick the cube"
@@ -88,11 +88,11 @@ def test_no_line_is_longer_than_the_terminal(walk: Path, width: int, bars: str) 
 
 
 @pytest.mark.parametrize(
-    ("episode", "fields", "told"),
+    ("episode", "fields", "message"),
     [("7", [], "'7'"), (None, ["observation/rmp"], "expected 'observation/ramp'"), (None, ["obs"], "'obs'")],
 )
-def test_an_unknown_episode_or_field_is_named(walk: Path, episode: str | None, fields: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_an_unknown_episode_or_field_is_named(walk: Path, episode: str | None, fields: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         play(walk, episode, fields)
 
 
@@ -140,5 +140,5 @@ def test_the_command_writes_files_at_the_rate_of_the_recording(
     [((), ""), ((64,), ""), ((3, 3), ""), ((4, 4), ""), ((64, 64), "HW"), ((64, 48, 3), "HWC"), ((3, 64, 48), "CHW"),
      ((1, 8, 8), "CHW"), ((5, 64, 48), ""), ((2, 64, 48, 3), ""), ((0, 64, 3), "")],
 )  # fmt: skip
-def test_pictures_are_known_by_their_shape(shape: tuple[int, ...], axes: str) -> None:
+def test_pictures_are_recognized_by_their_shape(shape: tuple[int, ...], axes: str) -> None:
     assert axes_of(shape) == axes

@@ -30,7 +30,9 @@ def walks(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["info", "ls", "doctor", "report"])
-def test_a_folder_of_several_recordings_is_a_row_for_each(walks: Path, command: str, capsys, monkeypatch) -> None:
+def test_a_folder_of_several_recordings_is_printed_as_one_row_each(
+    walks: Path, command: str, capsys, monkeypatch
+) -> None:
     monkeypatch.chdir(walks.parent)
     code = main([command, "all"])
     lines = capsys.readouterr().out.splitlines()
@@ -46,7 +48,7 @@ def test_a_folder_of_several_recordings_is_a_row_for_each(walks: Path, command: 
     assert all(row["frames"] and row["problems"] == 0 and row["error"] is None for row in rows)
 
 
-def test_a_page_that_was_asked_for_of_several_recordings_is_a_wrong_call(walks: Path, capsys) -> None:
+def test_asking_for_a_page_of_several_recordings_is_a_wrong_call(walks: Path, capsys) -> None:
     assert main(["report", str(walks), "--out", str(walks / "page.html")]) == 2
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["demos.hdf5", "walk_2", "walk_10"]
@@ -73,7 +75,7 @@ def test_a_page_that_was_asked_for_of_several_recordings_is_a_wrong_call(walks: 
         ["push", "all", "memory://new/walks"],
     ],
 )
-def test_commands_that_need_one_recording_name_all_that_a_folder_holds(
+def test_commands_that_need_one_recording_list_the_recordings_of_a_folder(
     walks: Path, given: list[str], capsys, monkeypatch
 ) -> None:
     monkeypatch.chdir(walks.parent)
@@ -84,7 +86,7 @@ def test_commands_that_need_one_recording_name_all_that_a_folder_holds(
     assert files(walks) == before and not Path("new").exists()
 
 
-def test_a_recording_among_others_that_cannot_be_opened_is_a_row_with_the_reason(walks: Path, capsys) -> None:
+def test_a_recording_that_cannot_be_opened_is_a_row_with_the_error(walks: Path, capsys) -> None:
     path = walks / "set" / "meta"
     path.mkdir(parents=True)
     (path / "info.json").write_text("{")
@@ -102,14 +104,14 @@ def test_a_dry_run_counts_and_changes_nothing(walks: Path, command: str, capsys)
     expected = {"drop": 2, "keep": 7, "tag": 2}[command]
     assert json.loads(capsys.readouterr().out) == {"num_trajectories": expected, "dry_run": True}
     assert main([command, str(walk), "--undo", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("what was said of 1" if command == "tag" else "1 trajectories would")
+    assert capsys.readouterr().out.startswith("the tags of 1" if command == "tag" else "1 trajectories would")
     assert files(walk) == before
     assert main([command, str(walk), "a:0", "a:1", *more, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_trajectories"] == expected and files(walk) != before
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_beginning_of_a_flag_is_taken_for_the_flag(name: str, walks: Path, capsys) -> None:
+def test_abbreviated_flags_are_errors(name: str, walks: Path, capsys) -> None:
     command, walk = COMMANDS[name], str(walks / "walk_2")
     before = files(walks)
     arguments = command.arguments() if callable(command.arguments) else command.arguments
@@ -131,7 +133,7 @@ def test_a_report_is_named_after_its_recording(walks: Path, monkeypatch, capsys)
     assert rollout_data.report(walks / "demos.hdf5", "page.html") == Path("page.html")
 
 
-def test_pipes_and_sockets_among_data_are_waited_for_by_no_command(walks: Path, capsys, monkeypatch) -> None:
+def test_no_command_waits_for_pipes_and_sockets(walks: Path, capsys, monkeypatch) -> None:
     with socket.socket(socket.AF_UNIX) as unix:
         for folder in (walks, walks / "walk_2", walks / "empty"):
             for name in ("camera.h5", "x.hdf5", "rollout_x_000000.h5", "a.npz", "b.mcap", "c.parquet", "metadata.pt"):
@@ -179,14 +181,14 @@ def test_editing_a_folder_of_several_recordings_names_them(walks: Path, change: 
     ],
 )
 @pytest.mark.parametrize("command", ["info", "ls", "doctor", "drop", "verify"])
-def test_what_is_no_data_is_named_by_its_kind(tmp_path: Path, command: str, kind: str, make: Any, capsys) -> None:
+def test_a_path_without_data_is_named_by_its_kind(tmp_path: Path, command: str, kind: str, make: Any, capsys) -> None:
     make(tmp_path / "x.h5")
     assert main([command, str(tmp_path / "x.h5"), *(["a:0"] if command == "drop" else [])]) in (1, 2)
     out, error = capsys.readouterr()
     assert not out and kind in error
 
 
-def test_a_recording_that_asks_for_an_option_is_a_row_of_the_doctor(tmp_path: Path, capsys) -> None:
+def test_a_recording_that_needs_an_option_is_a_row_of_the_doctor(tmp_path: Path, capsys) -> None:
     session = Path(__file__).parent.parent / "data" / "formats" / "mcap" / "session" / "run_0.mcap"
     shutil.copy(session, tmp_path / "run_0.mcap")
     os.mkfifo(tmp_path / "pipe.mcap")

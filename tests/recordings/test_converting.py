@@ -204,7 +204,7 @@ def test_the_command_line_lists_describes_and_converts_any_format(tmp_path, caps
     told = capsys.readouterr().out
     assert "3 trajectories, 8 frames" in told and "format: robomimic" in told and "float64[3]" in told
     assert main(["convert", source, str(tmp_path / "own")]) == 0
-    assert "3 episodes, 0 of them were there" in capsys.readouterr().out
+    assert "3 episodes, 0 of them already converted" in capsys.readouterr().out
     assert main(["ls", "--json", str(tmp_path / "own")]) == 0
     assert '"return": null' in capsys.readouterr().out
     assert main(["convert", source, str(tmp_path / "x"), "--option", "codecs=1"]) == 2
@@ -219,5 +219,5 @@ def test_the_command_line_passes_options_of_the_format_that_is_read(tmp_path, ca
     assert 'on_bad_index="rebuild"' in capsys.readouterr().err
     for command in (["ls", path], ["convert", path, str(tmp_path / "own")]):
         main([*command, "--open", "on_bad_index=rebuild"])
-    assert "2 episodes, 0 of them were there" in capsys.readouterr().out
+    assert "2 episodes, 0 of them already converted" in capsys.readouterr().out
     assert main(["ls", path, "--open", "on_bad_idx=rebuild"]) == 2

@@ -1,4 +1,4 @@
-"""The page in a browser: what it shows is what the data hold, it asks for nothing, and names stay names."""
+"""The page in a browser: it shows the data, loads nothing, and treats names as text."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def open_page(browser: Any, page: Path) -> Visit:
 
 @pytest.fixture
 def visit(open_page: Visit, page: Path) -> Iterator[Visit]:
-    """The page as it is at first; opening it anew for each test would take seconds."""
+    """The page in its first state. It is reset, because opening it again takes seconds."""
     open_page.page.evaluate("""() => {
         document.forms[0].reset();
         document.forms[0].oninput();
@@ -94,7 +94,7 @@ def test_the_embedded_json_is_that_of_the_doctor(page: Path, folder: Path) -> No
     assert embedded(page, "diagnosis") == json.loads(text)
 
 
-def test_the_page_names_no_place_of_this_machine_and_no_secret(page: Path, folder: Path) -> None:
+def test_the_page_contains_no_folder_of_this_machine_and_no_secret(page: Path, folder: Path) -> None:
     text = page.read_text()
     assert str(folder.parent) not in text and SECRET not in text
     assert "default-src 'none'" in text and len(text) < 5e6
@@ -102,7 +102,7 @@ def test_the_page_names_no_place_of_this_machine_and_no_secret(page: Path, folde
     assert str(other) in report(other, folder.parent / "named.html", absolute_paths=True).read_text()
 
 
-def test_equal_recordings_give_equal_pages(page: Path, folder: Path) -> None:
+def test_equal_recordings_have_equal_pages(page: Path, folder: Path) -> None:
     other, made = folder.parent / "other", re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
     first, again = (made.sub("", report(other, page.parent / name, other).read_text()) for name in ("1.html", "2.html"))
     assert first == again
@@ -141,7 +141,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_a_finding_leads_to_its_trajectories_and_its_frames(visit: Visit) -> None:
+def test_a_finding_opens_its_trajectory_at_its_frames(visit: Visit) -> None:
     assert "VAL01" in visit.page.inner_text("#finding-0")
     visit.page.click("#finding-0 [data-finding]")
     assert visit.opened().startswith(f"Trajectory {BROKEN} ")
@@ -199,21 +199,21 @@ def test_hovering_a_curve_moves_the_frame(visit: Visit) -> None:
     assert abs(frame - 0.75 * NUM_STEPS) <= 3
 
 
-def test_a_command_is_selected_where_pages_may_not_copy(visit: Visit) -> None:
+def test_a_command_is_selected_if_the_browser_forbids_copying(visit: Visit) -> None:
     visit.page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: undefined, configurable: true})")
     visit.page.click("#finding-0 [data-copy]")
     assert visit.page.evaluate("getSelection().toString()") == visit.page.inner_text("#finding-0 code")
     visit.page.evaluate("delete navigator.clipboard; getSelection().empty()")
 
 
-def test_the_table_has_the_columns_that_tell_of_an_episode(visit: Visit) -> None:
+def test_the_table_has_a_column_for_each_fact_of_an_episode(visit: Visit) -> None:
     heads = visit.page.locator("#rows thead th").all_inner_texts()
     assert " ".join(heads) == "# findings name writer env task length end success return robust z"
     numbers = visit.page.evaluate("[0, 1234.5, -8.05504e38, 1e-300].map(shownValue)")  # no reward here is as large
     assert numbers == ["0", "1,234.5", "-8.0550e+38", "1.0000e-300"]
 
 
-def test_only_rows_in_sight_are_in_the_page_and_every_column_sorts(visit: Visit) -> None:
+def test_only_visible_rows_are_in_the_page_and_every_column_sorts(visit: Visit) -> None:
     assert visit.numbers()[0] == BROKEN and len(visit.numbers()) < NUM_EPISODES
     for column, cells in enumerate(zip(*visit.rows(), strict=True)):
         button = visit.page.locator("#rows thead button").nth(column)
@@ -228,7 +228,7 @@ def test_only_rows_in_sight_are_in_the_page_and_every_column_sorts(visit: Visit)
     visit.page.wait_for_selector(f"tr[data-number='{NUM_EPISODES - 1}']")
 
 
-def test_filters_keep_what_they_say(visit: Visit) -> None:
+def test_filters_keep_the_matching_rows(visit: Visit) -> None:
     visit.page.select_option("[name=end]", "=truncated")
     assert all(number % 2 == 1 for number in visit.numbers())
     assert visit.page.inner_text("#count").startswith(f"{NUM_EPISODES // 2} of {NUM_EPISODES} ")
@@ -239,7 +239,7 @@ def test_filters_keep_what_they_say(visit: Visit) -> None:
     assert visit.numbers() == []
 
 
-def test_the_table_is_worked_by_keys(visit: Visit) -> None:
+def test_the_table_is_operated_by_keyboard(visit: Visit) -> None:
     visit.page.focus("tr[tabindex='0']")
     for key in ("End", "Home", "PageDown", "ArrowDown", "ArrowUp"):
         visit.page.keyboard.press(key)
@@ -248,7 +248,7 @@ def test_the_table_is_worked_by_keys(visit: Visit) -> None:
     assert visit.opened().startswith(f"Trajectory {focused} ")
 
 
-def test_actions_are_laid_over_observations_of_the_same_name(visit: Visit) -> None:
+def test_actions_are_drawn_over_observations_of_the_same_name(visit: Visit) -> None:
     def axes() -> set[str]:
         return {curve["yaxis"] for curve in visit.curves() if curve["name"].startswith("action")}
 
@@ -268,7 +268,7 @@ def test_actions_are_laid_over_observations_of_the_same_name(visit: Visit) -> No
     visit.page.check("#picked [value=reward]")
 
 
-def test_names_are_text_wherever_they_stand(visit: Visit) -> None:
+def test_names_are_shown_as_text_and_never_as_markup(visit: Visit) -> None:
     visit.page.fill("[name=text]", "onerror")
     visit.page.click("tr[data-number='3']")
     visit.opened()
@@ -281,7 +281,7 @@ def test_names_are_text_wherever_they_stand(visit: Visit) -> None:
     assert "<img src=x" in figures.inner_text()
 
 
-def test_charts_tell_what_they_show(visit: Visit) -> None:
+def test_charts_have_labels_for_screen_readers(visit: Visit) -> None:
     for chart in visit.page.locator(".chart .plot").all():
         assert chart.get_attribute("role") == "img" and len(chart.get_attribute("aria-label") or "") > 10
     label = visit.page.get_attribute("#fields .plot >> nth=1", "aria-label") or ""
@@ -289,7 +289,7 @@ def test_charts_tell_what_they_show(visit: Visit) -> None:
     assert visit.page.locator("th:not([scope])").count() == 0
 
 
-def test_two_recordings_are_set_beside_each_other(visit: Visit) -> None:
+def test_the_page_compares_two_recordings(visit: Visit) -> None:
     text = visit.page.inner_text("#compared")
     assert re.search(r"Findings new in walk: \d+[^:]*VAL01 not finite", text)
     ranked = visit.page.eval_on_selector_all(
@@ -306,7 +306,7 @@ def test_the_contact_sheet_opens_episodes(visit: Visit) -> None:
 
 
 def test_no_part_is_wider_than_a_phone(visit: Visit) -> None:
-    """Not with the longest names either."""
+    """The longest names are broken too."""
     script = "all => all.forEach((one) => one.append('x'.repeat(300)))"
     visit.page.eval_on_selector_all("#about dd, h3 span:not(.sign), .hint, figcaption, option", script)
     visit.resize(390, 844)
@@ -314,7 +314,7 @@ def test_no_part_is_wider_than_a_phone(visit: Visit) -> None:
     visit.resize(1280, 900)
 
 
-def test_paper_has_the_findings_the_first_rows_and_charts_as_wide_as_their_boxes(visit: Visit) -> None:
+def test_the_printed_page_has_findings_first_rows_and_charts_that_fill_their_boxes(visit: Visit) -> None:
     visit.page.evaluate("window.onbeforeprint()")
     visit.page.emulate_media(media="print")
     visit.page.set_viewport_size({"width": 718, "height": 1000})  # A4 less margins of 1 cm

@@ -1,4 +1,4 @@
-"""Writing the page: every format, what is refused, and what does not fit."""
+"""Writing the page: every format, wrong calls, and episodes that do not fit."""
 
 from __future__ import annotations
 
@@ -59,17 +59,19 @@ SAMPLES = (
 def test_a_recording_of_any_format_has_a_page(sample: str, tmp_path: Path) -> None:
     recording = rollout_data.open(DATA / sample)
     made = report(recording, tmp_path / "page.html")
-    told, shown = embedded(made, "page"), embedded(made, "shown")
-    assert sorted(told["table"]["number"]) == list(range(len(recording))) and len(shown) == len(recording)
+    content, shown = embedded(made, "page"), embedded(made, "shown")
+    assert sorted(content["table"]["number"]) == list(range(len(recording))) and len(shown) == len(recording)
     assert {name for name, field in recording.schema.items() if len(field.shape) < 2} <= {
-        column["name"].partition("[")[0] for column in told["curves"]
+        column["name"].partition("[")[0] for column in content["curves"]
     }
     has_pictures = any(len(field.shape) == 3 and min(field.shape[:2]) >= 8 for field in recording.schema.values())
-    assert not any(one.get("caption", "").startswith(":") for one in told["findings"])
-    assert bool(told["sheet"]) == any(one["pictures"] for one in shown.values()) >= has_pictures
+    assert not any(one.get("caption", "").startswith(":") for one in content["findings"])
+    assert bool(content["sheet"]) == any(one["pictures"] for one in shown.values()) >= has_pictures
 
 
-def test_what_does_not_fit_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_that_do_not_fit_are_left_out_and_counted_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write(tmp_path / "walk", num_episodes=40)
     monkeypatch.setattr(pages, "MAX_PAGE_BYTES", report(folder, tmp_path / "page.html").stat().st_size - 5000)
     made = report(folder, tmp_path / "page.html")
@@ -87,20 +89,20 @@ def test_there_are_curves_of_every_episode_that_a_finding_or_an_outlier_opens(tm
             action, done = rng.normal(size=(20, 1, 1)), np.arange(20)[:, None] == 19
             writer.add_rollout(observation=values, action=action, reward=action[..., 0], done=done)
     made = report(folder, tmp_path / "page.html")
-    told, shown = embedded(made, "page"), set(map(int, embedded(made, "shown")))
-    opened = {one["heading"].split()[0]: one["trajectory"] for one in told["findings"]}
+    content, shown = embedded(made, "page"), set(map(int, embedded(made, "shown")))
+    opened = {one["heading"].split()[0]: one["trajectory"] for one in content["findings"]}
     assert opened["VAL04"] >= 320 and set(opened.values()) - {None} <= shown
-    (points,) = (one["customdata"] for one in told["figures"][-1]["figure"]["traces"] if "customdata" in one)
+    (points,) = (one["customdata"] for one in content["figures"][-1]["figure"]["traces"] if "customdata" in one)
     assert len(points) == 20 and set(points) <= shown
 
 
-def test_wide_fields_are_drawn_as_wholes(tmp_path: Path) -> None:
-    told = embedded(report(write(tmp_path / "wide", width=300), tmp_path / "page.html"), "page")
-    titles = [field["title"] for field in told["fields"]]
+def test_a_wide_field_has_one_chart_of_all_dimensions(tmp_path: Path) -> None:
+    content = embedded(report(write(tmp_path / "wide", width=300), tmp_path / "page.html"), "page")
+    titles = [field["title"] for field in content["fields"]]
     assert titles == ["observation (all 300 dimensions)", "action[0]", "action[1]", "reward"]
-    told = embedded(report(write(tmp_path / "middle", width=100), tmp_path / "page.html"), "page")
-    assert len(told["fields"]) == 64 and told["fields"][0]["title"] == "observation (all 100 dimensions)"
-    assert any("64 of 104 dimensions are drawn" in note["text"] for note in told["notes"])
+    content = embedded(report(write(tmp_path / "middle", width=100), tmp_path / "page.html"), "page")
+    assert len(content["fields"]) == 64 and content["fields"][0]["title"] == "observation (all 100 dimensions)"
+    assert any("64 of 104 dimensions are drawn" in note["text"] for note in content["notes"])
 
 
 def test_constant_dimensions_are_drawn_last_and_are_the_evidence_of_their_finding(tmp_path: Path) -> None:
@@ -109,14 +111,14 @@ def test_constant_dimensions_are_drawn_last_and_are_the_evidence_of_their_findin
         values = np.random.default_rng(0).normal(size=(200, 1, 100))
         values[..., :50] = 1
         writer.add_rollout(observation=values, action=values[..., 50:52], done=np.arange(200)[:, None] == 199)
-    told = embedded(report(folder, tmp_path / "page.html"), "page")
-    assert {f"observation[{place}]" for place in range(50, 100)} < {field["title"] for field in told["fields"]}
-    (finding,) = (one for one in told["findings"] if "VAL03" in one["heading"])
+    content = embedded(report(folder, tmp_path / "page.html"), "page")
+    assert {f"observation[{place}]" for place in range(50, 100)} < {field["title"] for field in content["fields"]}
+    (finding,) = (one for one in content["findings"] if "VAL03" in one["heading"])
     assert finding["names"] == [f"observation[{place}]" for place in range(3)] and len(finding["paths"]) == 3
     assert finding["caption"].endswith("the whole recording") and finding["opens"] is None
 
 
-def test_letters_that_cannot_be_seen_are_shown_and_equal_spans_are_shaded_once(tmp_path: Path) -> None:
+def test_invisible_characters_are_shown_by_codes_and_equal_spans_are_shaded_once(tmp_path: Path) -> None:
     folder = tmp_path / "walk"
     with RolloutWriter(folder, 1, durable=False) as writer:
         for number in range(10):
@@ -125,9 +127,9 @@ def test_letters_that_cannot_be_seen_are_shown_and_equal_spans_are_shaded_once(t
             said = {"task": "pick \u202egnp.exe\x1b[31m \\u202e", "success": number != 4}
             writer.add_rollout(observation=values, action=values, done=done, episode=[[said]] + [None] * 29)
     made = report(folder, tmp_path / "page.html")
-    told, shown = embedded(made, "page"), embedded(made, "shown")["4"]
-    assert set(told["table"]["task"]) == {r"pick \u202egnp.exe\u001b[31m \u202e"}
-    assert [card["note"] for card in told["cards"] if card["label"] == "trajectories"] == ["30 frames each"]
+    content, shown = embedded(made, "page"), embedded(made, "shown")["4"]
+    assert set(content["table"]["task"]) == {r"pick \u202egnp.exe\u001b[31m \u202e"}
+    assert [card["note"] for card in content["cards"] if card["label"] == "trajectories"] == ["30 frames each"]
     assert len(shown["shapes"]) == 1
     assert [note["text"] for note in shown["annotations"]] == ["end: terminated, failure ✗", "VAL01"]
 
@@ -139,15 +141,15 @@ def test_the_largest_numbers_can_be_drawn(tmp_path: Path, capsys: pytest.Capture
             values, done = np.random.default_rng(number).normal(size=(30, 1, 2)), np.arange(30)[:, None] == 29
             values[3:5, 0, 0] = 1.7e308, -1.7e308
             writer.add_rollout(observation=values, action=values, reward=values[..., 0], done=done)
-    told = embedded(report(folder, tmp_path / "page.html"), "page")
-    (band,) = told["bands"]
+    content = embedded(report(folder, tmp_path / "page.html"), "page")
+    (band,) = content["bands"]
     assert (min(band["pack"]["low"]), max(band["pack"]["high"])) == (-1e300, 1e300)
     assert main(["play", str(folder)]) == 0
     text = capsys.readouterr()
     assert text.err == "" and "-1.7e+308 .. 1.7e+308" in text.out and BARS[0] in text.out and BARS[-1] in text.out
 
 
-def test_names_of_fields_keep_their_slashes_where_a_recording_lies_in_the_root_folder(
+def test_field_names_keep_their_slashes_if_a_recording_lies_in_the_root_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with RolloutWriter(tmp_path / "walk", 1, durable=False) as writer:
@@ -155,11 +157,11 @@ def test_names_of_fields_keep_their_slashes_where_a_recording_lies_in_the_root_f
         writer.add_rollout(observation={"walk": values}, action=values, done=np.arange(9)[:, None] == 8)
     recording = rollout_data.open(tmp_path / "walk")
     monkeypatch.setattr(Recording, "path", Path("/walk"))  # where tests may not write
-    told = embedded(report(recording, tmp_path / "page.html"), "diagnosis")
-    assert told["summary"]["path"] == "walk" and "observation/walk" in {one["field"] for one in told["findings"]}
+    content = embedded(report(recording, tmp_path / "page.html"), "diagnosis")
+    assert content["summary"]["path"] == "walk" and "observation/walk" in {one["field"] for one in content["findings"]}
 
 
-def test_the_page_does_not_go_into_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_inside_the_recording_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "walk")
     before = sorted(path.name for path in folder.iterdir())
     with pytest.raises(UsageError, match="expected out at a place outside of the recording"):
@@ -174,7 +176,7 @@ def test_the_page_does_not_go_into_the_recording(tmp_path: Path, monkeypatch: py
     assert report(".", "../page.html").exists()
 
 
-def test_the_command_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_path_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, out = write(tmp_path / "walk"), tmp_path / "page.html"
     assert main(["report", str(folder), "--out", str(out), "--compare", str(folder)]) == 0
     assert "page.html" in capsys.readouterr().out

@@ -91,7 +91,7 @@ def convert(options: argparse.Namespace) -> Answer:
     for change, ids in conversion.changes.items():
         lines.append(f"{change}: {len(ids):,} episodes ({some_ids(ids)})")
     lines += about["problems"]
-    present = f"{conversion.num_present:,} of them were there"
+    present = f"{conversion.num_present:,} of them already converted"
     lines.append(f"{conversion.num_episodes:,} episodes, {present}")
     lines += [f"advice: {remark}" for remark in about["advice"]]
     return Answer(about, lines, 1 if conversion.problems else 0)

@@ -38,8 +38,8 @@ def _leave_out(options: argparse.Namespace, call: Callable[..., int]) -> Answer:
 def tag(options: argparse.Namespace) -> Answer:
     if options.undo:
         count = edits.untag(options.data_dir, _chosen_ids(options), dry_run=options.dry_run)
-        verb = "would be" if options.dry_run else "was"
-        line = f"what was said of {count:,} trajectories {verb} taken back"
+        verb = "would be" if options.dry_run else "were"
+        line = f"the tags of {count:,} trajectories {verb} removed"
         return _counted(options, count, line)
     tags = option_values("tag", options.set)
     ids = _chosen_ids(options) or []

@@ -25,7 +25,7 @@ _NUM_BINS = 40
 _MAX_GROUPS = 7
 #: Characters of a name in a chart.
 _MAX_NAME = 40
-#: Fill patterns of plotly, one for each group of a histogram.
+#: Fill patterns of plotly; each group of a histogram has another.
 _PATTERNS = ("", "/", "x", ".", "-", "\\", "+")
 
 
