@@ -1,9 +1,8 @@
-"""From columns to mini-batches: shuffled rows for feed-forward networks, trajectories side by side for recurrent ones.
+"""Mini-batches from columns: shuffled rows for feed-forward networks, padded trajectories for recurrent ones.
 
-One rule: rows are chosen by index and moved by one gather. Narrow fields are first laid side by side, so that a row of
-all of them is one piece of memory; a gather of many narrow columns costs twice as much (T=24, N=4096, nine fields of
-832 bytes: 105 against 50 ms for 20 mini-batches). Trajectories stand env by env, then in time, so that those of a range
-of envs are a range of trajectories. What a mini-batch is called and which columns it has is decided elsewhere.
+Rows are copied by one gather. Narrow columns are first packed side by side, so that a row of all of them is contiguous:
+a gather of many narrow columns takes twice as long (T=24, N=4096, nine fields of 832 bytes: 105 against 50 ms for 20
+mini-batches). Trajectories are sorted by env, then by time, so that a range of envs is a range of trajectories.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from ..core.fields import map_leaves, signed
 from ..core.memory import BufferPool, lasting
 from ..errors import SchemaError, UsageError
 
-#: What could not be done, in every error about mini-batches.
+#: The action in errors about mini-batches.
 GENERATE = "generate mini-batches"
-#: Rows from this size on are gathered from their own column: at memory speed, and never copied twice.
+#: Columns with rows of at least this size are not packed: they are gathered at memory speed, without a second copy.
 _WIDE_ROW_BYTES = 1024
-#: The same where all rows are gathered once or twice: laying them side by side must pay at once. T=24, N=4096, nine
-#: fields of 832 bytes, one epoch: 25 instead of 34 ms; two: 44 instead of 49; three: the same.
+#: The same limit if all rows are gathered once or twice, where packing pays less. T=24, N=4096, nine fields of 832
+#: bytes, one epoch: 25 instead of 34 ms; two: 44 instead of 49; three: the same.
 _WIDE_ROW_BYTES_TWICE = 128
-#: Dtypes of each size: bytes move as the largest that divides every field of a packed row. torch
-#: has its fast concatenation for floating ones only; moved, not computed with, they keep every bit.
+#: Bytes -> dtype. Packed rows have the largest unit that divides every field. The units are floating dtypes, for which
+#: torch has a fast concatenation; copies keep every bit.
 _UNITS = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
 _Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Delivery:
-    """Memory for results on one device, which are wanted on another or on the same.
+    """Memory for results on one device, and their copies to another one.
 
     Args:
-        device: Where results are made. On the CPU their memory is pinned for CUDA, else from a pool.
-        output_device: Where they are wanted; None for the same.
+        device: Device where results are computed. On the CPU their memory is pinned for CUDA, else from a pool.
+        output_device: Device of the copies; None for `device`.
     """
 
     def __init__(self, device: torch.device, output_device: torch.device | None = None) -> None:
@@ -57,7 +56,7 @@ class Delivery:
         return self._pool.empty(shape, dtype)
 
     def deliver(self, x: torch.Tensor) -> torch.Tensor:
-        """Bring a result to `output_device`, on a stream of its own; `x` itself if it is there."""
+        """Copy a result to `output_device`, on a separate stream; return `x` itself if it is there already."""
         if x.device == self.output_device:
             return x
         if self.output_device.type != "cuda" or not x.is_pinned():
@@ -73,9 +72,10 @@ class Delivery:
 
 
 class RowGather:
-    """Gather rows of contiguous columns `[num_rows, ...]` by index, each of them `num_gathers` times.
+    """Gather rows of contiguous columns `[num_rows, ...]` by index, each row `num_gathers` times.
 
-    Narrow columns are read once, here, and wide ones at each gather: then `count_changes` must say the same number.
+    Narrow columns are copied by the constructor, wide ones are read by each gather. `count_changes` must return the
+    same number at each gather as in the constructor.
     """
 
     @lasting
@@ -91,10 +91,10 @@ class RowGather:
         self._num_changes = count_changes()
         self._names = list(columns)
         limit = _WIDE_ROW_BYTES if num_gathers > 2 else _WIDE_ROW_BYTES_TWICE
-        # Rows of no bytes too: they have nothing to lie beside others, and no strides to be viewed as another dtype.
+        # Rows of 0 bytes count as wide: they cannot be viewed as another dtype.
         self._wide = {name: x for name, x in columns.items() if not 0 < _row_bytes(x) < limit}
         self._is_live = any(x.numel() for x in self._wide.values())
-        # The largest items first, so that each stands aligned to its own size.
+        # The largest items first, so that each is aligned to its size.
         narrow = [(name, x) for name, x in columns.items() if name not in self._wide]
         narrow.sort(key=lambda item: -item[1].element_size())
         #: The narrow columns side by side.
@@ -112,22 +112,25 @@ class RowGather:
         if self._is_live and self._count_changes() != self._num_changes:
             expected = "the rollout as it was when the first mini-batch was drawn"
             raise UsageError(GENERATE, "", expected, "one that was changed", "Draw all of them before you add steps")
-        found = {name: self._select(x, index) for name, x in self._wide.items()}
+        gathered = {name: self._select(x, index) for name, x in self._wide.items()}
         if self._layout:
             parts = self._select(self.packed, index).split_with_sizes(self._widths, 1)
             for part, (name, dtype, shape) in zip(parts, self._layout, strict=False):
                 typed = part if part.dtype is dtype else part.view(dtype)
-                found[name] = typed if len(shape) == 1 else typed.view(len(index), *shape)
-        return {name: found[name] for name in self._names}
+                gathered[name] = typed if len(shape) == 1 else typed.view(len(index), *shape)
+        return {name: gathered[name] for name in self._names}
 
     def _pack(self, columns: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-        """Lay columns side by side, in units of one size; every row starts where the largest item may stand.
+        """Copy columns side by side, in units of one size; rows are aligned to the largest item.
 
-        Give them, and the width of each column and of the padding behind them.
+        Returns:
+            The packed columns, and the width of each column and of the padding after them, in units.
         """
         size = next(size for size in _UNITS if all(_row_bytes(x) % size == 0 for x in columns))
         parts = [_flat(x).view(_UNITS[size]) for x in columns]
-        if padding := -sum(map(_row_bytes, columns)) % columns[0].element_size() // size:
+        padding_bytes = -sum(map(_row_bytes, columns)) % columns[0].element_size()
+        padding = padding_bytes // size
+        if padding:
             parts.append(parts[0].new_zeros(len(parts[0]), padding))
         widths = [part.shape[1] for part in parts]
         packed = self._delivery.empty((len(parts[0]), sum(widths)), _UNITS[size])
@@ -144,9 +147,10 @@ class RowGather:
 def batch_bounds(
     num_items: int, item: str, num_mini_batches: int, num_epochs: int, drop_last: bool
 ) -> list[tuple[int, int]]:
-    """Cut `range(num_items)` into mini-batches, half-open; refuse numbers that cannot be.
+    """Return the half-open bounds of mini-batches of `range(num_items)`; raise `UsageError` for wrong numbers.
 
-    With `drop_last` all have the same size and the remainder is left over; without, the first ones have one item more.
+    With `drop_last` all mini-batches have the same size and the remainder is left out. Without it the first ones have
+    one item more.
     """
     arguments.whole(GENERATE, "num_mini_batches", num_mini_batches, 1)
     arguments.whole(GENERATE, "num_epochs", num_epochs, 1)
@@ -155,7 +159,8 @@ def batch_bounds(
         raise UsageError(GENERATE, "", expected, str(num_mini_batches), "Ask for fewer mini-batches")
     size, remainder = divmod(num_items, num_mini_batches)
     num_longer = 0 if drop_last else remainder
-    return list(pairwise(accumulate((size + (i < num_longer) for i in range(num_mini_batches)), initial=0)))
+    sizes = [size + (i < num_longer) for i in range(num_mini_batches)]
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def _row_bytes(x: torch.Tensor) -> int:
@@ -171,7 +176,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the trajectories of some envs of a `[T, B]` rollout stand."""
+    """The positions of the trajectories of some envs in a `[T, B]` rollout."""
 
     #: B.
     num_envs: int
@@ -179,12 +184,12 @@ class Segments:
     masks: torch.Tensor
     #: `[n]` int64, row `t * B + b` of each trajectory's first step.
     starts: torch.Tensor
-    #: Trajectories before each env, and all of them.
+    #: Number of trajectories before each env, and their total.
     bounds: list[int]
 
     @cached_property
     def source(self) -> torch.Tensor:
-        """`[T * n]` int64, the row that each padded place shows; any row on padding."""
+        """`[T * n]` int64, the source row of each position; on padding any row."""
         offset = torch.arange(len(self.masks), device=self.masks.device).unsqueeze(1)
         return torch.where(self.masks, self.starts + offset * self.num_envs, self.starts).flatten()
 
@@ -196,12 +201,13 @@ class Segments:
 
 
 def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the places of the `count` True values of `[n]` bool in order; on a device `nonzero` would wait."""
+    """Return the positions of the `count` True values of `[n]` bool, in order; on a device `nonzero` would wait."""
     if mask.is_cpu:
         return mask.nonzero().squeeze(1)
     place = torch.where(mask, mask.cumsum(0) - 1, count)
-    found = torch.empty(count + 1, dtype=torch.int64, device=mask.device)  # the last one takes the places of False
-    return found.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
+    # The positions of False values are all written to the last entry.
+    positions = torch.empty(count + 1, dtype=torch.int64, device=mask.device)
+    return positions.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
 
 
 def find_segments(dones: torch.Tensor) -> Segments:
@@ -228,7 +234,7 @@ def gather_padded(
 ) -> torch.Tensor:
     """Gather rows `source` of `[T, B, *event]`, with zeros at the places `padding`: `[len(source), *event]`.
 
-    Gradients flow through, unless `empty` gives the memory of the result.
+    Gradients flow through, unless `empty` allocates the result.
     """
     flat = signed(x).reshape(len(x) * x.shape[1], x[:1, :1].numel())
     if empty is None:
@@ -241,15 +247,15 @@ def gather_padded(
 
 
 def split_and_pad_trajectories(x: Any, dones: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """Split every env at its dones and lay the trajectories side by side.
+    """Split every env at its dones, and pad the trajectories to one length.
 
     Args:
         x: `[T, B, *event]` of any dtype, or a nested dict of such.
         dones: `[T, B]` or `[T, B, 1]`, not 0 on the last step of a trajectory.
 
     Returns:
-        `[T, n, *event]` with zeros after each trajectory's end, env by env and then in time, and
-        `[T, n]` bool that is True where there is data. New tensors.
+        `[T, n, *event]` with zeros after each trajectory's end, sorted by env and then by time, and
+        `[T, n]` bool, True on data and False on padding. New tensors.
     """
     segments = find_segments(dones)
     num_steps = len(segments.masks)
@@ -267,7 +273,7 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
     """Undo `split_and_pad_trajectories`.
 
     Args:
-        padded: `[T, n, *event]`, or a nested dict of such; what a recurrent network gives back too.
+        padded: `[T, n, *event]`, or a nested dict of such, for example the output of a recurrent network.
         masks: `[T, n]` bool from the split, or a range of its trajectories that covers whole envs.
 
     Returns:
@@ -280,7 +286,7 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
         got = str(list(masks.shape)) if isinstance(masks, torch.Tensor) else type(masks).__name__
         raise SchemaError("join trajectories", "", "masks of shape [T, n]", got)
     num_steps, num_trajectories = masks.shape
-    # The true places trajectory by trajectory, which is env by env and in time.
+    # The positions of data, sorted by trajectory, that is by env and time.
     places = masks.T.flatten().nonzero().squeeze(1)
     if not len(places) or len(places) % num_steps:
         expected = f"masks with a multiple of {num_steps} True values"
@@ -316,11 +322,14 @@ def env_groups(
     bounds: Sequence[tuple[int, int]],
     delivery: Delivery,
 ) -> list[tuple[dict[str, torch.Tensor], list[torch.Tensor], torch.Tensor]]:
-    """Make the recurrent mini-batches of one epoch: ranges of envs, cut at dones and padded.
+    """Return the recurrent mini-batches of one epoch: ranges of envs, split at dones and padded.
 
-    Columns are `[T, B, ...]`; padded ones become `[T, n_traj, ...]`, others stay `[T, envs, ...]`. States `[T, layers,
-    B, *H]` become those of each trajectory's first step. Gives for each mini-batch fields by name, leaves of the
-    states, and masks; all contiguous, so that `flatten(0, 1)` is a view, as the first layer of a network wants it.
+    Columns are `[T, B, ...]`. Padded columns become `[T, n_traj, ...]`, others `[T, envs, ...]`. Of states `[T, layers,
+    B, *H]` the first step of each trajectory is copied.
+
+    Returns:
+        Fields by name, leaves of the states, and masks of each mini-batch. All are contiguous, so that
+        `flatten(0, 1)`, the input of a network's first layer, is a view.
     """
     num_steps = len(dones)
     segments = find_segments(dones)
@@ -330,21 +339,23 @@ def env_groups(
     num_padded = num_steps * (sum(sizes[True]) - sum(sizes[False]))
     padding = true_places(~torch.cat([part.masks.flatten() for part in parts]), num_padded)
     fields: list[dict[str, torch.Tensor]] = [{} for _ in bounds]
-    for name, x, is_padded in columns:  # all groups of a column in one piece of memory, one after the other
+    for name, x, is_padded in columns:
+        # All groups of a column share one allocation, one after the other.
         if is_padded:
-            made = gather_padded(x, source, padding, delivery.empty)
+            groups = gather_padded(x, source, padding, delivery.empty)
         else:
-            made = delivery.empty((num_steps * sum(sizes[False]), *x.shape[2:]), x.dtype)
-        split = made.split_with_sizes([num_steps * size for size in sizes[is_padded]])
+            groups = delivery.empty((num_steps * sum(sizes[False]), *x.shape[2:]), x.dtype)
+        split = groups.split_with_sizes([num_steps * size for size in sizes[is_padded]])
         for field, part, size, (start, stop) in zip(fields, split, sizes[is_padded], bounds, strict=True):
             view = part.view(num_steps, size, *x.shape[2:])
             field[name] = delivery.deliver(view if is_padded else view.copy_(x[:, start:stop]))
     leaves = [[delivery.deliver(_first_states(x, part.starts)) for x in states] for part in parts]
-    return list(zip(fields, leaves, [delivery.deliver(x.masks.contiguous()) for x in parts], strict=True))
+    masks = [delivery.deliver(part.masks.contiguous()) for part in parts]
+    return list(zip(fields, leaves, masks, strict=True))
 
 
 def _first_states(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Pick from `[T, layers, B, *H]` the states at each trajectory's first step: `[layers, n_traj, *H]`."""
+    """Copy the states at each trajectory's first step: `[layers, n_traj, *H]` from `[T, layers, B, *H]`."""
     _, num_layers, num_envs = x.shape[:3]
     step = torch.div(starts, num_envs, rounding_mode="floor")
     layer = torch.arange(num_layers, device=x.device).unsqueeze(1)
