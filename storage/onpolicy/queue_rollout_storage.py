@@ -1,8 +1,7 @@
-"""`QueueRolloutStorage`: a rollout storage that keeps the newest steps; `ActionLabelRollout` on top.
+"""`QueueRolloutStorage`, a rollout storage of the newest steps, and its subclass `ActionLabelRollout`.
 
-One rule: nothing that was added is discarded before newer steps need its place. The storage
-grows after each rollout up to its target and then overwrites its oldest steps; whatever reads it
-sees the steps in the order of time.
+The storage grows after each rollout until it has its target size. After that it overwrites its oldest steps. Readers
+get the steps in the order of time.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class QueueRolloutStorage(RolloutStorage):
     Args:
         num_envs, num_transitions_per_env, obs_shape, critic_obs_shape, actions_shape, num_rewards,
             device, generator, policy_outputs: As for `RolloutStorage`; `num_transitions_per_env` is one rollout.
-        buffer_dilation_ratio: How many rollouts are kept, at least 1; need not be whole.
+        buffer_dilation_ratio: Rollouts that fit, at least 1; need not be an integer.
 
-    It starts with room for one rollout. When that is full, `clear()` grows it by another one, until
-    the target is reached; from then on the oldest steps are overwritten. `step` is the cursor.
-    `compute_returns`, `get_statistics` and the generators take the steps that are there, full or not: what was added
-    is a number of whole steps at any time, so that `allow_partial` changes nothing.
+    The storage starts with memory for one rollout. When that is full, `clear()` adds memory for another one, until
+    the target is reached. After that the oldest steps are overwritten. `step` is the cursor.
+    `compute_returns`, `get_statistics` and the generators use all steps so far, even if the storage is not full;
+    `allow_partial` has no effect.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class QueueRolloutStorage(RolloutStorage):
         super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
         self.num_timesteps_each_rollout = self.num_transitions_per_env
         self.buffer_dilation_ratio = ratio
-        # The small number mends ratios such as 1.1 that have no exact binary form.
+        # The small number corrects ratios such as 1.1 that have no exact binary form.
         self.num_target_steps = floor(ratio * self.num_transitions_per_env + 1e-9)
         self.buffer_full = False
 
     def add_transitions(self, transition: Transition) -> None:
-        """Copy one step to the cursor, over the oldest one if the storage is full at its target.
+        """Copy one step to the cursor; overwrite the oldest step if the storage is full at its target size.
 
         Raises:
             RolloutOverflowError: A rollout is complete and the storage must grow: call `clear()`.
@@ -72,7 +71,7 @@ class QueueRolloutStorage(RolloutStorage):
                 self.buffer_full = True
 
     def clear(self) -> None:
-        """Begin the next rollout: grow if one is complete and the target not reached; discard nothing."""
+        """Start the next rollout and keep all steps; grow if a rollout is complete and the target is not reached."""
         with self._lock:
             if self.step == self.num_transitions_per_env:
                 self.expand_buffer_once()
@@ -96,7 +95,7 @@ class QueueRolloutStorage(RolloutStorage):
     def untie_buffer_loop(self) -> None:
         """Rotate every column so that the oldest step comes first and the cursor is 0. Idempotent.
 
-        `compute_returns` and the generators do it by themselves.
+        `compute_returns` and the generators call it.
         """
         with self._lock, torch.no_grad():
             if self.buffer_full and self.step:
@@ -159,6 +158,6 @@ class ActionLabelRollout(QueueRolloutStorage):
     needs_returns = False
 
     def declare_columns(self) -> list[Column]:
-        """Declare the labels too."""
+        """Return the columns of `QueueRolloutStorage` and the labels."""
         labels = brought("action_labels", self.actions_shape, "action_labels")
         return replaced(super().declare_columns(), labels)

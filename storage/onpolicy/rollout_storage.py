@@ -1,7 +1,7 @@
-"""`RolloutStorage`: what on-policy learning keeps between two updates.
+"""`RolloutStorage`: the steps of on-policy learning between two updates.
 
-One rule: this file names no column that it only moves. Columns are declared in `columns.py`, held by a `ColumnTable`
-and cut into batches by `mini_batches.py`; here is the order of events.
+Columns are declared in `transition_columns.py`, stored in a `ColumnTable` and divided into mini-batches in
+`mini_batches.py`. This file checks calls and orders them among threads and CUDA streams.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class RolloutStorage(Store, is_saved_whole=True):
             shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`. A leaf without dtype takes
             integer and bool dtypes from the first transition, and later ones must have the same; floating
             numbers become float32.
-        critic_obs_shape: The same for the critic; None, (None,) or [None] if it sees no other.
+        critic_obs_shape: The same for the critic; None, (None,) or [None] if it has the observations of the policy.
         actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
         num_rewards: R, reward heads.
-        device: Where everything is kept.
+        device: Device of all tensors.
         generator: Draws the permutations: a `torch.Generator`, or the seed of a new one on `device`. None: seeded from
             `torch.initial_seed()` and the number of objects made since that changed. A GPU draws other numbers from a
-            seed than the CPU; a generator on the CPU gives its permutations to any device.
-        policy_outputs: What a policy that is not Gaussian gives instead of `action_mean` and `action_sigma`, which
-            are then neither taken nor kept: `{"logits": (7,), "option": ((), torch.int64)}`, or {} for nothing.
-        output_device: Where mini-batches are delivered; None for `device`. From the CPU to a GPU they
-            travel as pinned memory on a stream of their own.
+            seed than the CPU; the permutations of a generator on the CPU are copied to any device.
+        policy_outputs: Shapes of the outputs of a policy that is not Gaussian, which replace `action_mean` and
+            `action_sigma`: `{"logits": (7,), "option": ((), torch.int64)}`, or {} for no outputs.
+        output_device: Device of mini-batches; None for `device`. Mini-batches from the CPU to a GPU are copied from
+            pinned memory on a separate stream.
 
     Every column is an attribute, None if absent: `observations`, `critic_observations`, `actions`, `rewards`, `dones`
     (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `policy_outputs` (a dict), `returns`, `advantages`,
@@ -114,7 +114,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)
         self._order = StreamOrder(self.device)
-        #: None where errors are raised at once.
+        #: Errors that arrive later from the device; None on the CPU, where errors are raised at once.
         self._deferred = DeferredErrors() if self.device.type == "cuda" else None
         self._factors = CheckedFactors(self.num_rewards, self.device, self._deferred)
         self._num_partial_rows = 0
@@ -123,7 +123,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         self._make_table(num_steps)
 
     def _make_generator(self, generator: torch.Generator | int | None) -> torch.Generator:
-        """Return a given generator, of any device, or a new one on this device."""
+        """Return the generator itself, of any device, or a new one on this device."""
         is_new = not isinstance(generator, torch.Generator) and self.device.type != "meta"
         return generator_on(generator, self.device if is_new else None, arguments.creating(self))
 
@@ -135,19 +135,20 @@ class RolloutStorage(Store, is_saved_whole=True):
         self._states = SavedStates(self._table)
 
     def declare_columns(self) -> list[Column]:
-        """Declare what is kept; subclasses add to the list."""
+        """Return the columns of the storage; subclasses add to the list."""
         taken = self._taken or {}
         observations = with_dtypes("observations", self.obs_shape, taken)
         critic = with_dtypes("critic_observations", self.critic_obs_shape, taken)
-        columns = rollout_columns(observations, critic, self.actions_shape, self.num_rewards, self.policy_output_shapes)
-        return [
-            replace(column, taken=frozenset(field.name for field in column.fields if field.name in taken))
-            for column in columns
-        ]
+        shapes = (observations, critic, self.actions_shape)
+        declared = []
+        for column in rollout_columns(*shapes, self.num_rewards, self.policy_output_shapes):
+            names = frozenset(field.name for field in column.fields if field.name in taken)
+            declared.append(replace(column, taken=names))
+        return declared
 
     @property
     def _observation_shapes(self) -> dict[str, Any]:
-        """The shapes of observations as the constructor got them, by column."""
+        """The constructor's shapes of observations, by column."""
         return {"observations": self.obs_shape, "critic_observations": self.critic_obs_shape}
 
     @property
@@ -168,7 +169,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # `storage.returns = x` writes into the column, as `storage.returns[:] = x` does; it never hides it.
+        # `storage.returns = x` writes into the column, like `storage.returns[:] = x`; it does not replace the tensor.
         table = self.__dict__.get("_table")
         if table is not None and name in table.columns:
             self._order.wait(is_write=True)
@@ -183,14 +184,14 @@ class RolloutStorage(Store, is_saved_whole=True):
     def add_transitions(self, transition: _Transition) -> None:
         """Copy one step of all envs to the cursor and advance it.
 
-        Everything is checked before anything is written: a call that raises changes nothing. On a GPU nothing waits:
-        host tensors travel in one pinned, asynchronous copy, and may be changed as soon as the call has returned.
+        All values are checked before the first write: a call that raises changes nothing. On a GPU the call does not
+        wait. Host tensors are copied asynchronously from pinned memory; they may be changed after the call.
 
         Raises:
             RolloutOverflowError: The storage is full.
-            MissingFieldError: A required field is None, or one is given that is not kept here.
-            SchemaError, FieldTypeError: A value has a wrong shape, or a dtype that would lose. If values on a GPU of
-                another dtype are out of range, a later call raises, and they are kept as 0.
+            MissingFieldError: A required field is None, or the storage has no column for a field.
+            SchemaError, FieldTypeError: A value has a wrong shape, or a dtype that would lose precision. If values on
+                a GPU of another dtype are out of range, they are stored as 0 and a later call raises.
         """
         with self._lock:
             self._raise_deferred()
@@ -210,7 +211,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         values.update(self._states.read(getattr(transition, "hidden_states", None)))
         self._order.wait(is_write=True)
         self._table.write(self.step, values)
-        # Not as attributes, which are looked for among the columns first: a hundredth of the whole.
+        # Not by `__setattr__`, which searches the columns first: 1 % of the call.
         vars(self).update(step=self.step + 1, _num_partial_rows=0)
         self._order.record(is_write=True)
 
@@ -230,7 +231,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         return self._states.build(self._states.leaves())
 
     def clear(self) -> None:
-        """Start the next rollout: the cursor goes to 0, the tensors and their dtypes stay as they are."""
+        """Start the next rollout: set the cursor to 0; keep the tensors and their dtypes."""
         with self._lock:
             self.step = 0
             self._num_partial_rows = 0
@@ -254,18 +255,19 @@ class RolloutStorage(Store, is_saved_whole=True):
             last_values: `[B, R]` (or `[B]` with one reward), value of the observation after the last step.
             gamma: Discount per step, in [0, 1]; a number or `[R]`.
             lam: Trace decay, in [0, 1]; a number or `[R]`.
-            normalize: Advantages to mean 0 and deviation 1: "global", "per_reward", or None for not.
-            truncation: What a timed-out step bootstraps from: "cut" nothing (the caller added
-                gamma * V to its reward already), "value" its own value, "final" its `bootstrap_values`.
-            allow_partial: Use the steps that are there, if the rollout is not full yet.
+            normalize: Axes over which advantages are scaled to mean 0 and deviation 1: "global" for all,
+                "per_reward", or None for no scaling.
+            truncation: Value from which a timed-out step bootstraps: "cut" none (the caller already added
+                gamma * V to its reward), "value" its own value, "final" its `bootstrap_values`.
+            allow_partial: Accept a rollout that is not full; use the steps so far.
 
-        On a GPU nothing waits. Factors that are tensors there should be the same objects at each call: they are
+        On a GPU the call does not wait. Pass factors that are tensors there as the same objects at each call: they are
         checked again only if they change.
 
         Raises:
             UsageError: The rollout is not full, or an argument is not as above; nothing is changed. On a GPU a later
-                call raises if factors there are out of range, or if bootstrap values were missing; the steps without
-                them bootstrap nothing.
+                call raises if factors there are out of range, or if bootstrap values were missing. Steps without
+                bootstrap values bootstrap nothing.
         """
         with self._lock:
             allow_partial = arguments.flag("compute returns", "allow_partial", allow_partial)
@@ -285,16 +287,16 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     @torch.no_grad()
     def get_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Measure the steps that are there; nothing is changed.
+        """Return statistics of the steps so far.
 
         Returns:
-            Mean length of the segments between dones, the open tails counted as segments, and mean
-            reward; float32 scalars.
+            Mean length of the segments between dones, and mean reward; float32 scalars. The open end of an env counts
+            as a segment.
         """
         with self._lock:
             rows = self._num_rows_for("measure statistics", allow_partial=True)
             signals = self._signals(rows)
-            # Dones of the newest step end what would be a segment of its own anyway.
+            # Dones of the newest step add no segment: the end of each env is counted as one already.
             newest = signals.dones[(self.step - 1) % rows]
             num_segments = signals.dones.count_nonzero() - newest.count_nonzero() + self.num_envs
             statistics = rows * self.num_envs / num_segments.float(), signals.rewards.mean()
@@ -349,7 +351,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         return self.recurrent_mini_batch_generator(num_mini_batches, num_epochs)
 
     def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
-        """Return how many steps there are, and how their rows or envs are cut; refuse what cannot be generated."""
+        """Return the number of steps, and the bounds of mini-batches in rows or envs; raise if an argument is wrong."""
         with self._lock:
             self._raise_deferred()
             rows = self._num_rows_for(GENERATE, allow_partial=False)
@@ -364,7 +366,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
         table = self._table
         num_used = bounds[-1][1]
-        # Of tensors that several batches read, which may be drawn on different streams.
+        # The order of tensors that several batches read, possibly on different streams.
         shared = StreamOrder(self.device)
         with self._lock, torch.no_grad():
             self._order.wait(is_write=False)
@@ -393,7 +395,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 yield self._to_mini_batch(batch)
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
-        """Draw the order in which rows are visited, of which `num_used` are."""
+        """Draw the order in which rows are visited."""
         # int32 halves the cost of drawing: 0.3 instead of 0.7 ms for 100,000 rows.
         dtype = torch.int32 if num_rows < 2**31 else torch.int64
         order = torch.randperm(num_rows, generator=self.rng, device=self.rng.device, dtype=dtype)
@@ -422,7 +424,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         return self.MiniBatch(**{**self._table.fill_batch(batch), **more})
 
     def _put_in_order(self) -> None:
-        """Bring the steps into the order of time; here they always are."""
+        """Sort the steps by time. They always are in this class."""
 
     def _signals(self, rows: int) -> Signals:
         self._order.wait(is_write=False)
@@ -431,15 +433,15 @@ class RolloutStorage(Store, is_saved_whole=True):
     # -- saving ----------------------------------------------------------------------------
 
     def _arguments(self) -> dict[str, Any]:
-        """JSON-able keywords that make an equal, empty storage."""
+        """Return keywords that create an equal, empty storage, as JSON."""
         sizes = {"num_envs": self.num_envs, "num_transitions_per_env": self.num_transitions_per_env}
         return {**sizes, **shapes_to_json(self._table.columns.values()), "num_rewards": self.num_rewards}
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        # Of the arguments only shapes are lists. Any seed will do: the saved random state comes next.
-        given = {name: shape_from_json(x) if isinstance(x, list) else x for name, x in arguments.items()}
-        return cls(**given, device=device, generator=0)
+        # Only shapes are lists. The seed does not matter, since the caller sets the saved random state.
+        keywords = {name: shape_from_json(x) if isinstance(x, list) else x for name, x in arguments.items()}
+        return cls(**keywords, device=device, generator=0)
 
     def _options(self) -> dict[str, Any]:
         return {"_delivery": Delivery(self.device, self._delivery.output_device)}
@@ -470,9 +472,11 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             num_rows = checked_count(numbers, "num_rows", *self._row_limits())
-            step, num_partial_rows = (checked_count(numbers, key, 0, num_rows) for key in ("step", "num_partial_rows"))
-            self._taken = checked_dtypes(numbers.get("taken_dtypes", {}))  # earlier saves take any dtype that fits
-            # A table of its own, so that the one of before is whole if the state does not fit.
+            step = checked_count(numbers, "step", 0, num_rows)
+            num_partial_rows = checked_count(numbers, "num_partial_rows", 0, num_rows)
+            # Earlier saves have no dtypes: their storages accept any dtype that fits.
+            self._taken = checked_dtypes(numbers.get("taken_dtypes", {}))
+            # A new table, so that the previous one is unchanged if the state does not fit.
             before = self._table
             self._make_table(before.num_rows, before.own_tensors())
             self._order.wait(is_write=True)
@@ -482,7 +486,7 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._states.layout = numbers["states"]
             self.step = step
             self._num_partial_rows = num_partial_rows
-            before.num_changes += 1  # for generators that still read it
+            before.num_changes += 1  # for generators that still read the previous table
             self._order.record(is_write=True)
 
     def _random_state(self, saved: torch.Tensor) -> torch.Tensor:
@@ -492,18 +496,23 @@ class RolloutStorage(Store, is_saved_whole=True):
         return super()._random_state(saved)
 
     def _row_limits(self) -> tuple[int, int]:
-        """How many steps fit at least, and at most."""
+        """Return the least and the largest number of rows of a loaded state."""
         return self._table.num_rows, self._table.num_rows
 
     # -- checks ----------------------------------------------------------------------------
 
     def _raise_deferred(self) -> None:
-        """Raise the error of an earlier call that the device has found since."""
+        """Raise the error of an earlier call that has arrived from the device since."""
         if self._deferred is not None:
             self._deferred.raise_arrived()
 
     def _num_rows_for(self, action: str, allow_partial: bool) -> int:
-        """How many steps there are to work on; refuse an empty or, if so asked, a partial rollout."""
+        """Return the number of steps.
+
+        Raises:
+            BufferEmptyError: There is no step.
+            UsageError: The rollout is partial, and neither `allow_partial` nor the last `compute_returns` allows it.
+        """
         if self.step == 0:
             raise BufferEmptyError(action, "", "a rollout", "no step since the last clear()")
         if self.step < self._table.num_rows and not allow_partial and self._num_partial_rows != self.step:

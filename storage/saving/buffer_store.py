@@ -1,7 +1,7 @@
-"""`BufferStore`: a `Store` whose folders hold `config.json` and `buffer.hdf5`, as those of earlier systems do.
+"""`BufferStore`: a `Store` whose folders contain `config.json` and `buffer.hdf5`, like those of earlier systems.
 
-One rule: the config is flat and names the class by the last part of `__target__`; rows are written as they lie, one
-dataset per field. What earlier systems do not say in their configs is found out here.
+The config is flat; the last part of `__target__` is the name of the class. Rows are written in the order of the
+slots, one dataset per field. Numbers that are missing in configs of earlier systems are computed from the rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .saved_store import Store, random_state_for
 
 FORMAT = "rollout-data buffer"
 VERSION = 1
-#: The column of the table of final observations that says to which rows they belong; its name has no levels.
+#: Column of the table of final observations with the keys of their rows. Its name has no levels.
 ROW_KEY = "row_key"
 _Self = TypeVar("_Self", bound="BufferStore")
 
@@ -44,25 +44,25 @@ class BufferStore(Store):
 
     @property
     def rng(self) -> torch.Generator:  # type: ignore[override]
-        """The generator, by the name that every store has for it."""
+        """The generator, under the name that `Store` uses."""
         return self.generator
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows that are held."""
+        """Return the number of rows."""
 
     def size(self) -> int:
-        """Rows that are held."""
+        """Return the number of rows."""
         return len(self)
 
     def empty(self) -> bool:
-        """Return whether nothing is held."""
+        """Return whether there are no rows."""
         return len(self) == 0
 
     def save(self, folder: str | os.PathLike[str], nested_key_separator: str | None = None) -> None:
-        """Write everything to a folder, atomically; one that exists is replaced.
+        """Write the state to a folder, atomically; replace an earlier save.
 
-        Other threads wait meanwhile, so that what is written is one moment; little memory is taken.
+        Other threads wait meanwhile, so that the save is consistent. No copy of the rows is made.
 
         Args:
             folder: Gets `buffer.hdf5` and `config.json`.
@@ -70,7 +70,7 @@ class BufferStore(Store):
 
         Raises:
             SchemaError: A key cannot be written.
-            DataFileError: There is a file, or a folder with anything else in it.
+            DataFileError: The path is a file, or a folder with other content.
             WriteError: The folder cannot be written, as on a full disk; the earlier save stays. Also an `OSError`.
         """
         separator = self.nested_key_separator if nested_key_separator is None else nested_key_separator
@@ -79,10 +79,10 @@ class BufferStore(Store):
             raise SchemaError("save columns", "", expected, repr(separator))
         with self._lock:
             state = self._get_state()
-            tables = {
-                table: dict(zip(_file_keys(columns, separator, table), columns.values(), strict=True))
-                for table, columns in _tables(state.tensors).items()
-            }
+            tables = {}
+            for table, columns in _tables(state.tensors).items():
+                keys = _file_keys(columns, separator, table)
+                tables[table] = dict(zip(keys, columns.values(), strict=True))
             about = {
                 "__target__": f"{type(self).__module__}.{type(self).__qualname__}",
                 "device": str(self.device),
@@ -96,7 +96,7 @@ class BufferStore(Store):
             write_folder(folder, tables, about)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, from any device; nothing is changed if it does not fit.
+        """Load a result of `state_dict`, from any device; a state that does not fit changes nothing.
 
         Raises:
             SchemaError: The state is of another class or version, or of a buffer made with other arguments.
@@ -107,11 +107,11 @@ class BufferStore(Store):
     @classmethod
     @abstractmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Pick `State.arguments` from a flat config; those of earlier systems have fewer."""
+        """Return `State.arguments` from a flat config; configs of earlier systems have fewer keys."""
 
     @abstractmethod
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-        """Take over a state with equal arguments; what does not fit raises. Only attributes are replaced."""
+        """Load a state with equal arguments; raise if it does not fit. Implementations replace attributes only."""
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         self._set_tables(numbers, {name: Table(columns) for name, columns in _tables(tensors).items()})
@@ -146,7 +146,7 @@ class BufferStore(Store):
         return made
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Bring a state dict of an earlier release, which was flat, into today's form."""
+        """Return today's form of a state dict of an earlier release, which was flat."""
         flat = {**state, **state.get("config", {})}
         tensors = {"rng": state["generator"]} if "generator" in state else {}
         for table, key in ((ROWS, "columns"), (FINALS, "final_columns")):
@@ -157,7 +157,10 @@ class BufferStore(Store):
 
 
 def rows_written(numbers: Mapping[str, Any], num_live: int, num_slots: int, rows_per_slot: int) -> int:
-    """Return how many slots were ever written; earlier systems only say where the next row goes, or not even that."""
+    """Return the number of slots written so far, also for saves of earlier systems.
+
+    Their configs have the slot of the next row instead, or neither of both.
+    """
     cursor = int(numbers["_idx"]) // rows_per_slot if "_idx" in numbers else None
     total = int(numbers.get("total", num_live if num_live < num_slots else num_slots + (cursor or 0)))
     if cursor is None and "total" not in numbers:
@@ -171,13 +174,13 @@ def rows_written(numbers: Mapping[str, Any], num_live: int, num_slots: int, rows
 
 
 def _tables(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Sort the tensors of a state by the first part of their names; those without a second part are no rows."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    """Return the tensors of a state by table and column, from names `table/column`. Other names are skipped."""
+    tables: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         table, _, column = name.partition("/")
         if column:
-            found.setdefault(table, {})[column] = tensor
-    return found
+            tables.setdefault(table, {})[column] = tensor
+    return tables
 
 
 def _column_name(key: str, separator: str, table: str) -> str:
@@ -185,7 +188,7 @@ def _column_name(key: str, separator: str, table: str) -> str:
 
 
 def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
-    """Join the levels of names by `separator`. Ambiguity is an error."""
+    """Return names with their levels joined by `separator`; raise `SchemaError` for ambiguous names."""
     keys: list[str] = []
     for name in names:
         key = name.replace("/", separator)
@@ -194,7 +197,7 @@ def _file_keys(names: Iterable[str], separator: str, table: str) -> list[str]:
         elif any(separator in part for part in name.split("/")):
             expected = f"keys without the separator {separator!r}"
             raise SchemaError("save the field", repr(name), expected, repr(name), "Give another separator")
-        # HDF5 would end the first too early, take the second for the folder itself, and knows no others.
+        # HDF5 ends a name at a null character, reads "." as the group itself, and cannot encode lone surrogates.
         if "\0" in key or key in ("", ".") or any("\ud800" <= letter <= "\udfff" for letter in key):
             raise SchemaError("save the field", repr(name), "a key that is text, not '.', without null", repr(key))
         if key in keys:
