@@ -1,9 +1,11 @@
-"""Passes over a dataset: which trajectories, in which order, starting where.
+"""Passes over a dataset: their trajectories, the order of these, and the frames at which they start.
 
-One rule: where a trajectory stands in a pass, and where it starts, is a function of (seed, pass) and of itself.
-Trajectories that come, go or cannot be read move no other, so that resuming needs only the one that was dealt last.
-One process scans the folders for all (`sources/process_group.py`): when a pass begins and, with `refresh_s`,
-within it. A pass then has two sections, each with an order of its own: what came at the newest look, and what is left.
+The position of a trajectory in a pass and its first frame depend only on (seed, pass) and on the trajectory.
+New, deleted or unreadable trajectories do not change the order of the others. So a resume needs only the trajectory
+that was dealt last.
+One process scans the folders for all processes (`sources/process_group.py`): when a pass begins and, with
+`refresh_s`, within a pass. After such a scan a pass has two sections, each with its own order: the new trajectories,
+and the rest.
 """
 
 from __future__ import annotations
@@ -33,25 +35,31 @@ from .step_planner import Deal, Position, go_on_with
 
 
 class Undecided(Exception):
-    """It is time to look at the folders, and what a pass may use is not decided yet."""
+    """A scan of the folders is due; the trajectories of the pass are not known before it."""
 
 
-#: The call that options of passes come from, for errors.
+#: The user's call with the options of passes, for errors.
 CREATE = "create a RolloutDataset"
 #: End, writer and number of a trajectory (`TrajectoryIndex.name`).
 Name = Sequence[Any]
+#: Purposes of random keys: the order of a pass, and the first frames of its trajectories.
 _ORDER = 0
 _STARTS = 1
 _MOST_FRAMES = 1 << 62
+#: Batches between two scans, at most.
 _MOST_BATCHES = 1 << 20
 _NONE = np.zeros(0, np.int64)
-#: Passes of different epochs must never share a number.
+#: Numbers reserved for the passes of one epoch, so that passes of different epochs have different numbers.
 _PASSES_AN_EPOCH = 1 << 20
 
 
 @dataclass(frozen=True)
 class PassOptions:
-    """Which trajectories a pass delivers, and how; see `RolloutDataset`. `poll_interval_s`: how often to look."""
+    """Options of `RolloutDataset` that choose and order trajectories.
+
+    Attributes:
+        poll_interval_s: Seconds between scans while waiting for trajectories. See `RolloutDataset` for the others.
+    """
 
     dataset_loops: int = 1
     random_shuffle_traj_order: bool = False
@@ -68,21 +76,22 @@ class PassOptions:
 
     @property
     def are_data_coming(self) -> bool:
-        """Whether trajectories may still be recorded, so that it is worth waiting for the first ones."""
+        """Whether trajectories may still be recorded, so that the first pass waits for them."""
         return bool(self.keep_latest_n_trajs) or self.refresh_s is not None
 
     def has_pass(self, number: int) -> bool:
-        """Return whether there is a pass of this number."""
+        """Return whether there is a pass with this number."""
         return self.is_endless or number < self.dataset_loops
 
 
 class Section(NamedTuple):
-    """Trajectories of a pass that were found at one look; plain data.
+    """Trajectories of a pass from one scan; plain data.
 
     Attributes:
-        bounds: The first and the last one, in the order of completion; None if there is none.
-        dealt: Which was dealt last, None if none was.
-        upto, since: Blocks of each writer by which they were complete, and those by which they were not; None: all.
+        bounds: Names of the first and the last trajectory, in the order of completion; None if there are none.
+        dealt: Name of the trajectory that was dealt last; None if none was.
+        upto: Only trajectories that are complete in the blocks up to this number of each writer; None: all.
+        since: Only trajectories that are not; None: all.
     """
 
     bounds: list[Name] | None
@@ -91,47 +100,48 @@ class Section(NamedTuple):
     since: Mapping[str, int] | None = None
 
 
-def frame_range(given: Any) -> tuple[int, int]:
-    """Check a `starting_frame_range`."""
+def frame_range(value: Any) -> tuple[int, int]:
+    """Return a checked `starting_frame_range`."""
     try:
-        start, stop = (operator.index(bound) for bound in given)
+        start, stop = (operator.index(bound) for bound in value)
     except (TypeError, ValueError):
         start = stop = 0
     if not 0 <= start < stop <= _MOST_FRAMES:
         expected = "starting_frame_range (start, stop), whole numbers with 0 <= start < stop"
-        raise UsageError(CREATE, "", expected, repr(given))
+        raise UsageError(CREATE, "", expected, repr(value))
     return start, stop
 
 
 def choose(index: TrajectoryIndex, options: PassOptions, bounds: Sequence[Name] | None = None) -> Int64s:
-    """Which trajectories a pass delivers: int64, in the order of completion.
+    """Return the trajectories that a pass delivers: int64, in the order of completion.
 
-    `bounds` are the first and the last one of a pass that has begun: those between them that are still there.
+    `bounds` are the first and the last trajectory of a pass that has begun. Then only trajectories between them are
+    returned, without deleted ones.
     """
     is_eligible = index.is_present()
     if options.are_data_coming:
         is_eligible &= index.is_complete()
-    found = np.flatnonzero(is_eligible)
+    eligible = np.flatnonzero(is_eligible)
     if bounds is None:
-        return found[-options.keep_latest_n_trajs :]
+        return eligible[-options.keep_latest_n_trajs :]
     (first_end, first_writer, first_number), (end, writer, number) = bounds
     first = index.num_before(first_end, first_writer, first_number)
     stop = index.num_before(end, writer, number + 1)
-    return found[found.searchsorted(first) : found.searchsorted(stop)]
+    return eligible[eligible.searchsorted(first) : eligible.searchsorted(stop)]
 
 
 def members(index: TrajectoryIndex, options: PassOptions, section: Section) -> Int64s:
-    """Which trajectories of a section are still there: int64, in the order of completion."""
-    found = choose(index, options, section.bounds)
+    """Return the trajectories of a section without deleted ones: int64, in the order of completion."""
+    trajectories = choose(index, options, section.bounds)
     if section.upto is not None:
-        found = found[_was_complete(index, found, section.upto)]
+        trajectories = trajectories[_was_complete(index, trajectories, section.upto)]
     if section.since is not None:
-        found = found[~_was_complete(index, found, section.since)]
-    return found
+        trajectories = trajectories[~_was_complete(index, trajectories, section.since)]
+    return trajectories
 
 
 def _was_complete(index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[str, int]) -> np.ndarray:
-    """bool, for each of these: it was complete by blocks up to this number of each writer."""
+    """Return which trajectories are complete in the blocks up to a number of each writer: bool."""
     present = index.blocks[: index.num_present]
     then = TrajectoryIndex([block for block in present if block.sequence <= upto.get(block.writer, -1)])
     place = index.places_in(then, trajectories)
@@ -139,7 +149,7 @@ def _was_complete(index: TrajectoryIndex, trajectories: Int64s, upto: Mapping[st
 
 
 def sections_at(deal: Deal, position: int) -> tuple[Section, Section | None]:
-    """Return the sections of a deal of which `position` trajectories were dealt: the rest, and the newest look's."""
+    """Return the sections of a deal after `position` trajectories: the rest, and the section of the last scan."""
     rest, fresh = deal.sections
     num_new = min(position, deal.num_fresh)
     if fresh is not None and num_new:
@@ -150,14 +160,16 @@ def sections_at(deal: Deal, position: int) -> tuple[Section, Section | None]:
 
 
 def _bounds(index: TrajectoryIndex, pool: Int64s) -> list[Name] | None:
-    return [index.name(int(pool[0])), index.name(int(pool[-1]))] if len(pool) else None
+    """Return the names of the first and the last trajectory; None without trajectories."""
+    if not len(pool):
+        return None
+    return [index.name(int(pool[0])), index.name(int(pool[-1]))]
 
 
 def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, number: int) -> tuple[Int64s, Int64s]:
-    """Order a pass: its trajectories, and the frame at which each starts.
+    """Return the trajectories of a pass in their order, and the first frame of each.
 
-    A start is uniform over the part of `starting_frame_range` that lies within the trajectory; 0
-    if none of it does.
+    The first frame is uniform over the part of `starting_frame_range` within the trajectory; 0 if that part is empty.
     """
     low, high = options.starting_frame_range
     starts = np.zeros(len(pool), np.int64)
@@ -169,18 +181,21 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
     if not options.random_shuffle_traj_order:
         return pool, starts
     place = stable_order(_keys(index.random_keys(pool, _seed(options, number, _ORDER))))
-    return pool[place], starts[place] if high > 1 else starts
+    if high > 1:
+        starts = starts[place]
+    return pool[place], starts
 
 
 def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, number: int, last: Name) -> int:
-    """How many of a pass's trajectories come no later than the one that was dealt `last`, which may be gone."""
+    """Return the number of trajectories of a pass up to the one that was dealt `last`, which may be deleted."""
+    end, writer, trajectory = last
     if not options.random_shuffle_traj_order:
-        return int(np.searchsorted(order, index.num_before(last[0], last[1], last[2] + 1)))
-    found = np.flatnonzero(order == index.find([(last[1], last[2])])[0])
-    if len(found):
-        return int(found[0]) + 1
+        return int(np.searchsorted(order, index.num_before(end, writer, trajectory + 1)))
+    places = np.flatnonzero(order == index.find([(writer, trajectory)])[0])
+    if len(places):
+        return int(places[0]) + 1
     seed = _seed(options, number, _ORDER)
-    key = _keys(random_keys(name_keys([last[1]], np.zeros(1, np.int64), np.array([last[2]])), seed))[0]
+    key = _keys(random_keys(name_keys([writer], np.zeros(1, np.int64), np.array([trajectory])), seed))[0]
     keys = _keys(index.random_keys(order, seed))
     first = np.searchsorted(keys, key)
     stop = np.searchsorted(keys, key, side="right")
@@ -188,7 +203,7 @@ def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, numbe
 
 
 def _keys(keys: np.ndarray) -> np.ndarray:
-    """By what a pass is ordered: the upper half of each trajectory's random key; then comes its place in the pool."""
+    """Return the sort keys of a pass: the upper halves of random keys. Equal keys keep the order of the pool."""
     upper: np.ndarray = keys >> np.uint64(32)
     return upper
 
@@ -198,34 +213,34 @@ def _seed(options: PassOptions, number: int, purpose: int) -> int:
 
 
 def wait_for_trajectories(source: Source, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple) -> None:
-    """Look at the folders until a pass may use `wanted` trajectories; with 0 look once.
+    """Scan the folders until a pass can use `wanted` trajectories; with 0 scan once.
 
     Raises:
-        WaitTimeoutError: They did not come within `wait_timeout_s`.
+        WaitTimeoutError: There are fewer after `wait_timeout_s`.
     """
 
     def count() -> int:
         source.refresh(in_use)
         return len(choose(source.snapshot().index, options)) if wanted else 0
 
-    found = count()
-    if found >= wanted:
+    num_usable = count()
+    if num_usable >= wanted:
         return
-    deadline = time.monotonic() + options.wait_timeout_s
-    with tqdm(total=wanted, initial=found, desc="waiting for trajectories", unit="traj") as bar:
-        while found < wanted:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise _not_in_time(source, wanted, found, options)
-            time.sleep(min(options.poll_interval_s, left))
-            found = count()
-            bar.update(min(found, wanted) - bar.n)
+    deadline_s = time.monotonic() + options.wait_timeout_s
+    with tqdm(total=wanted, initial=num_usable, desc="waiting for trajectories", unit="traj") as bar:
+        while num_usable < wanted:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise _not_in_time(source, wanted, num_usable, options)
+            time.sleep(min(options.poll_interval_s, left_s))
+            num_usable = count()
+            bar.update(min(num_usable, wanted) - bar.n)
 
 
-def _not_in_time(source: Source, wanted: int, found: int, options: PassOptions) -> WaitTimeoutError:
+def _not_in_time(source: Source, wanted: int, num_usable: int, options: PassOptions) -> WaitTimeoutError:
     where = ", ".join(map(str, source.paths))
     expected = f"{wanted} complete ones within {options.wait_timeout_s:g} s"
-    got = str(found) if source.missing is None else f"no folder {source.missing.where}"
+    got = str(num_usable) if source.missing is None else f"no folder {source.missing.where}"
     keeping = " or keep fewer (keep_latest_n_trajs)" if options.keep_latest_n_trajs else ""
     advice = f"Record more, wait longer (wait_timeout_s){keeping}"
     error = WaitTimeoutError("read the newest trajectories", f"of {where!r}", expected, got, advice)
@@ -239,13 +254,13 @@ class Dealer:
 
     Attributes:
         source: The folders.
-        options: Which trajectories, and in which order.
-        epoch: Changes permutations and starts.
-        keeps_on: Device to whose memory the frames are copied first; None leaves them in the files.
-        skips: Leave out trajectories that are damaged, rather than raise.
-        agree: How this process learns what is in the folders.
-        is_cut_off: Other ranks cannot be asked what they see: the folders must not change from pass to pass.
-        is_shared: Frames in memory are those of several processes: one copies them, and the others map its copy.
+        options: Options that choose and order trajectories.
+        epoch: Number of the epoch; each has other permutations and first frames.
+        keeps_on: Device to which the frames are copied first; None to read them from the files.
+        skips: Whether damaged trajectories are skipped; if not, they raise.
+        agree: Exchanges the result of a scan between the processes.
+        is_cut_off: Whether other ranks cannot exchange scans. Then the folders must not change from pass to pass.
+        is_shared: Whether several processes share frames in memory: one copies them, and the others map the copy.
     """
 
     source: Source
@@ -283,15 +298,17 @@ class Dealer:
         return repr(", ".join(map(str, self.source.paths)))
 
     def number_of(self, pass_number: int) -> int:
-        """Number a pass among those of all epochs."""
+        """Return the number of a pass among the passes of all epochs."""
         return pass_number + self.epoch * _PASSES_AN_EPOCH
 
     def resumed(self, turn: int, upto: Mapping[str, int], played: Lengths) -> FrameStore:
-        """Return what a pass begun elsewhere may use, as far as it still exists, and all that is `played`."""
+        """Return a snapshot for a pass that began in another process, with all trajectories that are `played`."""
         self._agreed(turn, 0, tuple)
         store = self.source.snapshot(upto)
-        gone = lacking(store.index, played)
-        return self.source.snapshot(upto, gone) if gone and len(store.index) else store
+        missing = lacking(store.index, played)
+        if missing and len(store.index):
+            return self.source.snapshot(upto, missing)
+        return store
 
     def dealt(
         self,
@@ -302,9 +319,11 @@ class Dealer:
         sections: tuple[Section, Section | None],
         before: Deal | None = None,
     ) -> Deal:
-        """Order what is left of the sections of pass `number` in a snapshot: the newest look's, then the rest."""
-        (rest, fresh), ordinal = sections, self.number_of(number)
-        (order, starts), (new, new_starts) = (self._left_of(store.index, one, ordinal) for one in (rest, fresh))
+        """Return the rest of pass `number` in a snapshot: first the section of the last scan, then the other one."""
+        rest, fresh = sections
+        ordinal = self.number_of(number)
+        order, starts = self._left_of(store.index, rest, ordinal)
+        new, new_starts = self._left_of(store.index, fresh, ordinal)
         if len(new):
             order = np.concatenate([new, order])
             starts = np.concatenate([new_starts, starts])
@@ -312,7 +331,7 @@ class Dealer:
         return Deal(store.index.lengths, order, starts, number, store, turn, sections, len(new))
 
     def _left_of(self, index: TrajectoryIndex, section: Section | None, number: int) -> tuple[Int64s, Int64s]:
-        """Order what was not dealt yet of a section."""
+        """Return the trajectories of a section that were not dealt yet, in order, and their first frames."""
         if section is None or section.bounds is None:
             return _NONE, _NONE
         order, starts = pass_order(index, members(index, self.options, section), self.options, number)
@@ -320,49 +339,63 @@ class Dealer:
         return order[done:], starts[done:]
 
     def needed(self, position: Position) -> Int64s:
-        """Trajectories whose files are kept when they are gone: what is played and, up to the next look, the rest."""
+        """Return the trajectories that stay readable after their files are deleted.
+
+        These are the played ones and, with `refresh_s`, the rest of the deal, which is used until the next scan.
+        """
         played = position.state.trajectory
         rest = position.deal.order[position.state.position :] if self.options.refresh_s is not None else _NONE
         return np.union1d(played[played >= 0], rest)
 
     def is_due(self, position: Position, is_alone: bool) -> bool:
-        """Return whether it is time to look within a pass; what came at the last look was dealt."""
+        """Return whether a scan within the pass is due. It is not before the section of the last scan was dealt."""
         wait_s = self.options.refresh_s
         if wait_s is None or position.state.position < position.deal.num_fresh:
             return False
-        return time.monotonic() - self._looked_s >= wait_s / 2 if is_alone else position.left == 0
+        if is_alone:
+            return time.monotonic() - self._looked_s >= wait_s / 2
+        return position.left == 0
 
     def refreshed(self, position: Position) -> Position:
-        """Look within a pass: what is new is dealt next, before the rest, and what was dealt is not dealt again."""
+        """Scan within a pass. New trajectories are dealt next, before the rest; none is dealt twice."""
         state, deal, _ = position
         store, in_use, left = self._seen(deal.turn + 1, 0, deal, state.trajectory)
         if store.index is deal.source.index:
             return Position(state, replace(deal, turn=deal.turn + 1), left)
         rest, fresh = sections_at(deal, state.position)
-        since = dict(fresh.since or {}) if fresh is not None else {}  # of blocks that may be shown again, too
+        # Also of writers whose blocks are not listed now, but may be listed again.
+        since = dict(fresh.since or {}) if fresh is not None else {}
         for writer, sequence in deal.source.index.writers_upto().items():
             since[writer] = max(sequence, since.get(writer, -1))
         pool = choose(store.index, self.options)
         if self.options.keep_latest_n_trajs and rest.bounds is not None and len(pool):
-            rest = rest._replace(bounds=[max(list(rest.bounds[0]), store.index.name(int(pool[0]))), rest.bounds[1]])
+            first, last = rest.bounds
+            first = max(list(first), store.index.name(int(pool[0])))
+            rest = rest._replace(bounds=[first, last])
         pool = pool[~_was_complete(store.index, pool, since)]
-        sections = rest._replace(upto=rest.upto or since), Section(_bounds(store.index, pool), since=since)
+        rest = rest._replace(upto=rest.upto or since)
+        sections = (rest, Section(_bounds(store.index, pool), since=since))
         new = self.dealt(deal.number, deal.turn + 1, store, in_use, sections, deal)
         return go_on_with(state, deal, new, in_use, self.following)._replace(left=left)
 
     def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
-        """Look for new trajectories and order a pass."""
+        """Scan for trajectories and order a pass; return it and the numbers of the trajectories `in_use` in it."""
         turn = before.turn + 1 if before is not None else 0
         wanted = self.options.keep_latest_n_trajs or int(self.options.refresh_s is not None)
         store, in_use, _ = self._seen(turn, wanted, before, in_use)
         pool = choose(store.index, self.options)
         order, starts = pass_order(store.index, pool, self.options, self.number_of(number))
-        sections = Section(_bounds(store.index, pool)), None
+        sections = (Section(_bounds(store.index, pool)), None)
         store = self._kept(turn, store, (order, in_use), before)
         return Deal(store.index.lengths, order, starts, number, store, turn, sections, 0), in_use
 
     def _seen(self, turn: int, wanted: int, before: Deal | None, in_use: Int64s) -> tuple[FrameStore, Int64s, int]:
-        """Agree on what is there; give it, the numbers of what is `in_use`, which stays readable, and `left`."""
+        """Synchronize the snapshot across processes.
+
+        Returns:
+            The snapshot; the numbers in it of the trajectories `in_use`, which stay readable; and the number of
+            batches until the next scan.
+        """
         index = before.source.index if before is not None else None
         blocks_in_use = partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
         left = self._agreed(turn, wanted, blocks_in_use)
@@ -382,60 +415,68 @@ class Dealer:
         return store, in_use, left
 
     def _agreed(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
-        """Take over what the process that looks for all has seen; give the batches until the next look."""
-        told, left, spot = self.agree(turn, partial(self._look, wanted, in_use))
-        if (listing := self._listings.restore(told)) is not None:
+        """Load the listing of the process that scans for all; return the number of batches until the next scan."""
+        message, left, spot = self.agree(turn, partial(self._look, wanted, in_use))
+        listing = self._listings.restore(message)
+        if listing is not None:
             self.source.adopt(listing, spot)
             self._listings.last = self.source.listing()  # of the shared memory, not of the message
         return int(left)
 
     def _look(self, wanted: int, in_use: BlocksInUse) -> Any:
-        """Look at the folders, until they hold `wanted` trajectories.
+        """Scan the folders until they have `wanted` trajectories.
 
         Returns:
-            What is there, None if that was said; how many batches others may plan before the next look; and where
-            others of this machine find the index.
+            The listing, None if it has not changed; the number of batches that others may plan before the next scan;
+            and the shared memory with the index for other processes of this machine.
         """
-
         wait_for_trajectories(self.source, wanted, self.options, in_use)
-        self._looked_s = now_s = time.monotonic()
+        now_s = time.monotonic()
+        self._looked_s = now_s
         fitting = self._num_batches * (self.options.refresh_s or 0.0) / 2 / max(now_s - self._agreed_s, 1e-9)
         self._num_batches = max(1, int(min(fitting, 2 * self._num_batches, _MOST_BATCHES)))
         self._agreed_s = now_s
-        spot = self.source.shared(self.source.snapshot()) if self.is_shared or current_shard().total > 1 else None
+        spot = None
+        if self.is_shared or current_shard().total > 1:
+            spot = self.source.shared(self.source.snapshot())
         return self._listings.shorten(self.source.listing()), self._num_batches, spot
 
     def _kept(self, turn: int, store: FrameStore, used: tuple[Int64s, Int64s], before: Deal | None) -> FrameStore:
-        """Copy the frames that are used into memory, or map what another process of this machine has copied."""
-        if (device := self.keeps_on) is None:
+        """Copy the frames of a pass into memory, or map the copy of another process of this machine."""
+        device = self.keeps_on
+        if device is None:
             return store
         trajectories = np.setdiff1d(np.concatenate(used), -1)
         last = before.source if before is not None else None
-        made: list[CachedFrames] = []
+        copies: list[CachedFrames] = []
         if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
-            made.append(last)
+            copies.append(last)
 
-        def make() -> Any:
-            while not made:
+        def copy_once() -> Any:
+            """Copy the frames if this process has no copy; return the shared memory of the copy."""
+            while not copies:
                 try:
-                    made.append(CachedFrames(store, trajectories, device, self.is_shared))
+                    copies.append(CachedFrames(store, trajectories, device, self.is_shared))
                 except DataFileError as problem:
                     self.source.leave_out(store, trajectories, problem, self.skips)
-            return made[0].shared() if self.is_shared else None
+            return copies[0].shared() if self.is_shared else None
 
-        told = self.agree(f"frames_{turn}", make) if self.is_shared else make()
-        if not made and (found := CachedFrames.mapped(store, told)) is not None and found.holds(trajectories):
-            return found
-        make()
-        return made[0]
+        shared_copy = self.agree(f"frames_{turn}", copy_once) if self.is_shared else copy_once()
+        if not copies:
+            mapped = CachedFrames.mapped(store, shared_copy)
+            if mapped is not None and mapped.holds(trajectories):
+                return mapped
+        copy_once()
+        return copies[0]
 
 
 def _content(index: TrajectoryIndex) -> Any:
+    """Return a value that differs between two scans if their trajectories or edits differ."""
     return index.writers_upto(), index.num_present, [block.identity for block in index.blocks if block.is_edit]
 
 
 def _found_again(before: TrajectoryIndex, now: TrajectoryIndex, trajectories: Int64s) -> Int64s:
-    """Numbers of trajectories in another index; -1 for those that are gone, or have lost their last part."""
+    """Return the numbers of trajectories in another index; -1 for deleted and for shortened trajectories."""
     numbers = before.places_in(now, trajectories)
     has_shrunk = now.lengths[numbers] < before.lengths[trajectories] if len(now) else True
     return np.where(has_shrunk, -1, numbers)
