@@ -1,6 +1,6 @@
 "use strict";
-// Fills the page from three JSON texts: what is shown at once, the diagnosis, and episodes, which are read when one is
-// opened. Names that a file gives become text and attributes only, never markup; charts get them escaped.
+// Fills the page from three JSON texts: the content, the diagnosis, and the episodes, which are parsed when one of them
+// is opened. Names from files become text and attributes only, never markup. Charts get them escaped.
 
 const byId = (id) => document.getElementById(id);
 const read = (id) => JSON.parse(byId(id).textContent);
@@ -23,7 +23,7 @@ function bind(root, values) {
 
 const filled = (template, values) => bind(byId(template).content.firstElementChild.cloneNode(true), values);
 
-// ---- Packed numbers, see packing.py --------------------------------------------------------------------------------
+// ---- Packed numbers, see embedded_data.py --------------------------------------------------------------------------
 async function uncompressed(text) {
   const coded = atob(text);
   const raw = new Uint8Array(coded.length);
@@ -32,7 +32,7 @@ async function uncompressed(text) {
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }
 
-// Gives [row][plane][point]; null where a value is not finite.
+// Returns [row][plane][point]; null where a value is not finite.
 async function unpacked(pack) {
   const data = await uncompressed(pack.data);
   const value = (row, place) => {
