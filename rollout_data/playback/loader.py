@@ -1,8 +1,8 @@
-"""Batches that a thread or worker processes read, with the state of what was delivered.
+"""Batches that a thread or worker processes prefetch, with the state of the delivered batches.
 
-One rule: the process that takes the batches plans them, knows where the stream stands, and looks at the folders when a
-pass begins and all batches before were delivered, so that the stream does not depend on how far it was read ahead. A
-thread reads what was planned; workers plan the same, and read.
+The process that receives the batches plans them and knows the position of the stream. It scans the folders when a
+pass begins, after it has delivered all earlier batches. So the stream does not depend on the number of prefetched
+batches. A thread reads the planned batches. Workers compute the same plans and read them.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ from .rollout_stream import RolloutStream
 from .step_planner import Plan, Position
 from .transition import Transition
 
-_TOLD, _END = "told", object()
-#: Iterations of the process from which this one was forked: to end them would end its workers.
+#: Prefix of the messages from the planning process to its workers.
+_MESSAGE = "told"
+#: Returned by `next` at the end of an iterator.
+_END = object()
+#: Iterators of the parent process of a fork. They are kept alive, since deleting one would end the parent's workers.
 _of_parents: list[Any] = []
 
 
 class PrefetchedBatches(Unique):
-    """Iterate over a dataset while a thread reads ahead; made by `RolloutDataset.prefetch`.
+    """Iterable over a dataset that a thread prefetches; created by `RolloutDataset.prefetch`.
 
-    Iteration continues where the dataset stands; where its epoch is over, it begins the next one. While it goes on,
-    the dataset belongs to the thread: do not read from it; a second iteration is refused (`UsageError`). The dataset
-    stands behind the last batch that was delivered.
+    An iteration starts at the position of the dataset, or with the next epoch if an epoch is over. During the
+    iteration do not read from the dataset: only the thread may. A second iteration raises `UsageError`. The
+    position of the dataset is after the last delivered batch.
     """
 
     def __init__(self, dataset: RolloutStream, num_batches: int = 2, device: torch.device | str | None = None) -> None:
@@ -51,7 +54,7 @@ class PrefetchedBatches(Unique):
         self._collector: PipelinedDataCollector[Any] = PipelinedDataCollector(self._read(), target, num_batches)
 
     def _read(self) -> Iterator[Any]:
-        """Read what was planned, in the thread; None where nothing is."""
+        """Yield the planned batches, in the thread; None if no plan is waiting."""
         dataset = self.dataset
         while True:
             batch = None
@@ -74,7 +77,9 @@ class PrefetchedBatches(Unique):
         ahead = deque[Position]()
         self._plans.clear()
         collector.base_collector = self._read()
-        items = self._items = dataset.lent_to = iter(collector)
+        items = iter(collector)
+        self._items = items
+        dataset.lent_to = items
         try:
             while True:
                 try:
@@ -85,34 +90,35 @@ class PrefetchedBatches(Unique):
                 except (Undecided, DatasetExhausted):
                     if not ahead:
                         return
-                if (batch := next(items, _END)) is _END:  # it was closed
+                batch = next(items, _END)
+                if batch is _END:  # `close` was called
                     return
                 if batch is not None:
                     dataset.commit(ahead.popleft())
                     yield cast(Transition, batch)
-        finally:  # perhaps called by the garbage collector, which must not wait for the thread
+        finally:  # may run in the garbage collector, which must not wait for the thread
             dataset.left_reader = items.abandon()
             self._give_back(items)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last delivered batch; see `RolloutDataset.state_dict`."""
+        """Return the state after the last delivered batch; see `RolloutDataset.state_dict`."""
         if self._items is not None:
             self._items.check()
         return self.dataset.state_dict()
 
     def close(self) -> None:
-        """Stop reading ahead. Idempotent."""
+        """Stop prefetching. Idempotent."""
         self._collector.close()
         self._give_back(self._items)
 
     def _give_back(self, items: PrefetchedItems[Any] | None) -> None:
-        """Let the dataset be read by others, unless they do already."""
+        """Release the dataset for other readers, unless another iteration reads from it already."""
         if self.dataset.lent_to is items:
             self.dataset.lent_to = None
 
 
 class _WithLosses(IterableDataset[Any]):
-    """What a worker reads: batches, and what could not be read since the one before."""
+    """Batches of a worker, each with the losses since the batch before it."""
 
     def __init__(self, stream: RolloutStream) -> None:
         self.stream = stream
@@ -129,19 +135,19 @@ def _collated(collate: Callable[[Any], Any], item: tuple[Any, Any]) -> tuple[Any
 
 
 class RolloutLoader(Shown):
-    """Read a dataset with worker processes, and know where it stands; one iteration is one epoch.
+    """Reads a dataset with worker processes and can be resumed; one iteration is one epoch.
 
-    The batches are those of `iter(dataset)`, in that order, for any number of workers, also beside live writers.
-    What workers could not read is in the dataset's `problems` and `num_lost_trajectories`, as if it had read itself.
-    Do not read from the dataset while an iteration goes on; then it stands behind the last batch that was delivered.
-    With workers, going on with an iteration after a newer one was begun raises `UsageError`. A worker that is killed
-    ends it with a `RuntimeError`: `BackgroundError`, or torch's, which may come at any time; a state then goes on with
-    the next batch.
+    The batches are those of `iter(dataset)`, in the same order, for any number of workers, also beside live writers.
+    Data that workers cannot read are listed in the dataset's `problems` and `num_lost_trajectories`, as without
+    workers. Do not read from the dataset during an iteration. The position of the dataset is after the last
+    delivered batch. With workers, an iteration raises `UsageError` after a newer one has begun. If a worker is killed,
+    the iteration ends with a `RuntimeError`: `BackgroundError`, or torch's, which may come at any time. A state taken
+    then resumes with the next batch.
 
     Args:
         dataset: A `RolloutDataset`.
-        num_workers: Worker processes; 0 reads in this one.
-        **options: Of `torch.utils.data.DataLoader`: `prefetch_factor`, `multiprocessing_context`, `pin_memory` ...
+        num_workers: Worker processes; with 0 this process reads.
+        **options: For `torch.utils.data.DataLoader`: `prefetch_factor`, `multiprocessing_context`, `pin_memory` ...
     """
 
     def __init__(self, dataset: RolloutStream, num_workers: int = 0, **options: Any) -> None:
@@ -156,15 +162,15 @@ class RolloutLoader(Shown):
         dataset.is_for_workers |= self.num_workers > 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the number of the next epoch; see `RolloutDataset.set_epoch`."""
+        """Set the number of the next epoch; see `RolloutDataset.set_epoch`."""
         self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands after the last batch that was delivered; see `RolloutDataset.state_dict`."""
+        """Return the state after the last delivered batch; see `RolloutDataset.state_dict`."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken, by this or any other number of workers and ranks."""
+        """Resume from a `state_dict`, with this or any other number of workers and ranks."""
         self.dataset.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Transition]:
@@ -172,26 +178,31 @@ class RolloutLoader(Shown):
         yield from stream if self.num_workers == 0 else self._read()
 
     def _read(self) -> Iterator[Any]:
-        dataset, agree, board = self.dataset, self.dataset.agree, Board()
+        """Yield the batches of worker processes, which receive the results of scans from this process."""
+        dataset = self.dataset
+        agree = dataset.agree
+        board = Board()
 
-        def tell(number: int | str, look: Look) -> Any:
-            seen = agree(number, look)
-            board.write(f"{_TOLD}_{number}", (seen, None))
-            return seen
+        def agree_and_send(number: int | str, look: Look) -> Any:
+            """Scan, or receive the result of a scan, and send it to the workers."""
+            result = agree(number, look)
+            board.write(f"{_MESSAGE}_{number}", (result, None))
+            return result
 
         readers = copy.deepcopy(dataset)
-        readers.follow(dataset.state_dict(), partial(board.agree, _TOLD, is_told=True))
-        begun = dataset.position.deal
-        seen = dataset.source.listing(), 0, dataset.source.shared(dataset.source.snapshot())
-        board.write(f"{_TOLD}_{begun.turn}", (seen, None))
-        if isinstance(begun.source, CachedFrames):
-            board.write(f"{_TOLD}_frames_{begun.turn}", (begun.source.shared(), None))
+        readers.follow(dataset.state_dict(), partial(board.agree, _MESSAGE, is_told=True))
+        deal = dataset.position.deal
+        last_scan = (dataset.source.listing(), 0, dataset.source.shared(dataset.source.snapshot()))
+        board.write(f"{_MESSAGE}_{deal.turn}", (last_scan, None))
+        if isinstance(deal.source, CachedFrames):
+            board.write(f"{_MESSAGE}_frames_{deal.turn}", (deal.source.shared(), None))
         options = {
             **self._options,
             "collate_fn": partial(_collated, self._options.get("collate_fn") or default_convert),
         }
         batches = iter(DataLoader(_WithLosses(readers), batch_size=None, num_workers=self.num_workers, **options))
-        dataset.agree, owner = tell, Owner("an iteration over a loader")
+        dataset.agree = agree_and_send
+        owner = Owner("an iteration over a loader")
         try:
             while (position := dataset.next_position()) is not None:
                 batch, losses = self._next(batches)
@@ -201,10 +212,10 @@ class RolloutLoader(Shown):
                 dataset.release(position)
                 yield batch
                 owner.check()
-                if dataset.agree is not tell:
+                if dataset.agree is not agree_and_send:
                     raise UsageError("go on with an iteration", "over a loader", "one at a time", "a newer one")
         finally:
-            if dataset.agree is tell:
+            if dataset.agree is agree_and_send:
                 dataset.agree = agree
             if owner.is_own:
                 board.end()

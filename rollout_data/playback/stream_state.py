@@ -1,7 +1,7 @@
-"""Resuming a stream: its position as plain data, and back.
+"""The position of a stream as plain data, from which any number of ranks can resume it.
 
-One rule: the state says what was delivered of the stream of all ranks, in words that stay true when files come and
-go: trajectories by writer and number, and how far each writer's blocks were known.
+A state describes the frames that all ranks have delivered. It stays valid when files are added or deleted: it names
+trajectories by writer and number, and the last known block of each writer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ..blocks.trajectory_index import Int64s, TrajectoryIndex
 from .passes import Dealer, Name, PassOptions, Section, sections_at
 from .step_planner import Bools, Position, StreamState
 
-#: 3 did not hold the lengths of what is played; it continues while that is there.
-_VERSION, _WITHOUT_LENGTHS = 4, 3
-#: Of a trajectory, so that those of all envs together are counted in int64.
+_VERSION = 4
+#: Version without the lengths of played trajectories; it can be loaded while these exist.
+_WITHOUT_LENGTHS = 3
+#: Frames of a trajectory at most, so that the sum over all envs fits int64.
 _MOST_FRAMES = 1 << 38
 _KEYS = {
     "version", "is_started", "settings", "epoch", "pass", "upto", "bounds", "dealt", "writers", "trajectory", "length",
@@ -28,7 +29,7 @@ _KEYS = {
 
 
 def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, Any]:
-    """Write a position down as plain data (numbers, strings, lists, dicts)."""
+    """Return a position as plain data (numbers, strings, lists, dicts)."""
     state, deal, left = position
     index = deal.source.index
     rest, fresh = sections_at(deal, state.position)
@@ -60,34 +61,37 @@ def state_at(position: Position, options: PassOptions, epoch: int) -> dict[str, 
 
 
 class Misfit(Exception):
-    """What a state should hold, and what it does."""
+    """A state does not fit. The arguments are the expected content and the actual content."""
 
 
 def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice) -> None:
-    """Raise `Misfit` unless a state is of these settings, and gives a rank that reads `share` `num_envs` envs."""
+    """Raise `Misfit` if a state has other settings, or not `num_envs` envs in the `share` of this rank."""
     if saved.get("version") not in (_VERSION, _WITHOUT_LENGTHS):
         raise Misfit(f"a state of version {_VERSION}", repr(saved.get("version")))
     if ("live" in saved) != (options.refresh_s is not None):
         got = "a state with refresh_s" if "live" in saved else "one without"
         raise Misfit(f"refresh_s={options.refresh_s} as in this dataset", got)
-    if saved.keys() - {"live"} != _KEYS - ({"length"} if saved["version"] == _WITHOUT_LENGTHS else set()):
+    required = _KEYS - {"length"} if saved["version"] == _WITHOUT_LENGTHS else _KEYS
+    if saved.keys() - {"live"} != required:
         raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
     if saved["settings"].get("lane") is not None:
         raise Misfit("a state of a whole stream", f"one of lane {saved['settings']['lane']}, from an earlier version")
     if share.stop - share.start != num_envs:
         all_envs = saved["settings"]["num_envs"]
-        got = f"{share.stop - share.start} of its {all_envs} for this rank"
-        raise Misfit(f"num_envs={num_envs} as in this dataset", got if share != slice(0, all_envs) else str(all_envs))
-    for name, mine in _settings(options).items():
-        if saved["settings"].get(name) != mine:
-            raise Misfit(f"{name}={mine!r} as in this dataset", repr(saved["settings"].get(name)))
+        got = str(all_envs)
+        if share != slice(0, all_envs):
+            got = f"{share.stop - share.start} of its {all_envs} for this rank"
+        raise Misfit(f"num_envs={num_envs} as in this dataset", got)
+    for name, setting in _settings(options).items():
+        if saved["settings"].get(name) != setting:
+            raise Misfit(f"{name}={setting!r} as in this dataset", repr(saved["settings"].get(name)))
 
 
 def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
-    """Find a saved position again.
+    """Return the position of a state.
 
     Raises:
-        Misfit: What it names is not there, or it contradicts itself.
+        Misfit: A trajectory in the state does not exist, or the state contradicts itself.
     """
     live = saved.get("live", {"turn": saved["pass"], "left": 0, "upto": None, "fresh": None})
     turn = operator.index(live["turn"])
@@ -95,12 +99,13 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
     store = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
     frame = np.array(saved["frame"], np.int64)
-    is_first, is_exhausted = (np.array(saved[name], bool) for name in ("is_first", "is_exhausted"))
+    is_first = np.array(saved["is_first"], bool)
+    is_exhausted = np.array(saved["is_exhausted"], bool)
     trajectory = store.index.find(keys)
     shapes = {column.shape for column in (trajectory, frame, is_first, is_exhausted)}
     if shapes != {(saved["settings"]["num_envs"],)}:
         raise Misfit(f"{saved['settings']['num_envs']} numbers of each kind", str(sorted(shapes)))
-    trajectory = _without_the_gone(trajectory, is_exhausted, store.index, keys)
+    trajectory = _without_deleted(trajectory, is_exhausted, store.index, keys)
     first, last = map(_name, saved["bounds"])
     rest = Section([first, last], _optional_name(saved["dealt"]), live["upto"])
     fresh = None
@@ -117,7 +122,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
 
 
 def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
-    """Return the lengths of the trajectories that the envs were at."""
+    """Return the lengths of the trajectories that the envs were playing, by writer and number."""
     lengths = map(operator.index, saved["length"])
     is_exhausted = saved["is_exhausted"]
     played = {key: length for key, length, ended in zip(keys, lengths, is_exhausted, strict=True) if not ended}
@@ -126,28 +131,33 @@ def _played(saved: Mapping[str, Any], keys: list[tuple[str, int]]) -> dict[tuple
     return played
 
 
-def _name(given: Any) -> Name:
-    end_time_ns, writer, number = given
+def _name(saved: Any) -> Name:
+    end_time_ns, writer, number = saved
     return [operator.index(end_time_ns), str(writer), operator.index(number)]
 
 
-def _optional_name(given: Any) -> Name | None:
-    return None if given is None else _name(given)
+def _optional_name(saved: Any) -> Name | None:
+    return None if saved is None else _name(saved)
 
 
-def _without_the_gone(
+def _without_deleted(
     trajectory: Int64s, is_exhausted: Bools, index: TrajectoryIndex, keys: list[tuple[str, int]]
 ) -> Int64s:
-    """Let exhausted envs whose last trajectory is gone show the last frame of another one."""
-    is_gone = trajectory < 0
-    if (is_gone & ~is_exhausted).any() or not len(index):
-        writer, number = keys[int(np.argmax(is_gone & ~is_exhausted))]
+    """Return trajectories in which exhausted envs have another trajectory in place of a deleted one.
+
+    Raises:
+        Misfit: The trajectory of an env that still has frames is deleted.
+    """
+    is_deleted = trajectory < 0
+    is_missing = is_deleted & ~is_exhausted
+    if is_missing.any() or not len(index):
+        writer, number = keys[int(np.argmax(is_missing))]
         raise Misfit(f"trajectory {number} of writer {writer!r}", "it is not there any more")
-    return np.where(is_gone, len(index) - 1, trajectory)
+    return np.where(is_deleted, len(index) - 1, trajectory)
 
 
 def _settings(options: PassOptions) -> dict[str, Any]:
-    """What decides the order of frames, besides the number of envs."""
+    """Return the options that determine the order of frames, besides the number of envs."""
     settings = asdict(options)
     settings["starting_frame_range"] = list(settings["starting_frame_range"])
     for name in ("wait_timeout_s", "poll_interval_s", "refresh_s"):
