@@ -57,7 +57,7 @@ class Found(NamedTuple):
         stored: Dtype of its bytes in the file; None if HDF5 must convert them.
         offset: Where they lie, if in one piece.
         expansion: What a byte of a chunk can unpack to; 0 if its chunks need not be looked at before they are read.
-        chunk_rows: Rows of a chunk; 1 where there are no chunks.
+        chunk_rows: Rows of a chunk; 0 where there are no chunks.
     """
 
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Found(NamedTuple):
     stored: np.dtype[Any] | None
     offset: int | None
     expansion: int = 0
-    chunk_rows: int = 1
+    chunk_rows: int = 0
 
 
 class OpenFile:
@@ -180,7 +180,7 @@ class OpenFile:
         space = node.get_space()
         offset = node.get_offset()
         expansion = 0
-        chunk_rows = 1
+        chunk_rows = 0
         if space.get_simple_extent_type() not in (h5s.SIMPLE, h5s.SCALAR):
             return Found((), "", None, None)
         shape: tuple[int, ...] = space.get_simple_extent_dims()

@@ -31,6 +31,8 @@ _CHECKED_AT_ONCE = 600
 _MAX_ASIDE_BYTES = 1 << 20
 #: Rows of at least this size, such as pictures, are read by the chunks of the file.
 _LARGE_ROW_BYTES = 16 << 10
+#: Of large rows that are not in chunks, about so many bytes are read at once: nothing is decoded there.
+_UNCHUNKED_BYTES = 1 << 18
 #: Of more steps only the last is looked at.
 _MAX_FLAGS = 1 << 16
 #: Names of ours, not to be taken by other datasets.
@@ -315,7 +317,8 @@ class Hdf5Reader(ForeignReader):
         if info.schema[name].row_bytes < _LARGE_ROW_BYTES or column.first:
             return None
         with self.files.use(info.source.path) as file:
-            return self.check(file, info)[column.path].chunk_rows
+            chunk_rows = self.check(file, info)[column.path].chunk_rows
+        return chunk_rows or max(1, _UNCHUNKED_BYTES // info.schema[name].row_bytes)
 
     def read_final(self, number: int, name: str) -> Any:
         info = self.episodes[number]
