@@ -80,7 +80,7 @@ class RolloutDataset(RolloutStream):
         frame_rate_hz: For `get_batch_by_time`; None takes it from the metadata.
         interpolation: "nearest" or "linear", for `get_batch_by_time`.
         chunk_cache_bytes: How much of the decoded chunks of coded components, and of the decoded pictures of other
-            systems' files, is kept, those used last; 0 for none.
+            systems' files, is kept, those used last; 0 for none. LeRobot sets keep 128 MiB of encoded ones besides.
         shard: Which share of the envs this process reads. "auto": that of its rank in torch.distributed, where rank 0
             decides for all which trajectories a pass may use. "none": all of it, for trainers that split batches
             themselves. (rank, world size): that share.

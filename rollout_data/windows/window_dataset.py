@@ -79,7 +79,7 @@ class WindowDataset(WindowBatches):
         texts: Add `task`: the number of the task that was noted of the episode, int64 `[B]`; see the attribute `texts`.
         verify_on_open: Check every checksum when a block is first seen.
         chunk_cache_bytes: How much of the decoded chunks of coded components, and of the decoded pictures of other
-            systems' files, is kept, those used last; 0 for none.
+            systems' files, is kept, those used last; 0 for none. LeRobot sets keep 128 MiB of encoded ones besides.
         remote: How files behind a network are read.
         on_error: "skip" leaves out windows whose data are damaged or gone: the batch is shorter by them, perhaps
             empty, and no other window moves. "raise" names the file, the episode and the frame.

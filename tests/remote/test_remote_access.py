@@ -319,6 +319,9 @@ def test_a_report_without_an_episode_that_can_be_read_is_one_error(tmp_path, is_
     source = rollout_data.open(lagging(tmp_path / "walk") if is_far else tmp_path / "walk")
     for path in (tmp_path / "walk").glob("*.h5"):
         path.unlink()
-    with pytest.raises(DataFileError, match="an episode that can be read, got none of 3"):
-        rollout_data.report(source, tmp_path / "page.html")
+    with warnings.catch_warnings(record=True) as printed:
+        warnings.simplefilter("always")
+        with pytest.raises(DataFileError, match="an episode that can be read, got none of 3"):
+            rollout_data.report(source, tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+    assert not [warning for warning in printed if warning.category is RuntimeWarning]  # means of no values

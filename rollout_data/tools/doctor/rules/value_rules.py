@@ -155,10 +155,12 @@ def saturated(scan: Scan, settings: Settings) -> Iterator[Found]:
         low = facts.low.min(0)[dims]
         high = facts.high.max(0)[dims]
         values = facts.sorted[dims]
+        if not values.size:
+            continue
         at_low = (values == low[:, None]).mean(1)
         at_high = (values == high[:, None]).mean(1)
         share = at_low + at_high
-        if not len(dims) or not ((share >= settings["share"]).mean() >= 0.5 or share.max() > settings["alone"]):
+        if (share >= settings["share"]).mean() < 0.5 and share.max() <= settings["alone"]:
             continue
         bounds = declared_bounds(scan, name)
         is_declared = False
@@ -203,7 +205,7 @@ def _is_uniform(values: Array, bits: int) -> bool:
 @checks("VAL09")
 def denormals(scan: Scan, settings: Settings) -> Iterator[Found]:
     for name, facts in scan.facts.items():
-        if facts.field.dtype in ("float32", "float64"):
+        if facts.field.dtype in ("float32", "float64") and facts.sorted.size:
             size = np.abs(facts.sorted)
             share = float(np.mean((size > 0) & (size < np.finfo(facts.dtype).tiny)))
             if share > settings["share"]:
