@@ -101,7 +101,7 @@ class InfoReader:
         if keys:
             self._warned_keys.update(keys)
             listed = ", ".join(map(repr, keys))
-            text = f"infos have {listed}, which is not recorded: to keep a value, give it by a name of its own"
+            text = f"keys of infos are not recorded: {listed}. To keep a value, give it by a name of its own"
             warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     def _ended(self, values: Mapping[str, Any], num_steps: int) -> np.ndarray | None:
