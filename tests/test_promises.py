@@ -1,4 +1,4 @@
-"""Every promise that `tests/promises/` lists names tests that exist."""
+"""Each promise of the documents names a test that exists; `tests/promises/README.md` explains the lists."""
 
 from __future__ import annotations
 
@@ -6,68 +6,90 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-#: The lists of promises. Their own README states the rules.
-LISTS = sorted(path for path in (ROOT / "tests/promises").glob("*.md") if path.name != "README.md")
-HEADER = "| promise | test |"
-PROOF = re.compile(r"`((?:tests|benchmarks)/[\w/]+\.py)::([\w:]+)`")
-HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+FOLDER = ROOT / "tests" / "promises"
+LISTS = sorted(path.name for path in FOLDER.glob("*.md") if path.name != "README.md")
+TITLE = re.compile(r"^# Promises of `(.+)`$")
+REFERENCE = re.compile(r"`((?:tests|benchmarks)/[^`]+)`")
 
 
-def document_of(promises: Path) -> Path:
-    """Return the document of a list: `ROOT.md` lists the promises of the README of the root."""
-    if promises.name == "ROOT.md":
-        return ROOT / "README.md"
-    places = [ROOT / folder / promises.name for folder in (".", "docs", "storage", "rollout_data")]
-    documents = [path for path in places if path.exists()]
-    assert len(documents) == 1, f"expected one document {promises.name}, got {documents}"
-    return documents[0]
+class Promise(NamedTuple):
+    """One row of a list."""
+
+    line: int
+    section: str
+    text: str
+    proof: str
 
 
-def rows_of(promises: Path) -> list[tuple[str, str]]:
-    """Return the promises and the cells of their tests."""
-    rows = []
-    for line in promises.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("|") or line == HEADER or line.startswith("|---"):
-            continue
-        cells = re.split(r"(?<!\\)\|", line)
-        assert len(cells) == 4, f"expected two cells: {line}"
-        rows.append((cells[1].strip(), cells[2].strip()))
-    return rows
+def document_of(name: str) -> str:
+    title = TITLE.match((FOLDER / name).read_text(encoding="utf-8").splitlines()[0])
+    assert title, f"the first line of {name} must be: # Promises of `path of the document`"
+    return title[1]
+
+
+def promises_of(name: str) -> list[Promise]:
+    section = ""
+    promises = []
+    for number, line in enumerate((FOLDER / name).read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("## "):
+            section = line[3:]
+        elif line.startswith("|") and not re.match(r"\| (promise|---)|\|---", line):
+            cells = re.split(r"(?<!\\)\|", line.strip())
+            assert len(cells) == 4, f"{name}, line {number}: expected two columns"
+            promises.append(Promise(number, section, cells[1].strip(), cells[2].strip()))
+    return promises
 
 
 @cache
-def names_of(path: Path) -> frozenset[str]:
-    """Return the functions of a file, and the methods of its classes as `TestX::test_y`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    for name, node in classes.items():
-        bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
-        for part in [part for owner in (node, *bases) for part in owner.body]:
-            if isinstance(part, ast.FunctionDef):
-                names.add(f"{name}::{part.name}")
-    return frozenset(names)
+def tests_of(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            names.update(f"{node.name}::{item.name}" for item in node.body if isinstance(item, ast.FunctionDef))
+    return names
 
 
-@pytest.mark.parametrize("promises", LISTS, ids=lambda path: path.name)
-def test_every_promise_names_tests_that_exist(promises: Path) -> None:
-    rows = rows_of(promises)
-    assert rows
-    for promise, cell in rows:
-        tests = PROOF.findall(cell)
-        assert promise and tests, f"no test of {promise!r}"
-        assert PROOF.sub("", cell).strip(", ") == "", f"expected nothing but tests: {cell}"
-    named = {proof for _, cell in rows for proof in PROOF.findall(cell)}
-    missing = [f"{file}::{test}" for file, test in named if test not in names_of(ROOT / file)]
-    assert missing == []
+def is_there(reference: str) -> bool:
+    path, _, test = reference.partition("::")
+    if not (ROOT / path).is_file():
+        return False
+    if path.startswith("benchmarks/"):
+        return not test
+    return test.rpartition("::")[2].startswith("test_") and test in tests_of(path)
 
 
-@pytest.mark.parametrize("promises", LISTS, ids=lambda path: path.name)
-def test_the_sections_of_a_list_are_those_of_its_document(promises: Path) -> None:
-    sections = HEADING.findall(document_of(promises).read_text(encoding="utf-8"))
-    listed = HEADING.findall(promises.read_text(encoding="utf-8"))
-    assert listed and [section for section in listed if section not in sections] == []
+@pytest.mark.parametrize("name", LISTS)
+def test_each_list_names_a_document_and_its_headings(name: str) -> None:
+    document = ROOT / document_of(name)
+    assert document.is_file()
+    headings = set(re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE))
+    sections = {promise.section for promise in promises_of(name)}
+    assert sections <= headings, sections - headings
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_each_promise_names_tests_that_exist(name: str) -> None:
+    promises = promises_of(name)
+    assert promises
+    unproved = [f"line {promise.line}: {promise.text}" for promise in promises if not REFERENCE.search(promise.proof)]
+    assert not unproved, unproved
+    wrong = [
+        f"line {promise.line}: {reference}"
+        for promise in promises
+        for reference in REFERENCE.findall(promise.proof)
+        if not is_there(reference)
+    ]
+    assert not wrong, wrong
+
+
+def test_no_document_has_two_lists() -> None:
+    documents = [document_of(name) for name in LISTS]
+    assert len(documents) == len(set(documents))
