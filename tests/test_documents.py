@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import warnings
 from pathlib import Path
 
 import pytest
+
+from rollout_data.tools.cli.command_line import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = {
@@ -61,3 +64,25 @@ def test_every_make_target_that_is_named_exists() -> None:
     for text in DOCUMENTS.values():
         for target in set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def table_of_jobs() -> list[str]:
+    """Return the second cell of each row of the first table of README."""
+    table = README.partition("## Which class for which job")[2].partition("\n## ")[0]
+    return [row.split("|")[2] for row in table.splitlines() if row.startswith("| ") and "[" in row]
+
+
+def test_each_name_in_the_table_of_jobs_is_public() -> None:
+    names = {name for cell in table_of_jobs() for name in re.findall(r"`([A-Za-z]\w+|[a-z]\w+(?:\.\w+)+)[`(]", cell)}
+    assert {"RolloutWriter", "rollout_data.open", "drop", "storage.remote.RemoteBuffer"} <= names
+    for name in names - set(COMMANDS):
+        module, _, attribute = name.rpartition(".")
+        places = [module] if module else ["rollout_data", "storage"]
+        found = [hasattr(importlib.import_module(place), attribute) for place in places]
+        assert any(found) or importlib.util.find_spec(name), name
+
+
+def test_each_command_in_the_table_of_jobs_exists() -> None:
+    cells = [cell.partition("`rollout-data ")[2] for cell in table_of_jobs() if "`rollout-data " in cell]
+    names = [name for cell in cells for name in re.findall(r"([a-z]+)`", cell)]
+    assert {"doctor", "prune", "ls"} <= set(names) <= set(COMMANDS)

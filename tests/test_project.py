@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -69,3 +70,43 @@ def test_the_target_of_trainers_runs_every_test_that_needs_one() -> None:
     for module in modules:
         assert re.search(rf"import [\w, ]*\b{module}\b", makefile), "the target fails without it"
     assert "make test-trainers" in (ROOT / ".ci/run").read_text()
+
+
+def recipe(target: str) -> str:
+    """Return the commands that make would run for a target of a fresh checkout."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    command = ["make", "--dry-run", "--no-print-directory", "VENV=fresh", target]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(("target", "last"), [("demo", "record_stream_learn.py"), ("test", "-m pytest")])
+def test_demo_and_test_install_what_they_need_first(target: str, last: str) -> None:
+    commands = recipe(target)
+    steps = ["-m venv fresh", "fresh/bin/python -m pip install", last]
+    places = [commands.index(step) for step in steps]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("target", "tools"),
+    [
+        ("lint", ["-m ruff check", "-m mypy"]),
+        ("fuzz", ["-m pytest -m hypothesis --hypothesis-profile=fuzz"]),
+        ("soak", ["-m pytest -m soak"]),
+        ("docs", ["-m mkdocs build"]),
+    ],
+)
+def test_each_target_of_make_runs_the_tools_that_readme_names(target: str, tools: list[str]) -> None:
+    commands = recipe(target)
+    assert [tool for tool in tools if tool not in commands] == []
+
+
+def test_each_extra_that_a_document_names_exists() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = set(config["options.extras_require"])
+    for folder in (".", "docs", *FLOORS):
+        for path in (ROOT / folder).glob("*.md"):
+            for names in re.findall(r"rollout-data\[([\w,]+)\]", path.read_text(encoding="utf-8")):
+                assert set(names.split(",")) <= extras, f"{path.name}: {names}"

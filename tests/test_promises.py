@@ -46,7 +46,7 @@ def promises_of(name: str) -> list[Promise]:
 
 
 @cache
-def tests_of(path: str) -> set[str]:
+def names_in(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     names = set()
     for node in tree.body:
@@ -63,7 +63,7 @@ def is_there(reference: str) -> bool:
         return False
     if path.startswith("benchmarks/"):
         return not test
-    return test.rpartition("::")[2].startswith("test_") and test in tests_of(path)
+    return test.rpartition("::")[2].startswith("test_") and test in names_in(path)
 
 
 @pytest.mark.parametrize("name", LISTS)
