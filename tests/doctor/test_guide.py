@@ -1,4 +1,4 @@
-"""DOCTOR.md lists the rules as the table has them, and shows what the command prints."""
+"""DOCTOR.md lists each rule of the table with its thresholds, and shows the output of the command."""
 
 from __future__ import annotations
 
@@ -15,16 +15,26 @@ GUIDE = (Path(__file__).parents[2] / "rollout_data" / "DOCTOR.md").read_text(enc
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_the_guide_has_the_row_of_every_rule(rule) -> None:
-    assert f"| {rule.code} {rule.name} | {rule.severity} | {rule.needs} | {rule.repair} | {rule.title} |" in GUIDE
+    assert rule.guide_row() in GUIDE.splitlines()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
+def test_the_row_of_a_rule_has_the_default_of_each_threshold(rule) -> None:
+    (row,) = re.findall(rf"^\| {rule.code} .*$", GUIDE, re.MULTILINE)
+    listed = {name: float(value) for value, name in re.findall(r"([\d.e+-]+) \(`(\w+)`\)", row)}
+    assert listed == rule.defaults
 
 
 def test_the_guide_has_no_row_without_a_rule() -> None:
     assert set(re.findall(r"^\| ([A-Z]{3}\d\d) ", GUIDE, re.MULTILINE)) == {rule.code for rule in RULES}
 
 
-def test_the_example_prints_what_the_guide_shows(tmp_path, monkeypatch, capsys) -> None:
+def test_the_example_prints_the_output_in_the_guide(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0], "DOCTOR.md", "exec"), {"__name__": "block"})
+    exec(
+        compile(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[0], "DOCTOR.md", "exec"),
+        {"__name__": "block"},
+    )
     call, shown = re.findall(r"```console\n\$ rollout-data (.*?)\n(.*?)```", GUIDE, re.DOTALL)[0]
     assert main(call.split()) == 1
     assert capsys.readouterr().out == shown

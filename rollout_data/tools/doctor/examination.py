@@ -20,7 +20,7 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 from ...formats.open_recording import open, open_source
 from ...remote.locations import DataDir
 from ...sources.recording import Recording
-from .findings import MAX_FRAMES, SEVERITIES, Diagnosis, Finding, Found, Inapplicable, Rule, Settings
+from .findings import MAX_FRAMES, SEVERITIES, Diagnosis, Finding, Defect, Inapplicable, Rule, Settings
 from .rule_table import FAILED, RULES
 from .rules.change_scripts import change_script
 from .scan import Scan
@@ -86,7 +86,7 @@ def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings])
     return Diagnosis(tuple(rules), tuple(findings), tuple(skipped), _summary(scan, scan.path, findings))
 
 
-def _checked(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Found], str]:
+def _checked(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], str]:
     """Return what a rule finds, and why it cannot be applied, or ""."""
     if rule.compares and scan.is_small:
         return [], "fewer than 8 episodes or 100 frames to compare"
@@ -149,15 +149,15 @@ def _changed(action: str, settings: Any) -> dict[str, dict[str, float]]:
     return found
 
 
-def _gathered(rule: Rule, found: Iterable[Found], scan: Scan, settings: Settings) -> list[Finding]:
+def _gathered(rule: Rule, found: Iterable[Defect], scan: Scan, settings: Settings) -> list[Finding]:
     """Make one finding of what was reported for each field."""
-    by_field: dict[str | None, list[Found]] = {}
+    by_field: dict[str | None, list[Defect]] = {}
     for one in found:
         by_field.setdefault(one.field, []).append(one)
     return [_finding(rule, field, parts, scan, settings) for field, parts in by_field.items()]
 
 
-def _finding(rule: Rule, field: str | None, parts: Sequence[Found], scan: Scan, settings: Settings) -> Finding:
+def _finding(rule: Rule, field: str | None, parts: Sequence[Defect], scan: Scan, settings: Settings) -> Finding:
     places = sorted({int(place) for part in parts for place in part.trajectories})
     left_out = tuple(dict.fromkeys(name for part in parts for name in part.left_out))
     numbers = [int(name[len(name.rstrip("0123456789")) :]) for name in left_out]
@@ -193,9 +193,9 @@ def _script(rule: Rule, scan: Scan) -> str:
     return change_script(rule, scan.recording, str(path))
 
 
-def _failure(rule: Rule, error: Exception) -> Found:
+def _failure(rule: Rule, error: Exception) -> Defect:
     message = f"rule {rule.code} failed: {type(error).__name__}: {error}"
-    return Found(message=message, evidence={"rule": rule.code, "error": type(error).__name__})
+    return Defect(message=message, evidence={"rule": rule.code, "error": type(error).__name__})
 
 
 def _summary(scan: Scan, path: Any, findings: Sequence[Finding]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ...blocks.block import FIRST_EDIT
 from ...blocks.block_folder import BAD_CACHE, INDEX_CACHE_NAME, block_entries, stamp_of
 from ...blocks.block_header import DROPPED, ENDS, FIRST, FRAGMENT_DTYPE, BlockHeader, read_header
 from .batched_reading import Array
-from .findings import Found
+from .findings import Defect
 
 _BLOCK = re.compile(r"rollout_(.+)_(\d+)\.h5")
 _PARTS = np.dtype([*FRAGMENT_DTYPE.descr, ("writer", "<i8"), ("sequence", "<i8"), ("block", "<i8")])
@@ -174,7 +174,7 @@ class Files:
         return {name: place for place, name in enumerate(found)}
 
     def named(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return `trajectories` and `left_out` of a `Found` for episodes by their names."""
+        """Return `trajectories` and `left_out` of a `Defect` for episodes by their names."""
         places = list[int]()
         left_out = list[str]()
         for name in dict.fromkeys(names):
@@ -195,17 +195,17 @@ class Files:
         problems = [one for one in noted if self.folder is None or one.kind not in ("", "header")]
         return [*failure, *problems] if not self.bad else problems
 
-    def told(self, *kinds: str) -> Iterator[Found]:
+    def told(self, *kinds: str) -> Iterator[Defect]:
         """Report blocks without a header, and the problems of some kinds that were met so far."""
         for name, problem in self.bad.items():
             if self._kind_of_block(name) in kinds:
-                yield Found(message=f"{name}: {problem}", evidence={"block": name}, **self.named(self.named_by(name)))
+                yield Defect(message=f"{name}: {problem}", evidence={"block": name}, **self.named(self.named_by(name)))
         met = [(problem, [problem.episode] if problem.episode else []) for problem in self.problems]
         ids = self._scan.recording.ids if self._scan.unreadable else []
         met += [(one, [ids[place]]) for place, one in self._scan.unreadable if isinstance(one, RolloutDataError)]
         for problem, names in met:
             if kind_of(problem) in kinds:
-                yield Found(message=str(problem), **self.named(names))
+                yield Defect(message=str(problem), **self.named(names))
 
     def _kind_of_block(self, name: str) -> str:
         kind = kind_of(self.bad[name])

@@ -1,7 +1,4 @@
-"""Findings and rules as values: what a rule declares, what it reports, and the answer to a whole examination.
-
-One rule: nothing here looks at data.
-"""
+"""Rules, defects, findings and the result of an examination, as plain values."""
 
 from __future__ import annotations
 
@@ -12,29 +9,42 @@ from typing import Any
 
 from ...formats.episode_writer import plain
 
-GROUPS = ("structure", "ends", "values", "time", "learning", "images", "statistics", "files", "provenance")
-#: From the least to the worst.
+GROUPS = (
+    "structure",
+    "ends",
+    "values",
+    "time",
+    "learning",
+    "images",
+    "statistics",
+    "files",
+    "provenance",
+)
+#: From the mildest to the worst.
 SEVERITIES = ("info", "warning", "error")
+#: Frame ranges of a finding, at most.
 MAX_FRAMES = 20
 Settings = Mapping[str, float]
 
 
 class Inapplicable(Exception):
-    """Raised by a rule that cannot be applied to this recording; the text says why."""
+    """Raised if a rule cannot be applied to this recording. The text is the reason."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the function of a rule reports; those of one field become one finding.
+class Defect:
+    """A defect as the function of a rule reports it. Defects of one field become one finding.
 
     Attributes:
-        field: Name of the field; None if it is about the whole.
+        field: Name of the field; None if the defect concerns the whole recording.
         message: A sentence with the numbers.
         trajectories: Places in the recording.
-        frames: (trajectory, start, stop), worst first; more than `MAX_FRAMES` are cut off.
-        evidence: The numbers compared; the thresholds are added.
-        severity, advice: "" takes the rule's.
-        left_out: Names of trajectories that opening leaves out, so that they have no place; each ends with a number.
+        frames: (trajectory, start, stop), worst first. Only `MAX_FRAMES` are kept.
+        evidence: The compared numbers. The thresholds are added later.
+        severity: One of `SEVERITIES`; "" for that of the rule.
+        advice: The next step; "" for that of the rule.
+        left_out: Names of trajectories that opening leaves out. They have no place in the
+            recording. Each name ends with a number.
     """
 
     field: str | None = None
@@ -47,16 +57,26 @@ class Found:
     left_out: Iterable[str] = ()
 
 
-Check = Callable[[Any, Settings], Iterable[Found]]
-#: Code -> the function that looks for it and what the pass gathers for that; `checks` fills it.
-CHECKS: dict[str, tuple[Check, tuple[type[Any], ...]]] = {}
+Check = Callable[[Any, Settings], Iterable[Defect]]
+
+
+@dataclass(frozen=True)
+class RegisteredCheck:
+    """The function of a rule, and the collectors that it needs."""
+
+    function: Check
+    collectors: tuple[type[Any], ...] = ()
+
+
+#: Rule code -> check. `checks` fills it when the modules of `rules` are imported.
+CHECKS: dict[str, RegisteredCheck] = {}
 
 
 def checks(code: str, *collectors: type[Any]) -> Callable[[Check], Check]:
-    """Make a function that of the rule with this code; see `Rule.check`, `Rule.collectors`."""
+    """Register a function as the check of a rule. See `Rule.check` and `Rule.collectors`."""
 
     def register(check: Check) -> Check:
-        CHECKS[code] = check, collectors
+        CHECKS[code] = RegisteredCheck(check, collectors)
         return check
 
     return register
@@ -67,19 +87,24 @@ class Rule:
     """A row of `rules.csv`, the table of rules.
 
     Attributes:
-        code, name: Such as "VAL01", "not finite".
-        group, severity: One of `GROUPS`, of `SEVERITIES`.
-        needs: "M" metadata, "T" tables of episodes, "D" data, "G" pictures: the most expensive one.
-        repair: "K" leaves out trajectories, "N" splits them or leaves out rows or fields, "S" recomputes what
-            follows from the data, "-" is advice only.
-        title: What is wrong, in a sentence.
-        advice: What to do.
-        check: Called with the `Scan` and the settings; yields `Found`, or raises `Inapplicable`.
-        defaults: Thresholds by name, which `--set CODE.name=value` changes.
-        compares: It compares episodes: skipped below 8 episodes or 100 frames.
-        absolute: What more than half of the episodes show is a defect all the same.
-        collectors: Each a `Collector`, what the pass has to gather for it besides `Facts`.
-        problems: Kinds of `RolloutDataError` that it reports where opening or reading met them.
+        code: Such as "VAL01".
+        name: Such as "not finite".
+        group: One of `GROUPS`.
+        severity: One of `SEVERITIES`.
+        needs: The most expensive input: "M" metadata, "T" tables of episodes, "D" data,
+            "G" pictures.
+        repair: "K" leaves out trajectories, "N" splits them or leaves out rows or fields,
+            "S" recomputes metadata and sums, "-" is advice only.
+        title: The defect, in a sentence.
+        advice: The next step.
+        condition: The condition of a defect. `{name}` stands in the place of a threshold.
+        check: Called with the `Scan` and the settings. Yields defects, or raises `Inapplicable`.
+        defaults: Thresholds by name. `--set CODE.name=value` changes one.
+        compares: Whether the rule compares episodes. It is then skipped below 8 episodes or
+            100 frames.
+        absolute: Whether a defect keeps its severity if more than half of the episodes have it.
+        collectors: `Collector` classes whose objects this rule needs besides `Facts`.
+        problems: Kinds of `RolloutDataError` that the rule reports if opening or reading met them.
     """
 
     code: str
@@ -90,6 +115,7 @@ class Rule:
     repair: str
     title: str
     advice: str
+    condition: str
     check: Check
     defaults: Settings = attribute(default_factory=dict)
     compares: bool = False
@@ -98,9 +124,24 @@ class Rule:
     problems: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Describe the rule without its functions."""
+        """Return the fields that are plain data."""
         names = ("code", "name", "group", "severity", "needs", "repair", "title", "advice")
-        return {**{name: getattr(self, name) for name in names}, "defaults": dict(self.defaults)}
+        description: dict[str, Any] = {name: getattr(self, name) for name in names}
+        description["defaults"] = dict(self.defaults)
+        return description
+
+    def guide_row(self) -> str:
+        """Return the row of this rule in the table of `DOCTOR.md`, with its thresholds."""
+        thresholds = {name: f"{value:g} (`{name}`)" for name, value in self.defaults.items()}
+        cells = (
+            f"{self.code} {self.name}",
+            self.severity,
+            self.needs,
+            self.repair,
+            self.title,
+            self.condition.format(**thresholds),
+        )
+        return f"| {' | '.join(cells)} |"
 
 
 @dataclass(frozen=True)
@@ -108,14 +149,22 @@ class Finding:
     """One defect, with all trajectories that show it.
 
     Attributes:
-        code, name, group, severity, title, advice, repair: Of the rule; `severity` may be lowered.
+        code: Code of the rule.
+        name: Name of the rule.
+        group: Group of the rule.
+        severity: Severity of the rule, or a lower one.
+        title: The defect, in a sentence.
         message: A sentence with the numbers.
-        field: Name of the field; None if it is about the whole.
-        trajectories: Numbers: the `places`, ascending, then for each of `left_out` the number that its name ends with.
+        advice: The next step.
+        repair: As `Rule.repair`.
+        field: Name of the field; None if the finding concerns the whole recording.
+        trajectories: Numbers: `places`, ascending, then the numbers at the ends of `left_out`.
         frames: Up to 20 (trajectory, start, stop), worst first.
-        evidence: The numbers compared, with the threshold.
-        left_out: Names of the trajectories that opening leaves out, because a part of them is missing or damaged.
-        script: Python code that changes the values in a new folder; "" if `repair` mends it, or nothing can.
+        evidence: The compared numbers, with the thresholds.
+        left_out: Names of trajectories that opening leaves out, because a part of them is missing
+            or damaged.
+        script: Python code that changes the values in a new folder; "" if `repair` handles the
+            defect, or nothing can.
     """
 
     code: str
@@ -135,19 +184,20 @@ class Finding:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Places in `rollout_data.open(path)` of the trajectories that opening does not leave out."""
-        return self.trajectories[: len(self.trajectories) - len(self.left_out)]
+        """Trajectories that are not left out, as places in `rollout_data.open(path)`."""
+        num_places = len(self.trajectories) - len(self.left_out)
+        return self.trajectories[:num_places]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What an examination found.
+    """The result of an examination.
 
     Attributes:
-        rules: Those that were asked for.
-        findings: Errors first, then in the order of the table.
-        skipped: (code, why) of rules that could not be applied.
-        summary: Counts: episodes, frames, findings of each severity; the path and its format.
+        rules: The chosen rules.
+        findings: Errors first, then in the order of the table of rules.
+        skipped: (code, reason) of rules that could not be applied.
+        summary: Path, format, and the number of episodes, frames and findings of each severity.
     """
 
     rules: tuple[Rule, ...]
@@ -157,16 +207,17 @@ class Diagnosis:
 
     def at_least(self, severity: str) -> list[Finding]:
         """Return the findings of this severity or worse."""
-        return [one for one in self.findings if SEVERITIES.index(one.severity) >= SEVERITIES.index(severity)]
+        reached = SEVERITIES[SEVERITIES.index(severity) :]
+        return [finding for finding in self.findings if finding.severity in reached]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as JSON has it."""
-        found: dict[str, Any] = plain(
+        """Return the diagnosis as plain data, in the form of the JSON output."""
+        diagnosis: dict[str, Any] = plain(
             {
                 "rules": [rule.as_dict() for rule in self.rules],
                 "findings": [asdict(finding) for finding in self.findings],
-                "skipped": [{"code": code, "why": why} for code, why in self.skipped],
+                "skipped": [{"code": code, "why": reason} for code, reason in self.skipped],
                 "summary": self.summary,
             }
         )
-        return found
+        return diagnosis

@@ -1,4 +1,7 @@
-"""The table of rules: rows of `rules.csv`, each with its function; help, `--list-rules` and tests are made from it."""
+"""The table of rules: the rows of `rules.csv` with their functions.
+
+The help, `--list-rules`, the table of `DOCTOR.md` and the tests are made from it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from .findings import CHECKS, Rule
+from .findings import CHECKS, RegisteredCheck, Rule
 from .rules import (
     episode_end_rules,
     image_rules,
@@ -18,8 +21,8 @@ from .rules import (
     value_rules,
 )
 
-#: Importing these names the function of each rule.
-_FILES = (
+#: Importing these modules registers the functions of their rules.
+_RULE_MODULES = (
     structure_rules,
     episode_end_rules,
     value_rules,
@@ -31,28 +34,40 @@ _FILES = (
 )
 
 
-def _nothing(scan: object, settings: object) -> tuple[()]:
-    """Look for nothing: the rule reports problems only, or others' failures."""
+def _no_check(scan: object, settings: object) -> tuple[()]:
+    """Return no defects: the rule only reports problems of opening, or failures of other rules."""
     return ()
 
 
-def _rows() -> Iterator[Rule]:
+def _read_rules() -> Iterator[Rule]:
+    """Yield the rules of `rules.csv`."""
     with open(Path(__file__).with_name("rules.csv"), newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            compared, problems, thresholds = (row.pop(key).split() for key in ("compared", "problems", "defaults"))
-            defaults = {name: float(value) for name, _, value in (one.partition("=") for one in thresholds)}
-            check, collectors = CHECKS.get(row["code"], (_nothing, ()))
+            compared = row.pop("compared").split()
+            problems = row.pop("problems").split()
+            defaults = _thresholds(row.pop("defaults"))
+            check = CHECKS.get(row["code"], RegisteredCheck(_no_check))
             yield Rule(
                 **row,
-                check=check,
+                check=check.function,
                 defaults=defaults,
                 compares="compares" in compared,
                 absolute="absolute" in compared,
-                collectors=collectors,
+                collectors=check.collectors,
                 problems=tuple(problems),
             )
 
 
+def _thresholds(text: str) -> dict[str, float]:
+    """Parse "name=value name=value"."""
+    thresholds = {}
+    for pair in text.split():
+        name, _, value = pair.partition("=")
+        thresholds[name] = float(value)
+    return thresholds
+
+
 #: All rules, in the order of `DOCTOR.md`.
-RULES: tuple[Rule, ...] = tuple(_rows())
+RULES: tuple[Rule, ...] = tuple(_read_rules())
+#: The rule that reports failures of other rules.
 FAILED = next(rule for rule in RULES if rule.code == "FIL00")

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from ..camera_facts import Camera, Cameras
-from ..findings import Found, Inapplicable, Settings, checks
+from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
 #: Gives (which episodes, what was compared, message) of one camera.
 _Measure = Callable[[Camera, Scan, Settings], tuple[Any, Any, str]]
 
 
-def _each(measure: _Measure, scan: Scan, settings: Settings) -> Iterator[Found]:
+def _each(measure: _Measure, scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report the episodes of each camera that a measure chooses, with the numbers."""
     cameras = scan.collected(Cameras)
     if not cameras.found:
@@ -29,7 +29,7 @@ def _each(measure: _Measure, scan: Scan, settings: Settings) -> Iterator[Found]:
         if len(numbers):
             order = numbers[np.argsort(-np.abs(values[numbers]), kind="stable")]
             evidence = {"values": [float(values[number]) for number in order[:20]]}
-            yield Found(name, f"{message} in {len(numbers)} episodes", numbers, scan.whole(order), evidence)
+            yield Defect(name, f"{message} in {len(numbers)} episodes", numbers, scan.whole(order), evidence)
 
 
 def _of_cameras(code: str) -> Callable[[_Measure], _Measure]:
@@ -92,7 +92,7 @@ def _blurred(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, 
 
 
 @checks("IMG06", Cameras)
-def value_range(scan: Scan, settings: Settings) -> Iterator[Found]:
+def value_range(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Floats of two ranges, or bytes of 0 and 1 only."""
     for name, camera in scan.collected(Cameras).found.items():
         there = camera.looked > 0
@@ -101,26 +101,26 @@ def value_range(scan: Scan, settings: Settings) -> Iterator[Found]:
         if scan.schema[name].dtype == "uint8":
             numbers = np.flatnonzero(there & (camera.high == 1) & (camera.low == 0))
             if len(numbers):
-                yield Found(name, "bytes of 0 and 1 only", numbers)
+                yield Defect(name, "bytes of 0 and 1 only", numbers)
             continue
         large = there & (camera.high > 1.5)
         small = there & (camera.high <= 1)
         if large.any() and small.any():
             fewer = large if large.sum() < small.sum() else small
-            yield Found(name, "some episodes reach 1, some 255", np.flatnonzero(fewer))
+            yield Defect(name, "some episodes reach 1, some 255", np.flatnonzero(fewer))
 
 
 @checks("IMG08", Cameras)
-def same_camera(scan: Scan, settings: Settings) -> Iterator[Found]:
+def same_camera(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Two fields hold the same pictures."""
     cameras = scan.collected(Cameras)
     for (one, other), is_unlike in cameras.unlike.items():
         if not is_unlike and cameras.found[one].looked.any() and cameras.found[other].looked.any():
-            yield Found(other, f"{other!r} is {one!r}", evidence={"fields": [one, other]})
+            yield Defect(other, f"{other!r} is {one!r}", evidence={"fields": [one, other]})
 
 
 @checks("IMG09", Cameras)
-def undecodable(scan: Scan, settings: Settings) -> Iterator[Found]:
+def undecodable(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Decode all pictures: what cannot be is a problem then."""
     if scan.failure is None:
         scan.collected(Cameras)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..batched_reading import Array, Batch
 from ..field_facts import worst
-from ..findings import Found, Inapplicable, Settings, checks
+from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Collector, Scan
 
 
@@ -71,16 +71,16 @@ def _rewards(scan: Scan) -> Rewards:
 
 
 @checks("LRN01")
-def action_is_state(scan: Scan, settings: Settings) -> Iterator[Found]:
+def action_is_state(scan: Scan, settings: Settings) -> Iterator[Defect]:
     yield from _equal(scan, settings, 0, "the observation of the same frame")
 
 
 @checks("LRN02")
-def action_is_next_state(scan: Scan, settings: Settings) -> Iterator[Found]:
+def action_is_next_state(scan: Scan, settings: Settings) -> Iterator[Defect]:
     yield from _equal(scan, settings, 1, "the observation of the next frame")
 
 
-def _equal(scan: Scan, settings: Settings, later: int, what: str) -> Iterator[Found]:
+def _equal(scan: Scan, settings: Settings, later: int, what: str) -> Iterator[Defect]:
     """Compare actions with observations of the same width, a number of frames later."""
     for action in scan.group("action"):
         dims = np.flatnonzero(scan.facts[action].is_continuous)
@@ -102,22 +102,22 @@ def _equal(scan: Scan, settings: Settings, later: int, what: str) -> Iterator[Fo
                     num_all += len(rows)
             if num_all and num_equal > settings["share"] * num_all:
                 evidence = {"share": num_equal / num_all, "observation": name}
-                yield Found(action, f"{action!r} equals {what} ({name!r})", evidence=evidence)
+                yield Defect(action, f"{action!r} equals {what} ({name!r})", evidence=evidence)
 
 
 @checks("LRN03")
-def reward_zero(scan: Scan, settings: Settings) -> Iterator[Found]:
+def reward_zero(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name in scan.group("reward"):
         facts = scan.facts[name]
         if facts.num_rows >= settings["frames"] and facts.is_constant.all():
             value = float(facts.low[0, 0])
             evidence = {"value": value, "frames": facts.num_rows}
             message = f"{name!r} is {value:g} in all {facts.num_rows:,} frames"
-            yield Found(name, message, evidence=evidence, severity="" if value == 0 else "info")
+            yield Defect(name, message, evidence=evidence, severity="" if value == 0 else "info")
 
 
 @checks("LRN04", Rewards)
-def reward_late(scan: Scan, settings: Settings) -> Iterator[Found]:
+def reward_late(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Rewards arrive with the next episode."""
     rewards = _rewards(scan)
     count = int(rewards.num_nonzero.sum())
@@ -130,7 +130,7 @@ def reward_late(scan: Scan, settings: Settings) -> Iterator[Found]:
             frames = [(number, 0, 1) for number in numbers[:20].tolist()]
             message = f"{first:.0%} of the rewards stand in first frames"
             evidence = {"on_first": first, "on_last": last}
-            yield Found("reward", message, numbers, frames, evidence)
+            yield Defect("reward", message, numbers, frames, evidence)
 
 
 def _success(scan: Scan) -> Array:
@@ -145,7 +145,7 @@ def _success(scan: Scan) -> Array:
 
 
 @checks("LRN05", Rewards, Successes)
-def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Found]:
+def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Success and termination, or success and sparse reward, disagree without a rule."""
     success = _success(scan)
     ends = scan.columns["ends"]
@@ -169,12 +169,12 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Found]:
         if differs.mean() >= settings["share"] and not is_rule:
             numbers = ended[differs] if differs.mean() <= 0.5 or what == "reward" else ended[~differs]
             message = f"success contradicts the {what} in {len(numbers)} trajectories"
-            yield Found(None, message, numbers, (), {"share": differs.mean()}, "", "")
+            yield Defect(None, message, numbers, (), {"share": differs.mean()}, "", "")
             return
 
 
 @checks("LRN06", Successes)
-def after_success(scan: Scan, settings: Settings) -> Iterator[Found]:
+def after_success(scan: Scan, settings: Settings) -> Iterator[Defect]:
     scan.role("success")
     first = scan.collected(Successes).first
     rest = np.where(first >= 0, scan.lengths - 1 - first, 0)
@@ -183,13 +183,13 @@ def after_success(scan: Scan, settings: Settings) -> Iterator[Found]:
         numbers = worst(numbers, rest)
         frames = [(number, first[number] + 1, scan.lengths[number]) for number in numbers.tolist()]
         evidence = {"frames_after": float(np.median(rest[numbers]))}
-        yield Found(
+        yield Defect(
             scan.roles["success"][0], f"{len(numbers)} trajectories go on after success", numbers, frames, evidence
         )
 
 
 @checks("LRN07", Rewards)
-def return_outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
+def return_outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
     rewards = _rewards(scan)
     total = rewards.total
     mean = rewards.total / np.maximum(1, rewards.num_rows)
@@ -206,7 +206,7 @@ def return_outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
         number = int(known[order[0]])
         evidence = {"return": total[number], "deviations": away[order[0]] / spread}
         frames = [(number, 0, scan.lengths[number])]
-        yield Found("reward", f"the return of one trajectory is {total[number]:.4g}", [number], frames, evidence)
+        yield Defect("reward", f"the return of one trajectory is {total[number]:.4g}", [number], frames, evidence)
 
 
 def _declared_tasks(scan: Scan) -> list[object]:
@@ -225,7 +225,7 @@ def _tasks(scan: Scan) -> list[object]:
 
 
 @checks("LRN08")
-def imbalance(scan: Scan, settings: Settings) -> Iterator[Found]:
+def imbalance(scan: Scan, settings: Settings) -> Iterator[Defect]:
     counts = Counter(task for task in _tasks(scan) if task != "")
     num_tasks = max(len(counts), len(_declared_tasks(scan)))
     if not counts or num_tasks < 2:
@@ -233,25 +233,25 @@ def imbalance(scan: Scan, settings: Settings) -> Iterator[Found]:
     (task, count), total = counts.most_common(1)[0], sum(counts.values())
     if total >= settings["episodes"] and count >= settings["share"] * total:
         evidence = {"task": task, "share": count / total, "tasks": num_tasks}
-        yield Found(
+        yield Defect(
             None, f"{count / total:.0%} of the episodes are of one of {num_tasks} tasks: {task!r}", evidence=evidence
         )
 
 
 @checks("LRN09")
-def unknown_task(scan: Scan, settings: Settings) -> Iterator[Found]:
+def unknown_task(scan: Scan, settings: Settings) -> Iterator[Defect]:
     texts = scan.columns["task"].tolist()
     declared = _declared_tasks(scan)
     unread = {number for number, _ in scan.unreadable}
     empty = [number for number, text in enumerate(texts) if not text.strip() and number not in unread]
     if any(texts) and empty:
-        yield Found(None, f"{len(empty)} trajectories have no task, others have", empty, (), {"empty": len(empty)})
+        yield Defect(None, f"{len(empty)} trajectories have no task, others have", empty, (), {"empty": len(empty)})
     known = {str(one) for one in declared}
     if any(texts) and known and all(not one.isdigit() for one in known):
         strange = [number for number, text in enumerate(texts) if text.strip() and text not in known]
         if strange:
             evidence = {"tasks": sorted({texts[number] for number in strange})[:8], "declared": sorted(known)[:8]}
-            yield Found(None, f"{len(strange)} trajectories have a task that is not declared", strange, (), evidence)
+            yield Defect(None, f"{len(strange)} trajectories have a task that is not declared", strange, (), evidence)
     for name in scan.roles["task_index"] if declared else ():
         facts = scan.facts[name]
         indices = {int(one) for one in known} if all(one.isdigit() for one in known) else set(range(len(declared)))
@@ -262,11 +262,11 @@ def unknown_task(scan: Scan, settings: Settings) -> Iterator[Found]:
         if len(wrong):
             strange = sorted({*lowest.tolist(), *highest.tolist()} - indices)[:8]
             message = f"{len(wrong)} trajectories have an index of no declared task"
-            yield Found(name, message, wrong, scan.whole(wrong), {"indices": strange, "declared": len(declared)})
+            yield Defect(name, message, wrong, scan.whole(wrong), {"indices": strange, "declared": len(declared)})
 
 
 @checks("LRN10")
-def frozen_action(scan: Scan, settings: Settings) -> Iterator[Found]:
+def frozen_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
     names = scan.group("action")
     if not names:
         raise Inapplicable("no actions")
@@ -277,4 +277,4 @@ def frozen_action(scan: Scan, settings: Settings) -> Iterator[Found]:
         is_usual = len(numbers) >= settings["usual"] * len(facts[0].numbers)
         evidence = {"episodes": len(numbers)}
         message = f"{len(numbers)} trajectories have one action from start to end"
-        yield Found(None, message, numbers, scan.whole(numbers), evidence, "info" if is_usual else "")
+        yield Defect(None, message, numbers, scan.whole(numbers), evidence, "info" if is_usual else "")

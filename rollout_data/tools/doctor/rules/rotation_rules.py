@@ -8,7 +8,7 @@ import numpy as np
 
 from ..batched_reading import Array, Batch
 from ..field_facts import worst
-from ..findings import Found, Settings, checks
+from ..findings import Defect, Settings, checks
 from ..scan import Collector, Scan
 
 _FLIP = -0.9
@@ -66,29 +66,29 @@ def is_flip(rows: Array) -> Array:
 
 
 @checks("VAL11", Rotations)
-def norm(scan: Scan, settings: Settings) -> Iterator[Found]:
+def norm(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name in scan.role("quaternion"):
         count = scan.collected(Rotations).num_off[name]
         share = float(count.sum() / max(1, scan.facts[name].num_rows))
         if share > settings["share"]:
             numbers = worst(np.flatnonzero(count), count)
             message = f"{share:.1%} of the quaternions {name!r} do not have the norm 1"
-            yield Found(name, message, numbers, scan.runs(numbers, name, is_off), {"share": share})
+            yield Defect(name, message, numbers, scan.runs(numbers, name, is_off), {"share": share})
 
 
 @checks("VAL12", Rotations)
-def flips(scan: Scan, settings: Settings) -> Iterator[Found]:
+def flips(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name in scan.role("quaternion"):
         count = scan.collected(Rotations).num_flips[name]
         numbers = worst(np.flatnonzero(count), count)
         if len(numbers):
             message = f"{name!r} changes its sign {int(count.sum()):,} times within episodes"
             evidence = {"flips": int(count.sum()), "dot_below": _FLIP}
-            yield Found(name, message, numbers, scan.runs(numbers, name, is_flip), evidence)
+            yield Defect(name, message, numbers, scan.runs(numbers, name, is_flip), evidence)
 
 
 @checks("VAL13", Rotations)
-def order(scan: Scan, settings: Settings) -> Iterator[Found]:
+def order(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Some episodes are wxyz, others xyzw."""
     for name in scan.role("quaternion"):
         for part, mean in enumerate(np.moveaxis(scan.collected(Rotations).mean[name], 1, 0)):
@@ -108,4 +108,4 @@ def order(scan: Scan, settings: Settings) -> Iterator[Found]:
             if before > settings["before"] and fits:
                 evidence = {"deviations_before": before, "deviations_after_rolling": after, "quaternion": part}
                 message = f"{name!r} is wxyz in some trajectories and xyzw in others"
-                yield Found(name, message, few, scan.whole(few), evidence)
+                yield Defect(name, message, few, scan.whole(few), evidence)

@@ -15,7 +15,7 @@ from ....blocks.block_header import METADATA_NAME, damaged_fragments
 from ....blocks.folder_metadata import BAD_METADATA, read_document
 from ....formats.input_checks import read_object
 from ....writing.writer_journal import is_alive
-from ..findings import Found, Inapplicable, Settings, checks
+from ..findings import Defect, Inapplicable, Settings, checks
 from ..provenance import ORIGINS, secrets_of
 from ..scan import Scan
 from ..stored_statistics import STATISTICS, Told, of_episodes, of_whole, reward_sums
@@ -35,7 +35,7 @@ _ANYWHERE = r"|repair\.json|rollout_conversion\.jsonl|README.*|LICEN[CS]E.*|repo
 
 
 @checks("STA01")
-def sums(scan: Scan, settings: Settings) -> Iterator[Found]:
+def sums(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """What is stored of single episodes disagrees with their rows."""
     if scan.failure is None:
         for name, numbers, stored, found, scale in reward_sums(scan):
@@ -44,12 +44,12 @@ def sums(scan: Scan, settings: Settings) -> Iterator[Found]:
             if len(wrong):
                 message = f"stored sums of {name!r} differ, as {stored[wrong[0]]:.6g} for {found[wrong[0]]:.6g}"
                 evidence = {"largest": float(np.abs(stored - found)[wrong].max())}
-                yield Found(name, message, numbers[wrong], evidence=evidence)
+                yield Defect(name, message, numbers[wrong], evidence=evidence)
         for place, told in of_episodes(scan):
             yield from _compared(scan, told, place, settings["share"])
 
 
-def _compared(scan: Scan, told: Told, place: int, share: float) -> Iterator[Found]:
+def _compared(scan: Scan, told: Told, place: int, share: float) -> Iterator[Defect]:
     facts = scan.facts.get(told.field)
     if facts is None or not len(row := np.flatnonzero(facts.numbers == place)) or (facts.low > facts.high)[row].all():
         return  # its rows cannot be read
@@ -62,12 +62,12 @@ def _compared(scan: Scan, told: Told, place: int, share: float) -> Iterator[Foun
                 message = (
                     f"the stored {key} of {told.field!r}[{dim}] is {stored[dim]:.6g}, that of the rows {found[dim]:.6g}"
                 )
-                yield Found(told.field, message, [place], evidence={key: float(stored[dim]), "rows": float(found[dim])})
+                yield Defect(told.field, message, [place], evidence={key: float(stored[dim]), "rows": float(found[dim])})
                 return
 
 
 @checks("STA02")
-def statistics(scan: Scan, settings: Settings) -> Iterator[Found]:
+def statistics(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """What is stored of the whole disagrees with the rows."""
     for told in of_whole(scan):
         facts = scan.facts.get(told.field)
@@ -94,11 +94,11 @@ def statistics(scan: Scan, settings: Settings) -> Iterator[Found]:
             if dims.any():
                 listed = np.flatnonzero(dims).tolist()
                 message = f"the stored {key} of {told.field!r} is not that of the rows, in dimensions {listed[:9]}"
-                yield Found(told.field, message, evidence={key: listed})
+                yield Defect(told.field, message, evidence={key: listed})
 
 
 @checks("FIL01")
-def checksums(scan: Scan, settings: Settings) -> Iterator[Found]:
+def checksums(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Rows or notes that their checksums contradict."""
     files = scan.files
     if files.folder is None:
@@ -111,18 +111,18 @@ def checksums(scan: Scan, settings: Settings) -> Iterator[Found]:
             frames = [(place, *error.frames) for place in about["trajectories"]]
             message = f"{name}: {error}"
             for field in error.fields:
-                yield Found(field, message, frames=frames, evidence={"block": name}, **about)
+                yield Defect(field, message, frames=frames, evidence={"block": name}, **about)
         for kind, table in header.notes.items():
             lost = [key for key, data in table.read(header.read_bytes) if data is None]
             names = [f"{header.writer}:{key}" for key in lost if kind == "episodes"]
             if lost:
-                yield Found(
+                yield Defect(
                     f"notes/{kind}", f"{name}: a note is damaged", evidence={"block": name}, **files.named(names)
                 )
 
 
 @checks("FIL03")
-def cut_chunks(scan: Scan, settings: Settings) -> Iterator[Found]:
+def cut_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report chunks behind the frames that were read; opening takes one that was just written for unfinished."""
     if scan.failure is not None or scan.recording.format != "trajectory-folders":
         return
@@ -137,13 +137,13 @@ def cut_chunks(scan: Scan, settings: Settings) -> Iterator[Found]:
         )
         name = str(folder.relative_to(scan.files.path))
         if stops and max(stops) > there.get(name, 0) and not {name, folder.name} & told:
-            yield Found(
+            yield Defect(
                 message=f"the chunk of {name!r} that ends at {max(stops)} breaks off", **scan.files.named([name])
             )
 
 
 @checks("FIL04")
-def leftovers(scan: Scan, settings: Settings) -> Iterator[Found]:
+def leftovers(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """What writers that died have left."""
     folder = scan.files.path
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
@@ -151,13 +151,13 @@ def leftovers(scan: Scan, settings: Settings) -> Iterator[Found]:
     used = tuple(f".tmp_rollout_{writer}_" for writer in alive) + tuple(f".rollout_{writer}.j" for writer in alive)
     for name in names:
         if name.startswith((".tmp_", ".rollout_", ".packing")) and not (used and name.startswith(used)):
-            yield Found(message=f"{name!r} is left of a writer that has ended")
+            yield Defect(message=f"{name!r} is left of a writer that has ended")
     if scan.metadata.get("is_unfinished") is True:
-        yield Found(message="the writer of this set has not finished it")
+        yield Defect(message="the writer of this set has not finished it")
 
 
 @checks("FIL05")
-def strangers(scan: Scan, settings: Settings) -> Iterator[Found]:
+def strangers(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Files that are no part of the recording; links that lead out of the folder."""
     folder = scan.files.path
     root = os.path.realpath(folder)
@@ -166,33 +166,33 @@ def strangers(scan: Scan, settings: Settings) -> Iterator[Found]:
     for entry in sorted(os.scandir(folder), key=lambda one: one.name) if folder.is_dir() else ():
         if entry.is_symlink() and not os.path.realpath(entry.path).startswith(root + os.sep):
             if os.path.basename(os.path.dirname(root)) != "snapshots":  # of the cache of the Hugging Face hub
-                yield Found(message=f"{entry.name!r} leads out of the folder", severity="warning")
+                yield Defect(message=f"{entry.name!r} leads out of the folder", severity="warning")
         elif expected and entry.name[0] != "." and (is_ours or not entry.is_dir()):
             if re.fullmatch(expected + _ANYWHERE, entry.name):
                 continue
-            yield Found(message=f"{entry.name!r} is no part of the recording")
+            yield Defect(message=f"{entry.name!r} is no part of the recording")
 
 
 @checks("FIL06")
-def metadata_file(scan: Scan, settings: Settings) -> Iterator[Found]:
+def metadata_file(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """The description of the whole is missing or cannot be read."""
     if scan.failure is None and scan.recording.format == "lerobot" and (scan.files.path / STATISTICS).exists():
         try:
             read_object(scan.files.path / STATISTICS)
         except (RolloutDataError, OSError) as problem:
-            yield Found(message=str(problem))
+            yield Defect(message=str(problem))
     is_old = scan.failure is None and scan.recording.format == "trajectory-folders"
     if (scan.files.folder is not None and (scan.files.headers or scan.files.bad)) or is_old:
         try:
             read_document(scan.files.path / METADATA_NAME)
         except FileNotFoundError:
-            yield Found(message=f"there is no {METADATA_NAME}")
+            yield Defect(message=f"there is no {METADATA_NAME}")
         except BAD_METADATA as problem:
-            yield Found(message=f"{METADATA_NAME} cannot be read: {problem}")
+            yield Defect(message=f"{METADATA_NAME} cannot be read: {problem}")
 
 
 @checks("FIL07")
-def lossy(scan: Scan, settings: Settings) -> Iterator[Found]:
+def lossy(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """A codec loses more than a small part of what varies."""
     errors: dict[str, float] = {}
     for header in scan.files.headers.values():
@@ -203,11 +203,11 @@ def lossy(scan: Scan, settings: Settings) -> Iterator[Found]:
             sd = float(np.nanmedian(np.nanstd(scan.facts[name].sorted, axis=1, dtype=np.float64)))
             if error > settings["share"] * sd:
                 message = f"{name!r} was coded with errors up to {error:.3g}, and varies by {sd:.3g}"
-                yield Found(name, message, evidence={"error": error, "sd": sd})
+                yield Defect(name, message, evidence={"error": error, "sd": sd})
 
 
 @checks("PRV01")
-def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Found]:
+def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Nothing says where the data came from. A rate of null is an answer."""
     if scan.failure is not None:
         raise Inapplicable("the recording cannot be opened")
@@ -215,15 +215,15 @@ def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Found]:
     known = {key for key, value in scan.metadata.items() if is_ours or value not in (None, "", {})}
     lacking = [what for what, keys in ORIGINS.items() if known.isdisjoint(keys)]
     if "env" in lacking or len(lacking) == len(ORIGINS):
-        yield Found(message=f"the metadata name no {', '.join(lacking)}", evidence={"missing": lacking})
+        yield Defect(message=f"the metadata name no {', '.join(lacking)}", evidence={"missing": lacking})
 
 
 @checks("PRV02")
-def secrets(scan: Scan, settings: Settings) -> Iterator[Found]:
+def secrets(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Tokens, mail addresses or home directories in metadata; what is shown is masked."""
     told: list[tuple[int | None, Mapping[str, Any]]] = [(None, scan.metadata)]
     for place in np.unique(np.linspace(0, scan.num_episodes - 1, min(100, scan.num_episodes)).astype(int)).tolist():
         told.append((place, scan.recording.info(place).metadata))
     for place, about in told:
         for key, kind, masked in secrets_of(about):
-            yield Found(message=f"{key}: {kind} {masked}", trajectories=[] if place is None else [place])
+            yield Defect(message=f"{key}: {kind} {masked}", trajectories=[] if place is None else [place])

@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..batched_reading import Array, Batch
 from ..field_facts import medians_of, runs_of, worst
-from ..findings import Found, Inapplicable, Settings, checks
+from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Collector, Scan
 
 #: What one second is in units that a field's name ends with.
@@ -119,7 +119,7 @@ def _clock(scan: Scan) -> str:
 
 
 @checks("TIM01", Clocks)
-def not_increasing(scan: Scan, settings: Settings) -> Iterator[Found]:
+def not_increasing(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """The main clock stands or runs back; others may stand, as slow sensors' do."""
     for name in scan.role("time"):
         low = scan.collected(Clocks).low[name]
@@ -128,7 +128,7 @@ def not_increasing(scan: Scan, settings: Settings) -> Iterator[Found]:
             numbers = np.flatnonzero(is_wrong)
             message = f"{name!r} does not increase within {len(numbers)} trajectories"
             frames = scan.runs(numbers, name, lambda rows: _steps(rows) <= 0)
-            yield Found(name, message, numbers, frames, {"smallest_step": float(np.nanmin(low))})
+            yield Defect(name, message, numbers, frames, {"smallest_step": float(np.nanmin(low))})
 
 
 def _steps(rows: Array) -> Array:
@@ -141,15 +141,15 @@ def _jitter(scan: Scan, name: str) -> float:
 
 
 @checks("TIM02", Clocks)
-def jitter(scan: Scan, settings: Settings) -> Iterator[Found]:
+def jitter(scan: Scan, settings: Settings) -> Iterator[Defect]:
     name = _clock(scan)
     if (found := _jitter(scan, name)) > settings["share"]:
         message = f"the steps of {name!r} vary by {found:.0%}"
-        yield Found(name, message, evidence={"jitter": found})
+        yield Defect(name, message, evidence={"jitter": found})
 
 
 @checks("TIM03", Clocks)
-def dropped(scan: Scan, settings: Settings) -> Iterator[Found]:
+def dropped(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Gaps in a clock that is regular otherwise."""
     name = _clock(scan)
     clocks = scan.collected(Clocks)
@@ -161,7 +161,7 @@ def dropped(scan: Scan, settings: Settings) -> Iterator[Found]:
     if len(numbers):
         frames = scan.runs(numbers, name, lambda rows: _steps(rows) > settings["ratio"] * np.median(_steps(rows)))
         evidence = {"largest_step": float(ratio.max())}
-        yield Found(name, f"frames are missing in {len(numbers)} trajectories", numbers, frames, evidence)
+        yield Defect(name, f"frames are missing in {len(numbers)} trajectories", numbers, frames, evidence)
 
 
 class Repeats(Collector):
@@ -180,7 +180,7 @@ class Repeats(Collector):
 
 
 @checks("TIM04", Repeats)
-def repeated(scan: Scan, settings: Settings) -> Iterator[Found]:
+def repeated(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Single frames recorded twice; longer stretches are TIM07."""
     if not scan.collected(Repeats).names:
         raise Inapplicable("no observation of floats")
@@ -189,11 +189,11 @@ def repeated(scan: Scan, settings: Settings) -> Iterator[Found]:
     if share > settings["share"]:
         each = count / np.maximum(1, scan.lengths - 1)
         numbers = worst(np.flatnonzero(each > settings["share"]), each)
-        yield Found(None, f"{share:.1%} of the frames repeat the one before", numbers, evidence={"share": share})
+        yield Defect(None, f"{share:.1%} of the frames repeat the one before", numbers, evidence={"share": share})
 
 
 @checks("TIM05", Clocks)
-def rate(scan: Scan, settings: Settings) -> Iterator[Found]:
+def rate(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """The clock against the declared rate."""
     declared = scan.declared("fps", "frame_rate_hz")
     if declared is None:
@@ -205,11 +205,11 @@ def rate(scan: Scan, settings: Settings) -> Iterator[Found]:
     step = float(np.nanmedian(scan.collected(Clocks).median[name])) / (unit or 1.0)
     if step > 0 and abs(1 / step / declared - 1) > settings["share"]:
         message = f"{name!r} runs at {1 / step:.4g} Hz, {declared:g} are declared"
-        yield Found(name, message, evidence={"rate_hz": 1 / step, "declared_hz": declared})
+        yield Defect(name, message, evidence={"rate_hz": 1 / step, "declared_hz": declared})
 
 
 @checks("TIM06", Clocks)
-def unit(scan: Scan, settings: Settings) -> Iterator[Found]:
+def unit(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """The steps of some episodes are thousands of times those of others."""
     for name in scan.role("time"):
         median = scan.collected(Clocks).median[name]
@@ -220,11 +220,11 @@ def unit(scan: Scan, settings: Settings) -> Iterator[Found]:
             numbers = known[off]
             factors = sorted(set(np.round(ratio[off], 6).tolist()))[:8]
             message = f"{name!r} has another unit in {off.sum()} trajectories"
-            yield Found(name, message, numbers, scan.whole(numbers), {"factors": factors})
+            yield Defect(name, message, numbers, scan.whole(numbers), {"factors": factors})
 
 
 @checks("TIM07")
-def frozen(scan: Scan, settings: Settings) -> Iterator[Found]:
+def frozen(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """A field stands still where it usually does not."""
     skipped = {*scan.roles["time"], *scan.roles["success"], *scan.roles["frame_index"]}
     for name, facts in scan.facts.items():
@@ -242,11 +242,11 @@ def frozen(scan: Scan, settings: Settings) -> Iterator[Found]:
                 start, stop = max(runs, key=lambda run: run[1] - run[0])
                 frames.append((number, start, stop + 1))
             evidence = {"frames": int(facts.hold.max()), "usual_share": usual}
-            yield Found(name, f"{name!r} stands still in {len(numbers)} trajectories", numbers, frames, evidence)
+            yield Defect(name, f"{name!r} stands still in {len(numbers)} trajectories", numbers, frames, evidence)
 
 
 @checks("TIM08")
-def lag(scan: Scan, settings: Settings) -> Iterator[Found]:
+def lag(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """What actions do shows in the observation too late."""
     fps = scan.declared("fps", "frame_rate_hz")
     least = min(settings["frames"], max(4, settings["seconds"] * fps)) if fps else settings["frames"]
@@ -264,7 +264,7 @@ def lag(scan: Scan, settings: Settings) -> Iterator[Found]:
             peak = int(np.flatnonzero(both >= 0.95 * both.max())[0])
             if peak >= least and both[peak] > both[:4].max() + settings["above"]:
                 evidence = {"lag_frames": peak, "correlation": both[peak], "correlation_at_0_to_3": both[:4].max()}
-                yield Found(name, f"{name!r} follows {action!r} after {peak} frames", evidence=evidence)
+                yield Defect(name, f"{name!r} follows {action!r} after {peak} frames", evidence=evidence)
 
 
 def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Array, Array]:
@@ -295,18 +295,18 @@ def _normal(steps: Array) -> Array:
 
 
 @checks("TIM09", Actions)
-def idle_start(scan: Scan, settings: Settings) -> Iterator[Found]:
+def idle_start(scan: Scan, settings: Settings) -> Iterator[Defect]:
     moves = scan.collected(Actions)
     yield from _idle(scan, settings, np.where(moves.first < 0, 0, moves.first), True)
 
 
 @checks("TIM10", Actions)
-def idle_end(scan: Scan, settings: Settings) -> Iterator[Found]:
+def idle_end(scan: Scan, settings: Settings) -> Iterator[Defect]:
     moves = scan.collected(Actions)
     yield from _idle(scan, settings, np.where(moves.last < 0, 0, scan.lengths - 1 - moves.last), False)
 
 
-def _idle(scan: Scan, settings: Settings, idle: Array, at_start: bool) -> Iterator[Found]:
+def _idle(scan: Scan, settings: Settings, idle: Array, at_start: bool) -> Iterator[Defect]:
     if not scan.collected(Actions).is_known:
         raise Inapplicable("no continuous action")
     numbers = scan.examined[
@@ -319,11 +319,11 @@ def _idle(scan: Scan, settings: Settings, idle: Array, at_start: bool) -> Iterat
         ]
         evidence = {"idle_frames": float(np.median(idle[numbers])), "episodes": len(numbers) / len(scan.examined)}
         where = "start" if at_start else "end"
-        yield Found(None, f"actions rest at the {where} of {len(numbers)} trajectories", numbers, spans, evidence)
+        yield Defect(None, f"actions rest at the {where} of {len(numbers)} trajectories", numbers, spans, evidence)
 
 
 @checks("TIM12", Actions)
-def jerk(scan: Scan, settings: Settings) -> Iterator[Found]:
+def jerk(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """The actions of an episode are much rougher than others'."""
     tables = list(scan.collected(Actions).rough.values())
     rough = np.concatenate(tables, axis=1) if tables else np.zeros((scan.num_episodes, 0))
@@ -339,7 +339,7 @@ def jerk(scan: Scan, settings: Settings) -> Iterator[Found]:
     if off.any():
         numbers = worst(known[off], above[off], aligned=True)
         evidence = {"ratio": float(np.exp(above.max())), "deviations": above.max() / spread}
-        yield Found(
+        yield Defect(
             None,
             f"actions of {len(numbers)} trajectories jerk more than others'",
             numbers,
@@ -349,7 +349,7 @@ def jerk(scan: Scan, settings: Settings) -> Iterator[Found]:
 
 
 @checks("TIM13", Clocks)
-def apart(scan: Scan, settings: Settings) -> Iterator[Found]:
+def apart(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Two clocks of one recording disagree."""
     names = scan.role("time")
     if len(names) < 2:
@@ -372,4 +372,4 @@ def apart(scan: Scan, settings: Settings) -> Iterator[Found]:
         wrong = (drifting > settings["frames"] + 0.01) | (is_same & (np.abs(off) > settings["frames"] + 0.01))
         if step > 0 and wrong.any():
             evidence = {"frames_apart": float(np.maximum(np.abs(off) * is_same, drifting).max())}
-            yield Found(name, f"{name!r} and {main!r} are more than a frame apart", chosen[wrong], (), evidence)
+            yield Defect(name, f"{name!r} and {main!r} are more than a frame apart", chosen[wrong], (), evidence)

@@ -10,7 +10,7 @@ import numpy as np
 from ..batched_reading import Array
 from ..declared_spaces import declared_bounds
 from ..field_facts import Facts, worst
-from ..findings import Found, Inapplicable, Settings, checks
+from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
 #: Values that stand for "no value" in many systems.
@@ -35,7 +35,7 @@ def _dims(mask: Any) -> list[int]:
 
 
 @checks("VAL01")
-def not_finite(scan: Scan, settings: Settings) -> Iterator[Found]:
+def not_finite(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name, facts in scan.facts.items():
         numbers = worst(np.flatnonzero(facts.num_bad), facts.num_bad)
         count = int(facts.num_bad.sum())
@@ -45,29 +45,29 @@ def not_finite(scan: Scan, settings: Settings) -> Iterator[Found]:
             frames = scan.runs(numbers, name, lambda rows: ~np.isfinite(rows).all(1))
             severity = "warning" if is_extra and share < settings["share"] else ""
             message = f"{count:,} numbers of {name!r} are NaN or infinite, in {len(numbers):,} trajectories"
-            yield Found(name, message, numbers, frames, {"count": count, "share": share}, severity)
+            yield Defect(name, message, numbers, frames, {"count": count, "share": share}, severity)
 
 
 @checks("VAL02")
-def dead_action(scan: Scan, settings: Settings) -> Iterator[Found]:
+def dead_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name in scan.group("action"):
         facts = scan.facts[name]
         if (dead := _dims(facts.is_constant)) and facts.is_continuous.any():
             values = facts.low[0, dead].tolist()
-            yield Found(name, f"{name!r}{dead} is always {values}", evidence={"dimensions": dead, "values": values})
+            yield Defect(name, f"{name!r}{dead} is always {values}", evidence={"dimensions": dead, "values": values})
 
 
 @checks("VAL03")
-def constant(scan: Scan, settings: Settings) -> Iterator[Found]:
+def constant(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name in scan.group("observation"):
         facts = scan.facts[name]
         if still := _dims(facts.is_constant):
             message = f"{len(still)} of {facts.field.num_elements} dimensions of {name!r} never change"
-            yield Found(name, message, evidence={"dimensions": still})
+            yield Defect(name, message, evidence={"dimensions": still})
 
 
 @checks("VAL04")
-def died(scan: Scan, settings: Settings) -> Iterator[Found]:
+def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """The last episodes are constant at one value, and earlier ones were not."""
     for name, facts in _signals(scan):
         rows = np.flatnonzero(facts.lengths >= 5)
@@ -83,11 +83,11 @@ def died(scan: Scan, settings: Settings) -> Iterator[Found]:
             last = facts.numbers[rows[-int(count[dims].max()) :]]
             evidence = {"dimensions": dims, "episodes": len(last), "changed_before": share[dims].min()}
             message = f"{name!r}{dims} stays at one value in the last {len(last)} episodes"
-            yield Found(name, message, last, scan.whole(last), evidence)
+            yield Defect(name, message, last, scan.whole(last), evidence)
 
 
 @checks("VAL05")
-def outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
+def outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Alone and far away."""
     for name, facts in _signals(scan):
         far = facts.far
@@ -117,11 +117,11 @@ def outlier(scan: Scan, settings: Settings) -> Iterator[Found]:
             evidence = {"ranges": places[0][0], "dimensions": sorted({dim for _, dim, _, _ in places})}
             message = f"{len(places)} values of {name!r} lie up to {places[0][0]:,.0f} ranges away from the median"
             frames = [(number, frame, frame + 1) for _, _, number, frame in places]
-            yield Found(name, message, {number for number, _, _ in frames}, frames, evidence)
+            yield Defect(name, message, {number for number, _, _ in frames}, frames, evidence)
 
 
 @checks("VAL06")
-def placeholder(scan: Scan, settings: Settings) -> Iterator[Found]:
+def placeholder(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """One exact value again and again, far away from all others."""
     for name, facts in _signals(scan):
         for dim in _dims(facts.is_active & ~facts.is_constant):
@@ -143,11 +143,11 @@ def placeholder(scan: Scan, settings: Settings) -> Iterator[Found]:
                     frames = scan.runs(numbers, name, lambda rows, *at: rows[:, at[0]] == at[1], dim, value)
                     evidence = {"dimension": dim, "value": value, "count": count, "ranges": away}
                     message = f"{name!r}[{dim}] is exactly {value:g} again and again"
-                    yield Found(name, message, numbers, frames, evidence)
+                    yield Defect(name, message, numbers, frames, evidence)
 
 
 @checks("VAL07")
-def saturated(scan: Scan, settings: Settings) -> Iterator[Found]:
+def saturated(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Many actions at an extreme that is not the declared bound."""
     for name in scan.group("action"):
         facts = scan.facts[name]
@@ -170,11 +170,11 @@ def saturated(scan: Scan, settings: Settings) -> Iterator[Found]:
             is_declared = bool((reached[0] & reached[1])[share >= settings["share"]].all())
         evidence = {"dimensions": dims.tolist(), "shares": share.tolist(), "declared": is_declared}
         message = f"up to {share.max():.0%} of the values of {name!r} lie at its smallest or largest value"
-        yield Found(name, message, evidence=evidence, severity="info" if is_declared else "")
+        yield Defect(name, message, evidence=evidence, severity="info" if is_declared else "")
 
 
 @checks("VAL08")
-def narrowed(scan: Scan, settings: Settings) -> Iterator[Found]:
+def narrowed(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Float32 that holds no more than 16 bits told."""
     for name, facts in _signals(scan):
         if facts.field.dtype != "float32":
@@ -186,7 +186,7 @@ def narrowed(scan: Scan, settings: Settings) -> Iterator[Found]:
             exact = [_is_narrow(one, kind, settings["share"]) and not _is_uniform(one, bits) for one in values]
             if np.mean(exact) > 0.5:
                 evidence = {"dtype": kind, "distinct": sum(map(len, values)), "share": np.mean(exact)}
-                yield Found(name, f"the float32 values of {name!r} are all values of {kind}", evidence=evidence)
+                yield Defect(name, f"the float32 values of {name!r} are all values of {kind}", evidence=evidence)
                 break
 
 
@@ -203,17 +203,17 @@ def _is_uniform(values: Array, bits: int) -> bool:
 
 
 @checks("VAL09")
-def denormals(scan: Scan, settings: Settings) -> Iterator[Found]:
+def denormals(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name, facts in scan.facts.items():
         if facts.field.dtype in ("float32", "float64") and facts.sorted.size:
             size = np.abs(facts.sorted)
             share = float(np.mean((size > 0) & (size < np.finfo(facts.dtype).tiny)))
             if share > settings["share"]:
-                yield Found(name, f"{share:.2%} of {name!r} are subnormal", evidence={"share": share})
+                yield Defect(name, f"{share:.2%} of {name!r} are subnormal", evidence={"share": share})
 
 
 @checks("VAL10")
-def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Found]:
+def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Episodes whose values are ten times those of others, with no episode in between."""
     for name, facts in _signals(scan):
         known = np.flatnonzero(facts.scale > 0)
@@ -241,7 +241,7 @@ def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Found]:
             numbers = worst(known[off], np.abs(logs[off]), aligned=True)
             message = f"{name!r} is off by a factor of about {typical:,.1f}{named} in {len(numbers)} trajectories"
             evidence = {"factor": typical, "unit": named[5:]}
-            yield Found(name, message, numbers, scan.whole(numbers), evidence)
+            yield Defect(name, message, numbers, scan.whole(numbers), evidence)
 
 
 def _scaled_alike(facts: Facts, known: Array, sign: int, share: float) -> Array:
@@ -256,7 +256,7 @@ def _scaled_alike(facts: Facts, known: Array, sign: int, share: float) -> Array:
 
 
 @checks("VAL15")
-def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Found]:
+def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Defect]:
     names = [name for name in scan.numeric if name.partition("/")[0] in ("observation", "action")]
     bounds = {name: one for name in names if (one := declared_bounds(scan, name)) is not None}
     if not bounds:
@@ -281,7 +281,7 @@ def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Found]:
                 "high": high[dims].tolist(),
                 "excess": over.max(),
             }
-            yield Found(name, message, numbers, frames, evidence)
+            yield Defect(name, message, numbers, frames, evidence)
 
 
 def _outside(rows: Array, low: Array, high: Array) -> Any:
@@ -295,7 +295,7 @@ def _jumps(rows: Array, dims: list[int], least: float, most: float) -> Any:
 
 
 @checks("VAL14")
-def wraps(scan: Scan, settings: Settings) -> Iterator[Found]:
+def wraps(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name, facts in _signals(scan):
         with np.errstate(invalid="ignore", over="ignore"):
             span = facts.high.max(0) - facts.low.min(0)
@@ -309,11 +309,11 @@ def wraps(scan: Scan, settings: Settings) -> Iterator[Found]:
                 evidence = {"dimensions": dims, "turn": turn, "usual_step": usual[dims].max()}
                 frames = scan.runs(numbers, name, _jumps, dims, turn - off, turn + off)
                 severity = "info" if name in scan.roles["heading"] else ""
-                yield Found(name, f"{name!r}{dims} wraps around by {turn:.4g}", numbers, frames, evidence, severity)
+                yield Defect(name, f"{name!r}{dims} wraps around by {turn:.4g}", numbers, frames, evidence, severity)
 
 
 @checks("VAL16")
-def drift(scan: Scan, settings: Settings) -> Iterator[Found]:
+def drift(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Early and late episodes differ."""
     if scan.num_episodes < 20:
         raise Inapplicable("fewer than 20 episodes")
@@ -330,7 +330,7 @@ def drift(scan: Scan, settings: Settings) -> Iterator[Found]:
             evidence = {"dimensions": dims, "deviations": ratio}
             message = f"the means of {name!r}{dims} differ between early and late episodes"
             late = facts.numbers[len(facts.numbers) // 2 :]
-            yield Found(name, message, () if is_curriculum else late, (), evidence, "info" if is_curriculum else "")
+            yield Defect(name, message, () if is_curriculum else late, (), evidence, "info" if is_curriculum else "")
 
 
 def _halves(means: Array) -> tuple[Array, Array]:
@@ -345,7 +345,7 @@ def _halves(means: Array) -> tuple[Array, Array]:
 
 
 @checks("VAL17")
-def overflow(scan: Scan, settings: Settings) -> Iterator[Found]:
+def overflow(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Integers that jump by the whole range of their dtype."""
     for name, facts in _signals(scan):
         if facts.field.numpy_dtype.kind not in "iu":
@@ -357,11 +357,11 @@ def overflow(scan: Scan, settings: Settings) -> Iterator[Found]:
             numbers = facts.numbers[hits.any(1)]
             frames = scan.runs(numbers, name, _jumps, dims, settings["share"] * size, np.inf)
             evidence = {"dimensions": dims, "jump": facts.step.max(), "range": size}
-            yield Found(name, f"{name!r}{dims} jumps by the range of {facts.field.dtype}", numbers, frames, evidence)
+            yield Defect(name, f"{name!r}{dims} jumps by the range of {facts.field.dtype}", numbers, frames, evidence)
 
 
 @checks("VAL18")
-def narrow_quantiles(scan: Scan, settings: Settings) -> Iterator[Found]:
+def narrow_quantiles(scan: Scan, settings: Settings) -> Iterator[Defect]:
     for name in (*scan.group("action"), *scan.group("observation")):
         facts = scan.facts[name]
         low = facts.quantile(0.01)
@@ -371,4 +371,4 @@ def narrow_quantiles(scan: Scan, settings: Settings) -> Iterator[Found]:
             pairs = [(float(low[dim]), float(high[dim])) for dim in narrow]
             shown = ", ".join(f"{first:.6g} to {last:.6g}" for first, last in pairs[:4])
             message = f"98 % of the values of {name!r}{narrow} lie within {shown}{' ...' * (len(pairs) > 4)}"
-            yield Found(name, message, evidence={"dimensions": narrow, "quantiles": pairs})
+            yield Defect(name, message, evidence={"dimensions": narrow, "quantiles": pairs})
