@@ -20,7 +20,7 @@ from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, 
 from ...formats.open_recording import open, open_source
 from ...remote.locations import DataDir
 from ...sources.recording import Recording
-from .findings import MAX_FRAMES, SEVERITIES, Diagnosis, Finding, Defect, Inapplicable, Rule, Settings
+from .findings import MAX_FRAMES, SEVERITIES, Defect, Diagnosis, Finding, Inapplicable, Rule, Settings
 from .rule_table import FAILED, RULES
 from .rules.change_scripts import change_script
 from .scan import Scan

@@ -62,7 +62,9 @@ def _compared(scan: Scan, told: Told, place: int, share: float) -> Iterator[Defe
                 message = (
                     f"the stored {key} of {told.field!r}[{dim}] is {stored[dim]:.6g}, that of the rows {found[dim]:.6g}"
                 )
-                yield Defect(told.field, message, [place], evidence={key: float(stored[dim]), "rows": float(found[dim])})
+                yield Defect(
+                    told.field, message, [place], evidence={key: float(stored[dim]), "rows": float(found[dim])}
+                )
                 return
 
 
