@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rollout_data.blocks.block_content import ArrayRows, BlockContent
 from rollout_data.blocks.block_header import DATA, FINAL, FRAGMENT_DTYPE, layouts_of, open_block
 from rollout_data.blocks.write_block import write_block
 from storage.core.fields import Field, Schema
+from tests.faults import instead_of
 
 NUM_FRAGMENTS, LENGTH = 30, 50
 SMALL = Schema([Field("observation", (500,), "float32"), Field("action", (2,), "float32")])
@@ -99,3 +101,22 @@ def test_what_stops_the_gathering_stops_the_block(tmp_path, error):
     with pytest.raises(type(error)) as caught:
         write_block(tmp_path, content(rows=lambda rows: FailingRows(rows, error)), durable=False)
     assert caught.value is error and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_block_is_renamed_after_it_was_flushed_and_only_durable_ones_are(tmp_path, durable):
+    events = []
+
+    def flush(fsync, descriptor):
+        events.append(("flush", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def rename(call, source, target):
+        events.append(("rename", str(target)))
+        call(source, target)
+
+    with instead_of("fsync", flush), instead_of("rename", rename):
+        path = write_block(tmp_path, content(), durable=durable)
+    temporary = str(path.with_name(f".tmp_{path.name}"))
+    flushed = [("flush", temporary), ("rename", str(path)), ("flush", str(tmp_path))]
+    assert events == (flushed if durable else [("rename", str(path))])

@@ -80,6 +80,14 @@ def said_in_equals(folder, expected):
     return True
 
 
+def test_a_later_note_of_the_same_name_replaces_the_earlier_one(tmp_path):
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        for t, note in enumerate([{"task": "lift", "seed": 1}, {"task": "drop"}, {"score": 2}, {"task": "throw"}]):
+            step(writer, t, num_envs=1, episode=note)
+            writer.flush()
+    assert said_in(tmp_path) == {(0, 0): {"task": "throw", "seed": 1, "score": 2}}
+
+
 def test_pack_and_repair_and_retention_keep_them(tmp_path):
     expected = record(tmp_path / "a", 16, block_bytes=300)
     pack_dataset(tmp_path / "a", tmp_path / "b")
@@ -130,6 +138,14 @@ def task_of_frame(task_of, batch, t, n):
     step = int(batch.observation[t, n, 0])
     is_env_0 = int(batch.extras["instruction"][t, n]) != text_id("stay")
     return task_of[0 if is_env_0 else 1][step]
+
+
+def test_an_episode_without_a_task_has_the_number_0(tmp_path):
+    with RolloutWriter(tmp_path, 2, durable=False) as writer:
+        step(writer, 0, episode=[{"task": "lift"}, {"seed": 3}])
+    windows = WindowDataset(tmp_path, 1, texts=True)
+    assert [int(windows[n]["task"]) for n in range(2)] == [text_id("lift"), 0]
+    assert RolloutDataset(tmp_path, 2, device="cpu", texts=True).get_batch(1).extras["task"].tolist()[0][1] == 0
 
 
 def test_batches_of_other_systems_files_have_the_number_of_the_task_too():

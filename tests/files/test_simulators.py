@@ -303,6 +303,39 @@ def test_a_wrapped_loop_goes_on_while_nothing_succeeds_yet(tmp_path):
         play(max_dropped=500)
 
 
+class Failing150:
+    """150 environments, each of whose episodes fails in its first step."""
+
+    num_envs = 150
+
+    def __init__(self, **info):
+        self.info = info
+
+    def reset(self, **_):
+        return np.zeros((150, 1), np.float32), {}
+
+    def step(self, actions):
+        is_end = np.ones(150, bool)
+        return np.zeros((150, 1), np.float32), np.zeros(150, np.float32), is_end, ~is_end, self.info
+
+
+def test_a_recording_may_drop_10_episodes_of_each_environment_in_a_row(tmp_path):
+    env = Failing150(success=np.zeros(150, bool))
+    with pytest.raises(UsageError, match="got 1500 in a row to drop"):
+        record_demonstrations(
+            env, lambda observation: observation, tmp_path, min_trajectories=1, success_only=True,
+            autoreset="same_step", show_progress=False,
+        )  # fmt: skip
+
+
+def test_a_wrapped_loop_stops_where_infos_never_tell_a_success(tmp_path):
+    wrapper = RecordingWrapper(Failing150(), tmp_path, success_only=True, autoreset="same_step")
+    with wrapper, pytest.raises(UsageError, match="1500 in a row to drop: infos never have 'success'"):
+        wrapper.reset()
+        for _ in range(10):
+            wrapper.step(np.zeros((150, 1), np.float32))
+
+
 def on_a_gpu(make):
     """Make a fake whose tensors are on a GPU; it makes them without waiting."""
     env = make()
