@@ -1,4 +1,4 @@
-"""Converting recordings from format to format, one episode at a time."""
+"""Convert recordings between formats, one episode at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..blocks.block_header import damaged_fragments, read_header
 from ..remote.locations import DataDir, RemotePath
 from ..sources.episode import Episode
 from ..sources.recording import Recording
-from ..writing.conversion_record import SummedEpisode, UnreadableEpisode
+from ..writing.conversion_record import ConversionNote, SummedEpisode, UnreadableEpisode
 from .block_episode_writer import OWN, OwnWriter
 from .conversion_resume import (
     check_nothing_gained,
@@ -47,12 +47,12 @@ _ACTION = "call rollout_data.convert"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did.
+    """Result of a conversion.
 
     Attributes:
-        num_episodes: Episodes in the result.
-        num_present: How many of them an earlier conversion had written.
-        changes: What was changed or left out -> the ids of the episodes.
+        num_episodes: Episodes in the target.
+        num_present: Episodes that an earlier conversion had written.
+        changes: Description of a change -> ids of the changed episodes.
         problems: Data that were not read, were repaired or were left out.
         advice: Remarks on data that were written as they are stored; see `Recording.advice`.
     """
@@ -65,130 +65,221 @@ class Conversion:
 
 
 def convert(
-    source: DataDir, target: str | os.PathLike[str], to: str = OWN, *, progress: bool = True, **options: Any
+    source: DataDir,
+    target: str | os.PathLike[str],
+    to: str = OWN,
+    *,
+    progress: bool = True,
+    **options: Any,
 ) -> Conversion:
-    """Write the episodes of a recording in another format; in memory there is a part of one episode at a time.
+    """Write the episodes of a recording in another format.
 
-    A conversion that was stopped or killed is resumed when it is called again with the same source and options. The
-    target keeps a note of both and checksums of all rows, with which every episode that is there is compared; rows are
-    not read again if no file of the source has changed. A complete target is left as it is. A source that has gained
-    episodes at its end is converted into a target that is not complete, or is of block files.
+    Memory holds a part of one episode at a time.
+
+    The same call again resumes a conversion that was stopped or killed. The target keeps a note of the source, the
+    options and checksums of all rows. Episodes in the target are compared with it; their rows are read again only if
+    a file of the source has changed. A complete target is not written again. New episodes at the end of the source
+    are added to a target that is not complete, and to every target of block files.
 
     Args:
         source: A path of any format, or a `Recording`.
-        target: The new file or folder, or that of an earlier conversion of the same source.
-        to: The format.
+        target: The new file or folder, or the target of an earlier conversion of the same source.
+        to: Format of the target.
         progress: Show a progress bar.
-        **options: Of the format that is written.
+        **options: Options of the target's format.
 
     Returns:
-        What was changed or left out. An episode that cannot be read is left out and is among the problems.
+        A summary of the target. Episodes that cannot be read are left out and are listed among the problems.
 
     Raises:
-        UsageError: The format or an option is not known; the target holds something else, or was converted from another
-            source or with other options; or another process is converting into it.
-        DataFileError: The source cannot be read, or no episode of it; an `AccessError` or `FetchError` if its store
-            refuses access or does not answer. Call it again to resume.
+        UsageError: The format or an option is unknown. The target holds other files, or was converted from another
+            source or with other options. Another process is converting into the target.
+        DataFileError: The source or all of its episodes cannot be read. `AccessError` or `FetchError` if its store
+            refuses access or does not answer. The same call again resumes.
         TargetError: The target cannot be written.
     """
-    kind = _writer_of(to, options)
+    writer_type = _checked_writer(to, options)
     progress = arguments.flag(_ACTION, "progress", progress)
     recording = source if isinstance(source, Recording) else open_source(_ACTION, "source", source)
     path = arguments.path(_ACTION, "target", target).absolute()
     if recording.path in (path, *path.parents):
-        raise UsageError(_ACTION, "", f"target as a place outside of {str(recording.path)!r}", repr(str(path)))
-    with ExitStack() as held:
+        expected = f"target as a place outside of {str(recording.path)!r}"
+        raise UsageError(_ACTION, "", expected, repr(str(path)))
+
+    with ExitStack() as locks:
         with errors_of_target(path):
             if path.is_symlink() and not path.exists():
-                raise occupied(path, "a link to nothing")
-            held.enter_context(only_writer_of(path, "convert into"))
-        return _convert(recording, path, kind, options, progress)
+                raise occupied(path, "a link to a missing file")
+            locks.enter_context(only_writer_of(path, "convert into"))
+        present, removed = present_part(recording)
+        problems = [*recording.problems, *removed]
+        return _convert(_Job(present, path, writer_type, options, progress), problems)
 
 
-def _writer_of(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
-    if to not in (formats := (OWN, *WRITERS, *EXPORTS)):
-        raise UsageError(
-            _ACTION,
-            "",
-            f"to as one of {nearest(str(to), formats).removeprefix('one of ')}",
-            repr(to),
-        )
-    kind: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
-    if unknown := [name for name in options if name not in kind.OPTIONS]:
-        known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
-        raise UsageError(_ACTION, f"with to={to!r}", known, repr(unknown[0]))
-    return kind
+@dataclass(frozen=True)
+class _Job:
+    """Arguments of a conversion after checks.
+
+    Attributes:
+        recording: Episodes of the source whose files are present.
+        path: Absolute path of the target.
+        writer_type: Writer of the target's format.
+        options: Options of the format, as the caller passed them.
+        progress: Whether progress bars are shown.
+    """
+
+    recording: Recording
+    path: Path
+    writer_type: type[ForeignWriter]
+    options: Mapping[str, Any]
+    progress: bool
 
 
-def _convert(
-    recording: Recording, path: Path, kind: type[ForeignWriter], options: Mapping[str, Any], progress: bool
-) -> Conversion:
-    """Convert into a target that nobody else writes."""
-    recording, removed = present_part(recording)
-    problems = [*recording.problems, *removed]
+def _checked_writer(to: str, options: Mapping[str, Any]) -> type[ForeignWriter]:
+    """Return the writer of a format.
+
+    Raises:
+        UsageError: The format is unknown, or it has no such option.
+    """
+    formats = (OWN, *WRITERS, *EXPORTS)
+    if to not in formats:
+        expected = f"to as one of {nearest(str(to), formats).removeprefix('one of ')}"
+        raise UsageError(_ACTION, "", expected, repr(to))
+
+    writer_type: type[ForeignWriter] = OwnWriter if to == OWN else writer_class(to)
+    unknown = [name for name in options if name not in writer_type.OPTIONS]
+    if unknown:
+        expected = nearest(unknown[0], writer_type.OPTIONS) if writer_type.OPTIONS else "no option"
+        raise UsageError(_ACTION, f"with to={to!r}", expected, repr(unknown[0]))
+    return writer_type
+
+
+def _convert(job: _Job, problems: list[RolloutDataError]) -> Conversion:
+    """Convert into a target that no other process writes; append to `problems`."""
+    recording = job.recording
+    path = job.path
+    writer_type = job.writer_type
     check_any_readable(recording, len(recording), problems)
-    damaged = _damaged(recording)
-    plan = kind.planned(recording, recording.metadata, options)
-    plan.source = source_state(recording)  # before a row is read: what changes later is another state
+    damaged = _damaged_episodes(recording)
+
+    plan = writer_type.planned(recording, recording.metadata, job.options)
+    plan.source = source_state(recording)  # Before any row is read: later changes are another state.
     with errors_of_target(path):
-        there = kind.noted(path)
-        is_complete = there is not None and kind.is_finished(path)
-    if there is not None and is_complete and not there.is_whole():
-        raise occupied(path, "a complete target whose note is damaged")
+        earlier = writer_type.noted(path)
+        is_complete = earlier is not None and writer_type.is_finished(path)
+
     num_present = 0
-    if there is not None and (is_complete or there.rows):
-        check_same_note(there, plan, lambda options: kind.effective(options, path, recording, recording.metadata), path)
-        plan.options = there.options  # of the same effect
-        with errors_of_target(path):
-            kind.check_files(path, there, is_complete)
-        check_same_rows(there, plan, recording, path, progress)
-        unread = unreadable_episodes(there.left_out, recording, damaged)
-        readable = sorted(there.left_out - unread.keys())
+    if earlier is not None and (is_complete or earlier.rows):
+        _check_earlier(job, earlier, plan, is_complete)
+        unreadable = unreadable_episodes(earlier.left_out, recording, damaged)
+        readable = sorted(earlier.left_out - unreadable.keys())
         if is_complete:
-            check_nothing_gained(there, plan, readable, path)
-            problems += unread.values()
-            check_any_readable(recording, len(recording) - len(unread), problems)
-            return Conversion(len(there.rows), len(there.rows), {}, problems, list(recording.advice))
-        if kind.can_grow:
-            plan.resume(there)
-        elif readable or shared_forms(there) != shared_forms(plan):
-            # Another episode would come after later ones, or episodes would have other fields than those before.
-            num_present = len(there.rows)
+            check_nothing_gained(earlier, plan, readable, path)
+            problems += unreadable.values()
+            check_any_readable(recording, len(recording) - len(unreadable), problems)
+            num_episodes = len(earlier.rows)
+            return Conversion(num_episodes, num_episodes, {}, problems, list(recording.advice))
+
+        if writer_type.can_grow:
+            plan.resume(earlier)
+        elif readable or shared_forms(earlier) != shared_forms(plan):
+            # A resumed target would have a readable episode after later ones, or the fields of
+            # an earlier state of the source. All episodes are written again.
+            num_present = len(earlier.rows)
         else:
-            plan.resume(there)
-            plan.left_out = set(unread)
-            problems += unread.values()
-    while True:
-        chosen = recording
-        if kind.is_laid_out_first and plan.left_out:
-            chosen = recording.select(one for one in recording.ids if one not in plan.left_out)
-        with errors_of_target(path):
-            writer = kind(path, chosen, recording.metadata, options, plan)
-        num_present = max(num_present, writer.num_earlier)
-        try:
-            for episode in tqdm(chosen, desc="convert", unit=" episodes", disable=not progress):
-                if episode.id not in writer.written | writer.left_out:
-                    problem = damaged.get(episode.id) or _added(writer, episode)
-                    if problem is not None:  # damaged rows would have right checksums in the result
-                        problems.append(problem)
-                        with errors_of_target(path):
-                            writer.leave_out(episode)
-        finally:
-            with errors_of_target(path):
-                writer.close()
-        if not kind.is_laid_out_first or len(chosen) + len(plan.left_out) == len(recording):
-            break
-        plan.forget()
+            plan.resume(earlier)
+            plan.left_out = set(unreadable)
+            problems += unreadable.values()
+
+    writer, num_earlier = _write_episodes(job, plan, damaged, problems)
     unwritten = set(writer.left_out)
     check_any_readable(recording, len(recording) - len(unwritten), problems)
     for change, ids in writer.report.items():
         if change.startswith("the episode is left out"):
             unwritten.update(ids)
-    num_episodes = len(recording) - len(unwritten)
-    return Conversion(num_episodes, num_present, writer.report, problems, list(recording.advice))
+    return Conversion(
+        num_episodes=len(recording) - len(unwritten),
+        num_present=max(num_present, num_earlier),
+        changes=writer.report,
+        problems=problems,
+        advice=list(recording.advice),
+    )
 
 
-def _added(writer: ForeignWriter, episode: Episode) -> DataFileError | None:
+def _check_earlier(
+    job: _Job,
+    earlier: ConversionNote,
+    plan: ConversionNote,
+    is_complete: bool,
+) -> None:
+    """Check that an earlier target has the source and the options of this conversion.
+
+    `plan` takes the options of the note, which have the same effect.
+
+    Raises:
+        UsageError: The first difference.
+        DataFileError: An episode of the target cannot be read in the source any more.
+    """
+    if is_complete and not earlier.is_whole():
+        raise occupied(job.path, "a complete target whose note is damaged")
+
+    def effective(options: Mapping[str, Any]) -> Mapping[str, Any]:
+        recording = job.recording
+        return job.writer_type.effective(options, job.path, recording, recording.metadata)
+
+    check_same_note(earlier, plan, effective, job.path)
+    plan.options = earlier.options
+    with errors_of_target(job.path):
+        job.writer_type.check_files(job.path, earlier, is_complete)
+    check_same_rows(earlier, plan, job.recording, job.path, job.progress)
+
+
+def _write_episodes(
+    job: _Job,
+    plan: ConversionNote,
+    damaged: Mapping[str, DataFileError],
+    problems: list[RolloutDataError],
+) -> tuple[ForeignWriter, int]:
+    """Write the episodes that are not in the target yet; append unreadable ones to `problems`.
+
+    A format that chooses all places first begins again without the episodes that cannot be read.
+
+    Returns:
+        The closed writer, and the number of episodes that an earlier conversion had written.
+    """
+    recording = job.recording
+    num_earlier = 0
+    while True:
+        episodes = recording
+        if job.writer_type.is_laid_out_first and plan.left_out:
+            episodes = recording.select(name for name in recording.ids if name not in plan.left_out)
+        with errors_of_target(job.path):
+            writer = job.writer_type(job.path, episodes, recording.metadata, job.options, plan)
+        num_earlier = max(num_earlier, writer.num_earlier)
+
+        try:
+            bar = tqdm(episodes, desc="convert", unit=" episodes", disable=not job.progress)
+            for episode in bar:
+                if episode.id in writer.written or episode.id in writer.left_out:
+                    continue
+                # Damaged rows would get valid checksums in the target, so they are not copied.
+                problem = damaged.get(episode.id) or _add_episode(writer, episode)
+                if problem is not None:
+                    problems.append(problem)
+                    with errors_of_target(job.path):
+                        writer.leave_out(episode)
+        finally:
+            with errors_of_target(job.path):
+                writer.close()
+
+        if not job.writer_type.is_laid_out_first:
+            return writer, num_earlier
+        if len(episodes) + len(plan.left_out) == len(recording):
+            return writer, num_earlier
+        plan.forget()
+
+
+def _add_episode(writer: ForeignWriter, episode: Episode) -> DataFileError | None:
     """Write an episode; return the error of an episode that cannot be read."""
     try:
         with errors_of_target(writer.path):
@@ -203,7 +294,10 @@ def _added(writer: ForeignWriter, episode: Episode) -> DataFileError | None:
 
 @contextmanager
 def errors_of_target(path: Path) -> Iterator[None]:
-    """Turn what goes wrong in the block into a `TargetError`, except for callers' mistakes and errors of the source."""
+    """Convert errors of writing into a `TargetError`.
+
+    Errors of the source and invalid arguments stay as they are.
+    """
     try:
         yield
     except (UnreadableEpisode, UsageError, TargetError, UnansweredError):
@@ -212,7 +306,8 @@ def errors_of_target(path: Path) -> Iterator[None]:
         reason = _reason(cause)
         if reason is None:
             raise
-        error = TargetError("write", repr(str(path)), "a place that can be written", str(reason))
+        where = repr(str(path))
+        error = TargetError("write", where, "a place that can be written", str(reason))
         error.errno = _errno(reason)
         raise error from cause
 
@@ -228,21 +323,23 @@ def _errno(reason: BaseException | None) -> int | None:
 
 
 def _reason(error: Exception) -> BaseException | None:
-    """Return what an error says of a file that could not be written; None if it says something else."""
+    """Return the error of a file that could not be written; None if this is another error."""
     if isinstance(error, (DataFileError, BackgroundError, OSError)):
         return error
-    if isinstance(getattr(error, "errno", None), int):  # FFmpeg's
+    if isinstance(getattr(error, "errno", None), int):  # FFmpeg's errors
         return error
-    # torch.save fails once more after the error of the file.
+    # `torch.save` raises another error after the one of the file.
     return error.__context__ if isinstance(error.__context__, OSError) else None
 
 
-def _damaged(recording: Recording) -> dict[str, DataFileError]:
-    """Return the episodes of block files on this machine whose rows their checksums contradict: id -> error."""
-    found: dict[str, DataFileError] = {}
-    if recording.format == OWN and not isinstance(recording.path, RemotePath):
-        for block in BlockFolder.at(recording.path).blocks.values():
-            with suppress(FileNotFoundError):  # removed by retention: its episodes tell
-                for _, error in damaged_fragments(read_header(block.path)):
-                    found[f"{block.writer}:{error.trajectory}"] = error
-    return found
+def _damaged_episodes(recording: Recording) -> dict[str, DataFileError]:
+    """Return the episodes of local block files whose rows have wrong checksums: id -> error."""
+    damaged: dict[str, DataFileError] = {}
+    if recording.format != OWN or isinstance(recording.path, RemotePath):
+        return damaged
+    for block in BlockFolder.at(recording.path).blocks.values():
+        # Retention may remove a block meanwhile. Reading its episodes reports that.
+        with suppress(FileNotFoundError):
+            for _, error in damaged_fragments(read_header(block.path)):
+                damaged[f"{block.writer}:{error.trajectory}"] = error
+    return damaged

@@ -456,7 +456,7 @@ def test_a_target_that_is_a_link_to_nothing_is_refused_and_nothing_is_made(tmp_p
     target.parent.mkdir(parents=True)
     for where in (tmp_path / "nothing" / "here", target):  # the second one is a link to itself
         target.symlink_to(where)
-        with pytest.raises(UsageError, match="got a link to nothing") as error:
+        with pytest.raises(UsageError, match="got a link to a missing file") as error:
             convert(source, tmp_path / "made", name)
         assert repr(str(target)) in str(error.value)
         assert [*target.parent.iterdir()] == [target] and not (tmp_path / "nothing").exists()
