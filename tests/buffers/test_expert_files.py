@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,9 @@ def test_a_list_that_is_no_text_is_named(tmp_path: Path) -> None:
 def test_one_value_for_a_whole_motion_is_its_id(tmp_path: Path) -> None:
     loaded = load(tmp_path, lambda file: file["ep_0"].create_dataset("motion_id", data=7))
     assert loaded.motion_ids == [7]
+
+
+def test_motions_in_hdf5_need_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("pyarrow", "PIL"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert load(tmp_path, lambda file: None).lengths.tolist() == [4]
