@@ -18,7 +18,7 @@ NAMES ?=
 .PHONY: demo test test-gpu test-ray test-trainers test-readers lint docs bench soak fuzz clean help
 
 help:
-	@echo "make demo    learn, record, stream, clone: the whole library in a few minutes (open demo/report.html first)"
+	@echo "make demo    learn, record, stream, clone: the whole library in one to two minutes (open demo/report.html first)"
 	@echo "make test    all tests; those of the report page skip without a browser, on Debian:"
 	@echo "             apt-get install --no-install-recommends chromium fonts-dejavu-core"
 	@echo "make test-gpu  the tests marked gpu, on a CUDA device where there is one, else on the pretended one"

@@ -1,8 +1,8 @@
 """The main job, end to end: learn a task, record it, stream it back, learn from the recording.
 
-`make demo` runs it; `--quick` runs all of it in seconds, to see that it works, without learning much.
-Everything is written below `--out`: `data/` is the recording, `report.html` the page about it, to be opened first, and
-`report.png` the picture of what was learned.
+`make demo` runs it. `--quick` runs every step in seconds to show that the installation works; it learns little.
+Open `report.html` in the folder `--out` first: it is a page about the recording in `data/`.
+`report.png` shows how well the task was learned.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from rollout_data import RolloutDataError, RolloutDataset, RolloutWriter, Transi
 from rollout_data import report as write_report
 from rollout_data.tools.cli.command_line import main as command_line
 
-TASK = "InvertedDoublePendulum-v5"
-#: What the full run must show, or it exits with 1.
+#: A pole on a cart; the policy pushes the cart. PPO learns it in about 25 updates, faster than other MuJoCo tasks.
+TASK = "InvertedPendulum-v5"
+#: Smallest ratios of mean returns with which the full run exits with 0.
 MIN_EXPERT_OVER_RANDOM = 5.0
 MIN_CLONE_OVER_EXPERT = 0.9
-#: Training stops when the mean return of so many updates in a row is at least this; 9,359 is the most there is.
-NUM_GOOD_UPDATES, GOOD_RETURN = 6, 9_000.0
+#: Training stops after this number of consecutive updates with a mean return of at least `GOOD_RETURN`.
+NUM_GOOD_UPDATES = 3
+#: The largest possible return is 1,000: one for each step.
+GOOD_RETURN = 950.0
 DEFAULTS = Settings()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything."""
+    """Sizes of all steps."""
 
     ppo: Settings = DEFAULTS
-    num_trajectories: int = 96
+    num_trajectories: int = 64
     num_record_envs: int = 32
     num_stream_envs: int = 32
     num_stream_steps: int = 32
     num_passes: int = 12
-    num_episodes: int = 20
+    num_episodes: int = 10
 
 
 QUICK = Plan(ppo=replace(DEFAULTS, num_envs=8, num_updates=6), num_trajectories=48, num_record_envs=8, num_passes=2)
@@ -69,7 +72,7 @@ def learn(plan: Plan, report: Report) -> ActorCritic:
             return len(latest) == NUM_GOOD_UPDATES and min(latest) >= GOOD_RETURN
 
         expert = train(TASK, plan.ppo, note)
-    print(f"the expert's return was {np.mean(latest):.0f} in its last {len(latest)} updates")
+    print(f"the expert's mean return over the last {len(latest)} updates of training: {np.mean(latest):.0f}")
     return expert
 
 
@@ -240,6 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     random, best, copy = (episodes.returns.mean() for episodes in report.episodes.values())
     is_learned = best >= MIN_EXPERT_OVER_RANDOM * random and copy >= MIN_CLONE_OVER_EXPERT * best
+    print(f"mean return: random {random:.0f}, expert {best:.0f}, clone {copy:.0f}")
     print("the clone plays like the expert" if is_learned else "NOT LEARNED: see the table")
     return int(not is_learned)
 
