@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from rollout_data.blocks.block_header import open_block
 from rollout_data.trajectories.trajectory_replay_buffer import TrajectoryReplayBuffer
 from storage.errors import BackgroundError, CorruptFileError, DataFileError, RolloutDataWarning, UnsafeFileError
 from storage.live.monitors import PerformanceMonitor
@@ -80,6 +81,12 @@ def test_an_index_lists_exactly_the_files(tmp_path: Path) -> None:
     resumed = TrajectoryReplayBuffer(sample_window_size=100)
     resumed.load_checkpoint(tmp_path / "a")
     assert set((drawn(resumed, 300) // 10_000).tolist()) == {5, 6, 7}
+
+
+def test_trajectories_in_h5_are_our_block_files(tmp_path: Path) -> None:
+    filled(2).save_checkpoint(tmp_path)
+    block = open_block(tmp_path / "trajectory_1_w1.h5", verify=True)
+    assert block.num_frames == 3 * 2 and "rewards" in block.schema
 
 
 def test_an_auto_saved_folder_is_a_checkpoint_itself(tmp_path: Path) -> None:
