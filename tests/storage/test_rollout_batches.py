@@ -111,6 +111,15 @@ def test_batches_share_no_memory_with_the_storage_or_each_other():
     assert_same(before, after)
 
 
+def test_mini_batches_of_one_permutation_are_views():
+    storage = fill(make_storage())
+    storage.compute_returns(torch.zeros(4), 0.9, 0.9)
+    batches = list(storage.mini_batch_generator(2, 2, reshuffle="once"))
+    for first, again in zip(batches[:2], batches[2:], strict=True):
+        assert torch.equal(first.obs, again.obs)
+        assert first.obs.data_ptr() == again.obs.data_ptr()
+
+
 def test_wide_and_narrow_fields_of_every_dtype_come_back_exactly():
     shape = {
         "image": ((8, 8, 3), "uint8"),
