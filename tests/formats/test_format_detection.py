@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_data.formats.registry import FORMATS
-from tests.formats.cases import CASES, ROOT, load
+from tests.formats.cases import CASES, ROOT, load, open_case
 
 #: Module of each reader -> its format.
 READERS = {f"rollout_data.formats.{format.module}": name for name, format in FORMATS.items()}
@@ -43,3 +43,14 @@ def test_opening_a_path_imports_only_the_reader_of_its_format(path: Path) -> Non
 
 def test_a_format_refines_a_known_format_or_none() -> None:
     assert {format.refines for format in FORMATS.values()} <= {"", *FORMATS}
+
+
+@pytest.mark.parametrize("path", first_case_of_each_folder(), ids=lambda path: path.parent.name)
+def test_opening_and_reading_write_nothing_beside_the_data(path: Path) -> None:
+    case = load(path)
+    folder = (ROOT / case["path"]).parent
+    before = [(entry, entry.stat().st_mtime_ns) for entry in sorted(folder.rglob("*"))]
+    for episode in open_case(case):
+        for name in episode.schema:
+            episode.read(name)
+    assert [(entry, entry.stat().st_mtime_ns) for entry in sorted(folder.rglob("*"))] == before

@@ -21,6 +21,7 @@ import rollout_data
 from rollout_data import Episode
 from rollout_data.formats.block_episode_writer import OwnWriter
 from rollout_data.formats.registry import writer_class
+from rollout_data.tools.edit.pack_folder import pack_dataset
 from storage.core.locks import only_writer_of
 from storage.errors import UsageError
 from tests.formats.lerobot_sets import LeRobotSet, feature
@@ -638,3 +639,11 @@ def test_only_one_at_a_time_makes_a_new_folder(tmp_path, action):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     with pytest.raises(UsageError, match="a new or empty folder"):
         act()
+
+
+def test_only_one_at_a_time_packs_into_a_folder(tmp_path):
+    rollout_data.convert(demos(tmp_path / "source.hdf5"), tmp_path / "own", progress=False)
+    with only_writer_of(tmp_path / "made", "test"), pytest.raises(UsageError, match="another process or thread"):
+        pack_dataset(tmp_path / "own", tmp_path / "made")
+    pack_dataset(tmp_path / "own", tmp_path / "made")
+    assert len(rollout_data.open(tmp_path / "made")) == len(rollout_data.open(tmp_path / "own"))
