@@ -191,7 +191,7 @@ def test_no_outputs_at_all_may_be_declared(tmp_path):
         ({"": (7,)}, "cannot declare the shape of 'policy_outputs'.*got ''"),
         ({"logits": "seven"}, "cannot declare the shape of 'policy_outputs/logits'"),
         ({"logits": ((7,), "float31")}, "cannot declare the field 'policy_outputs/logits'.*'float31'"),
-        ({"logits": ((7,), "complex64")}, "cannot store the dtype 'policy_outputs/logits'.*complex64"),
+        ({"logits": ((7,), "complex64")}, "cannot declare the field 'policy_outputs/logits'.*'complex64'"),
     ],
 )
 def test_what_is_no_declaration_is_refused(outputs, text):
