@@ -83,6 +83,15 @@ def test_other_tools_read_the_files(tmp_path: Path, saved: dict[str, bytes]) -> 
     assert len(saved["a.pt.lz4"]) < 30_000 < len(saved["a.pt"])
 
 
+def test_tensors_that_share_memory_are_stored_once(tmp_path: Path) -> None:
+    weight = torch.arange(100_000.0)
+    with AsyncCheckpointSaver() as saver:
+        saver.save_async({"encoder": weight, "tied": weight, "view": weight[10:20]}, tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").stat().st_size < 1.1 * weight.nbytes
+    loaded = load_checkpoint(tmp_path / "a.pt")
+    assert loaded["tied"].data_ptr() == loaded["encoder"].data_ptr()
+
+
 def test_files_of_torch_save_are_read_too(tmp_path: Path) -> None:
     torch.save(example(), tmp_path / "torch.pt")
     assert equal(load_checkpoint(tmp_path / "torch.pt"), example())
