@@ -305,3 +305,25 @@ def test_the_commands_edit_and_undo(walk: Path, capsys) -> None:
     assert "2 dropped (2 by edits)" in capsys.readouterr().out
     assert main(["drop", str(walk), "--undo", "a:1"]) == 0 and ids(walk) == every - {"a:2"}
     assert main(["pack", str(walk), "--in-place", "--block-mb", "0"]) == 2 and "block_bytes" in capsys.readouterr().err
+
+
+def test_a_tag_of_none_states_that_a_value_is_unknown(tmp_path: Path) -> None:
+    with RolloutWriter(tmp_path, 1, durable=False) as writer:
+        said = {"task": "pick", "success": True}
+        writer.add(observation=np.zeros((1, 2)), action=np.zeros((1, 1)), done=[True], episode=[said])
+    tag(tmp_path, 0, success=None)
+    (episode,) = rollout_data.open(tmp_path)
+    assert (episode.success, episode.task) == (None, "pick")
+    untag(tmp_path)
+    assert rollout_data.open(tmp_path)[0].success is True
+
+
+def test_a_stream_plays_other_trajectories_from_its_next_look_on(walk: Path) -> None:
+    every = {number_of(one) for one in rollout_data.open(walk).ids}
+    dataset = RolloutDataset(walk, 1, device="cpu", dataset_loops=2)
+    begun = [int(dataset.get_batch(1).observation.reshape(-1)[0])]
+    drop(walk, GONE)
+    while (batch := next(dataset, None)) is not None:
+        begun += batch.observation[batch.is_first].reshape(-1)[:1].int().tolist()
+    gone = {number_of(one) for one in GONE}
+    assert sorted(begun) == sorted([*every, *(every - gone)])

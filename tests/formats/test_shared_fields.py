@@ -87,6 +87,14 @@ def test_names_that_do_not_fit_their_key_are_ignored(tmp_path, text):
     assert {*rollout_data.open(tmp_path / "x.hdf5")[0].observation} == {"images_front", "images_wrist", "state"}
 
 
+def test_next_observations_are_left_out_of_robomimic_on_request(tmp_path):
+    source = record(tmp_path / "ours", [4, 3])
+    convert(source, tmp_path / "x.hdf5", "robomimic", next_obs=False)
+    with h5py.File(tmp_path / "x.hdf5") as file:
+        assert "obs" in file["data/demo_0"] and "next_obs" not in file["data/demo_0"]
+    assert [len(one) for one in rollout_data.open(tmp_path / "x.hdf5")] == [4, 3]
+
+
 def test_an_episode_without_an_end_has_every_dataset_in_robomimic(tmp_path):
     source = record(tmp_path / "ours", [4, 3], is_open=True)
     changes = convert(source, tmp_path / "x.hdf5", "robomimic").changes
