@@ -29,7 +29,7 @@ help:
 	@echo "make docs    build the site of README, guides and docstrings in out/site"
 	@echo "make bench   all benchmarks against the limit and the installable peers (NAMES='playback record' for some)"
 	@echo "make soak    the long tests: kill -9, flipped bits, two collectors and two learners for SOAK_S=$(SOAK_S) seconds"
-	@echo "make fuzz    the property tests with many more examples"
+	@echo "make fuzz    the property tests with many more examples, and all combinations of parameters"
 	@echo "make clean   remove the environments and everything generated"
 
 # The packages of the S3 tests ask for an older python-dateutil than is pinned, and run with it: hence --no-deps.
@@ -104,7 +104,7 @@ soak: $(READY)
 	SOAK_S=$(SOAK_S) $(VENV)/bin/python -m pytest -m soak --timeout=0 -s
 
 fuzz: $(READY)
-	$(VENV)/bin/python -m pytest -m hypothesis --hypothesis-profile=fuzz --timeout=0
+	$(VENV)/bin/python -m pytest -m "hypothesis or each_value or thorough" --hypothesis-profile=fuzz --timeout=0
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(TRAINERS_VENV) .venv-readers-* out demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -54,7 +54,7 @@ class Plan:
     num_measured: int = 5
 
 
-QUICK = Plan(num_episodes=32, num_envs=16, num_epochs=1, num_test_episodes=20, num_measured=1)
+QUICK = Plan(num_episodes=16, num_envs=8, num_epochs=1, num_test_episodes=8, num_measured=1)
 Act = Callable[[list[Any]], np.ndarray]
 
 

@@ -1,5 +1,9 @@
-"""Shared by all tests: profiles for the property tests, and a pretended GPU for the tests that need one."""
+"""Shared by all tests: the number of examples and combinations, and a pretended GPU for tests that need one.
 
+`make test` runs a part of the examples and combinations. `make fuzz` runs all of them, and many more examples.
+"""
+
+import gc
 import os
 import signal
 import tempfile
@@ -15,9 +19,13 @@ from tests.pretend_cuda import PretendCuda
 # Processes that tests start keep what they compile; to compile the library anew takes each half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+#: Share of the examples in `@settings` that a test runs by default. A third of them found the same planted faults.
+DEFAULT_SHARE = 1 / 3
+#: No test runs fewer examples than this, unless its `@settings` ask for fewer.
+MIN_EXAMPLES = 5
 #: `make fuzz` multiplies the number of examples of each test by this.
 FUZZ_FACTOR = 20
-#: Where hypothesis keeps what `@settings` asked for; a test that did not ask follows the profile.
+#: Attribute in which hypothesis keeps the `@settings` of a test. A test without it follows the profile.
 ASKED = "_hypothesis_internal_use_settings"
 
 #: Operations after which an event of the late device completes: more than two calls have.
@@ -25,21 +33,81 @@ LATENESS = 100
 
 # A busy machine is no reason to fail.
 BUSY = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("default", derandomize=True, **BUSY)
+settings.register_profile("default", max_examples=round(100 * DEFAULT_SHARE), derandomize=True, **BUSY)
 settings.register_profile("fuzz", max_examples=100 * FUZZ_FACTOR, **BUSY)
 settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     is_fuzz = config.getoption("--hypothesis-profile") == "fuzz"
+    scaled = set()
     for item in items:
         if item.get_closest_marker("real_gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-        asked = getattr(getattr(item, "obj", None), ASKED, None)
-        if is_fuzz and asked is not None:
-            # A method's attributes are its function's.
-            test = getattr(item.obj, "__func__", item.obj)
+        # A method's attributes are its function's; all parameters of a test share one function.
+        test = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
+        asked = getattr(test, ASKED, None)
+        if asked is None or test in scaled:
+            continue
+        scaled.add(test)
+        if is_fuzz:
             setattr(test, ASKED, settings(asked, max_examples=FUZZ_FACTOR * asked.max_examples, derandomize=False))
+        else:
+            fewer = max(round(DEFAULT_SHARE * asked.max_examples), min(MIN_EXAMPLES, asked.max_examples))
+            setattr(test, ASKED, settings(asked, max_examples=fewer))
+    if not is_fuzz:
+        deselect_combinations(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the imported modules and collected tests from garbage collection.
+
+    A full collection took 0.4 s beside 9,500 collected tests; some tests call it several times.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def deselect_combinations(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test marked `each_value`, keep a few combinations that contain every value of every parameter."""
+    combinations: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("each_value"):
+            combinations.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    deselected = set()
+    for candidates in combinations.values():
+        deselected |= set(candidates) - set(covering(candidates))
+    if deselected:
+        config.hook.pytest_deselected(items=[item for item in items if item in deselected])
+        items[:] = [item for item in items if item not in deselected]
+
+
+def covering(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return items that contain all parameter values of `items`, those with most new values first."""
+    values = {item: parameter_values(item) for item in items}
+    missing = set().union(*values.values())
+    chosen = []
+    while missing:
+        best = max(items, key=lambda item: len(values[item] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen
+
+
+def parameter_values(item: pytest.Item) -> set[tuple[object, ...]]:
+    """Return one entry per `parametrize` mark and per parametrized fixture of an item.
+
+    Arguments that one mark sets together are one value: each row of a table runs.
+    """
+    parameters = dict(item.callspec.params)
+    values = set()
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+        values.add((*names, *(id(parameters.pop(name)) for name in names)))
+    for name, value in parameters.items():
+        values.add((name, id(value)))
+    return values
 
 
 @pytest.fixture

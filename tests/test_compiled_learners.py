@@ -186,6 +186,7 @@ def assert_one_graph(batches: Iterator[Any]) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage, ActionLabelRollout])
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_a_compiled_learner_takes_mini_batches_as_one_graph(kind: type, generator: str) -> None:

@@ -24,6 +24,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 STORES = [name for name in CALLS if name != "TrajectoryReplayBuffer"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STORES)
 def test_a_copy_goes_on_like_its_store_and_alone(name: str, way: str) -> None:

@@ -92,7 +92,7 @@ def test_demo_and_test_install_what_they_need_first(target: str, last: str) -> N
     ("target", "tools"),
     [
         ("lint", ["-m ruff check", "-m mypy"]),
-        ("fuzz", ["-m pytest -m hypothesis --hypothesis-profile=fuzz"]),
+        ("fuzz", ["-m pytest -m", "hypothesis or each_value or thorough", "--hypothesis-profile=fuzz"]),
         ("soak", ["-m pytest -m soak"]),
         ("docs", ["-m mkdocs build"]),
     ],

@@ -203,6 +203,7 @@ def managed() -> dict[str, list[Call]]:
 CALLS = rings() | rollouts() | managed()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("turn", ["first calls", "last calls", "every other call", "all calls"])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_in_inference_mode_give_what_they_give_outside(name: str, turn: str) -> None:

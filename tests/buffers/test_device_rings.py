@@ -85,6 +85,7 @@ def filled(capacity: int, num_lanes: int, finals: str, end_share: float = 0.2) -
     return buffer, steps
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("at_end", ["exclude", "mark"])
 @pytest.mark.parametrize("finals", ["never", "sometimes", "always"])
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -119,6 +120,7 @@ def test_frames_of_transitions_stay_in_their_trajectory_on_a_device() -> None:
             assert later == [*expected, lane * 1000 + (last + 0.25 if is_end else stop)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("at_end", ["exclude", "mark"])
 @pytest.mark.parametrize("has_finals", [False, True])
 @pytest.mark.parametrize("start_mode", ["uniform", "trajectory"])

@@ -80,6 +80,7 @@ def unflat(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("kind", list(makers()))
 def test_no_later_sample_writes_into_an_earlier_one(kind: str, contiguous: bool) -> None:

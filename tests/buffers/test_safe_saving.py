@@ -165,6 +165,7 @@ def test_a_disk_that_is_full_for_real_does_not_kill_the_process(tmp_path: Path) 
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["external", "soft", "virtual", "outside", "chunks", "group", "text"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_data_that_is_not_plainly_in_the_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
@@ -204,6 +205,7 @@ def test_data_that_is_not_plainly_in_the_file_is_refused(tmp_path: Path, name: s
     assert isinstance(caught.value, UnsafeFileError) == (kind in ("external", "soft", "virtual", "outside"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("what", ["pipe", "device", "folder", "missing"])
 @pytest.mark.parametrize("name", ["rollout", "dict", "expert", "z", "manager"])
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path, name: str, what: str) -> None:
@@ -255,6 +257,7 @@ def load_with_little_memory(folder: Path, keeps_checksum: bool) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keeps_checksum", [True, False])
 @pytest.mark.parametrize("name", FORGED)
 def test_a_config_that_declares_much_takes_no_memory(tmp_path: Path, name: str, keeps_checksum: bool) -> None:

@@ -61,6 +61,7 @@ def test_a_state_that_does_not_fit_changes_nothing(name: str, wrong: str) -> Non
     assert equal(before, buffer.state_dict())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("value", [None, "nonsense", -1, [], {"a": 1}, float("inf"), float("nan"), 1 << 44, 1 << 60])
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_config_entry_of_a_wrong_kind_is_reported_or_means_something(

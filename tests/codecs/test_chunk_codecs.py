@@ -53,6 +53,7 @@ def test_lossless_chains_give_back_every_bit(name, array):
     assert len(chunk) <= array.nbytes + 1, "what does not shrink is stored plain"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", ["u1", "<f4"])
 @pytest.mark.parametrize("packer", STAGES["packer"])
 def test_no_chunk_is_shorter_than_readers_believe(packer, dtype):

@@ -69,6 +69,7 @@ def test_blocks_are_hard_links_and_copies_where_there_can_be_none(walk: Path, tm
     assert not any(path.samefile(walk / path.name) for path in (tmp_path / "copied").glob("rollout_?_0*.h5"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["merge", "split", "repair"])
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOSPC])
 def test_an_error_of_a_link_is_one_of_the_source_or_of_the_target(

@@ -200,6 +200,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataErro
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("call", [merged, divided, repaired, converted])
 @pytest.mark.parametrize("name", SOURCES)
 def test_each_call_takes_the_same_sources(place: Path, tmp_path: Path, name: str, call: Any) -> None:

@@ -26,11 +26,11 @@ def test_the_example_prints_sizes_throughput_and_returns_and_draws_them(tmp_path
         assert all(float(figure.replace(",", "")) > 0 for figure in rows[name].split()[-2:])
     shares = {name: int(rows[name].split()[-1][:-1]) for name in ("random", "expert", "clone, from images")}
     assert (shares["random"], shares["expert"]) == (0, 100) and shares["clone, from images"] <= 100
-    assert rows["expert"].split()[-2] == "20"
+    assert rows["expert"].split()[-2] == "8"
     assert (tmp_path / "demo" / "visuomotor_cloning.png").stat().st_size > 30_000
     dataset = WindowDataset(tmp_path / "demo" / "visuomotor" / "data", delta={"observation": (-2, 0)}, padding="repeat")
     window = dataset[1]["observation"]
-    assert len(dataset) == 32 * 50 and window["rgb"].shape == (2, 64, 64, 3) and window["depth"].shape == (2, 64, 64)
+    assert len(dataset) == 16 * 50 and window["rgb"].shape == (2, 64, 64, 3) and window["depth"].shape == (2, 64, 64)
 
 
 @pytest.fixture

@@ -113,6 +113,7 @@ def flat(step):
     return {name: value for name, value in tensors.items() if not name.startswith("final")}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", golden.DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (1500,)])
 def test_every_dtype_and_shape_comes_back_with_the_same_bytes(tmp_path, dtype, shape):

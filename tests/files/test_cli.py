@@ -149,6 +149,7 @@ def test_repair_of_an_unreadable_block_keeps_the_other_blocks(tmp_path, capsys):
     assert not report.problems and report.num_trajectories < len(good)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("block_mb", [1, 1024])
 def test_pack_keeps_every_trajectory_and_makes_it_contiguous(tmp_path, capsys, in_place, block_mb):

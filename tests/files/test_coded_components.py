@@ -21,6 +21,7 @@ from tests.files import coded
 from tests.files.readback import blocks_of, field_values, trajectories_of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cache", ["none", "ram", "device"])
 @pytest.mark.parametrize("num_steps", [None, 1, 3, 7, 20])
 def test_batches_of_components_are_those_of_the_raw_recording(folders, cache, num_steps):
@@ -165,6 +166,7 @@ def test_pack_copies_chunks_and_joins_blocks_that_auto_coded_differently(tmp_pat
     assert coded.max_errors(packed) == coded.max_errors(data), "nothing was quantized twice"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("with_final", ["a", "b"])
 @pytest.mark.parametrize("kinds", [("whole", "coarse"), ("coarse", "whole"), ("whole", "noise"), ("noise", "whole")])
 def test_pack_keeps_final_observations_that_only_one_of_two_codings_has(tmp_path, kinds, with_final):

@@ -64,6 +64,7 @@ def test_a_damaged_chunk_is_found_by_verify_and_given_up_by_repair(folder, capsy
         assert (one.finals is None) == (same.finals is None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dataset", [read_envs, read_windows], ids=["RolloutDataset", "WindowDataset"])
 @pytest.mark.parametrize("name", coded.CODECS)
 def test_a_flipped_bit_of_a_chunk_is_an_error_of_whoever_decodes_it(folder, name, dataset):
@@ -256,6 +257,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_sums", [True, False])
 @pytest.mark.parametrize("edit", EDITS, ids=[edit.__name__ for edit in EDITS])
 def test_hostile_tables_of_chunks_are_one_error_without_memory(folders, tmp_path, edit, has_sums):

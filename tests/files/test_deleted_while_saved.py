@@ -47,6 +47,7 @@ def names_of(ranks):
     return {str(one) for rank in ranks for one in rank.problems}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("options", [{}, {"cache": "ram"}, {"dataset_loops": 3}, {"refresh_s": 0.0}], ids=str)

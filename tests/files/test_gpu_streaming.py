@@ -34,6 +34,7 @@ def equal_batches(batch, other):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("with_final", [False, True])
 @pytest.mark.parametrize("num_steps", [1, 24])
 @pytest.mark.parametrize("cache", ["ram", "device"])

@@ -99,6 +99,7 @@ def test_what_is_new_is_dealt_next_and_the_rest_of_the_pass_after_it(
         dataset.get_batch(num_steps)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reading", ["direct", "prefetch", "loader", "ram"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_frame_comes_once_in_a_pass_beside_writers_however_it_is_read(tmp_path, reading, shuffle):

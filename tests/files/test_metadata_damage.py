@@ -45,6 +45,7 @@ def opened(data_dir, **options):
     return RolloutDataset(data_dir, 1, device="cpu", **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_cache", [True, False])
 @pytest.mark.parametrize("what", FLIPS)
 def test_the_blocks_are_read_and_the_file_is_named(tmp_path, what, has_cache):

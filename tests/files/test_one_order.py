@@ -98,6 +98,7 @@ class LiveFolder:
             self.blocks.pop(number).unlink()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("refresh_s", [None, 0.0])
 @pytest.mark.parametrize(("shuffle", "latest"), [(False, 0), (True, 0), (True, NUM_ENVS)])
@@ -156,6 +157,7 @@ def test_uneven_shares_of_a_state_are_given_by_its_number_of_envs(tmp_path):
         RolloutDataset(tmp_path, 3, device="cpu", shard=(0, 4)).load_state_dict(state)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("plain", [True, False], ids=["DataLoader", "loader"])
 def test_workers_take_turns_and_the_start_method_makes_no_difference(tmp_path, context, plain):

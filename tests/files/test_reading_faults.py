@@ -274,7 +274,9 @@ def test_a_stale_index_cache_of_other_files_with_the_same_names_is_not_believed(
     assert dataset.source.snapshot().index.lengths.tolist() == [9, 3]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(8, 40))]
+)
 def test_a_flipped_bit_in_the_index_cache_hides_nothing(tmp_path, seed):
     record_blocks(tmp_path)
     cache = tmp_path / INDEX_CACHE_NAME

@@ -29,6 +29,7 @@ def numbered(shape, dtype):
     return (values % 2).bool() if dtype == torch.bool else (values % 100).to(dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", sorted(DTYPES))
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5)])
 def test_every_dtype_and_shape_comes_back_exactly(tmp_path, name, shape):

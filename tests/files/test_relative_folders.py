@@ -38,6 +38,7 @@ def same(one, another):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("folders", ["walk", ["walk"], [Path("walk")]])
 def test_a_dataset_stays_where_it_was_also_if_it_is_opened_later(elsewhere, folders, monkeypatch):
     expected = drain(RolloutDataset(Path("walk").absolute(), 1, device="cpu"), 4)

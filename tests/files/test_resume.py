@@ -213,6 +213,7 @@ def test_a_pickled_dataset_starts_from_the_beginning(tmp_path):
     assert dataset.get_batch(1).observation[0, 0, 1] == 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
 def test_only_the_first_epoch_of_a_loader_continues_a_state(tmp_path, num_workers, persistent, copied):

@@ -59,6 +59,7 @@ def steps_of(folder: Path) -> list[int]:
     return sorted(int(windows[number]["observation"].flatten()[0]) for number in range(len(windows)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("limits", "least", "most"),
     [

@@ -357,6 +357,7 @@ def on_a_gpu(make):
 ON_A_GPU = ["isaac lab", "privileged", "maniskill", "rsl_rl", "old rsl_rl", "legged_gym", "tensors, next step"]
 
 
+@pytest.mark.each_value
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_A_GPU)
 @pytest.mark.parametrize("lateness", [0, 6])

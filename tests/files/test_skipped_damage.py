@@ -70,6 +70,7 @@ def test_by_default_a_damaged_chunk_is_an_error_that_names_it(damaged, cache, re
     assert set(frames) >= set(before) if cache == "none" else not frames
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cache", ["none", "ram"])
 @pytest.mark.parametrize("reading", ["direct", "prefetch", "loader", "workers"])
 def test_skipping_costs_the_damaged_trajectory_alone(damaged, cache, reading):

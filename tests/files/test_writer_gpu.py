@@ -96,6 +96,7 @@ def test_memory_on_the_host_may_change_after_a_step_with_tensors_on_a_gpu(any_de
     assert equal_recordings(tmp_path / "cpu", tmp_path / "gpu") >= NUM_ENVS
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("end", ["add", "flush", "close", "num_frames", "add_rollout", "host step"])
 def test_an_error_of_a_step_from_a_gpu_comes_late_and_costs_that_step_alone(any_device, tmp_path, end):
     steps = [{name: value for name, value in step.items() if name != "infos"} for step in steps_of(6)]
@@ -164,6 +165,7 @@ def test_tensors_on_a_gpu_are_recorded_like_those_on_the_cpu(tmp_path):
         assert (got.finals is None) == (expected.finals is None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("call", ["close", "flush", "add"])
 def test_a_ctrl_c_loses_and_repeats_no_step_that_is_on_its_way(any_device, tmp_path, monkeypatch, call):
     put = Staging.put

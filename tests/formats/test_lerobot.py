@@ -190,6 +190,7 @@ def sample(tmp_path: Path, name: str) -> Path:
     return tmp_path / "copy"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("damage", ["missing", "a folder", "empty", "a playlist", "cut", "another codec", "flipped"])
 @pytest.mark.parametrize("version", ["lerobot_v3/video_h264", "lerobot_v21/groot_video"])
 def test_a_damaged_video_costs_its_camera_in_its_episodes_only(tmp_path: Path, version: str, damage: str) -> None:

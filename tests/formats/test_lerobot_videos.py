@@ -111,6 +111,7 @@ def test_video_files_of_one_episode_are_copied_as_they_are(tmp_path: Path, versi
 STARTS = np.cumsum([0, *LENGTHS[:-1]]).tolist()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("key_frames", "options", "copied"),
     [

@@ -385,6 +385,7 @@ UNUSUAL_LANGUAGE: dict[str, Callable[[int, int], pa.Array]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_through_ours", [False, True])
 @pytest.mark.parametrize("name", ["language_events", "subtask"])
 @pytest.mark.parametrize("kind", UNUSUAL_LANGUAGE)

@@ -113,7 +113,7 @@ def check_same(mine: Any, theirs: Any, where: str) -> None:
 def test_ours_as_x_is_ours(tmp_path_factory, name):
     numbers = count()
 
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=4, deadline=None)
     @given(plan=recordings())
     def check(plan: dict[str, Any]) -> None:
         folder = tmp_path_factory.mktemp(f"{name}_{next(numbers)}")

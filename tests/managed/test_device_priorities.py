@@ -51,6 +51,7 @@ def test_rows_are_drawn_in_proportion_to_their_weights_on_a_device(alpha: float)
     assert set(counts) <= set(range(300)) - set(range(0, 300, 7))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("max_top", [16, 64, 1 << 22])
 @pytest.mark.parametrize("num", [1, 500])
 def test_a_tree_of_any_depth_draws_no_place_without_weight_on_a_device(

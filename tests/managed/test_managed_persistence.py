@@ -57,6 +57,7 @@ def play(buffer: Any, num_samples: int) -> list[Any]:
     return seen
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [NaiveReplayBuffer, AdvancedReplayBuffer, EpisodeReplayBuffer])
 @pytest.mark.parametrize("way", ["state", "folder", "registry"])
 def test_what_is_loaded_gives_the_same_next_hundred_samples(kind: Any, way: str, tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def names_of(loader):
     return [int(name) for batch in loader for name in batch["observation"][:, 0, 2]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("weights", [None, [1, 5]])
 def test_a_window_that_is_gone_leaves_the_order_of_the_rest(tmp_path, num_ranks, weights):

@@ -13,6 +13,7 @@ from unittest import mock
 
 import h5py
 import numpy as np
+import pytest
 
 import rollout_data
 from rollout_data import Episode
@@ -33,6 +34,12 @@ TARGETS: dict[str, tuple[str, str, Mapping[str, Any]]] = {
     "rollout-data": ("rollout-data", "set", {}),
 }
 IN_HDF5 = ("robomimic", "isaaclab", "minari", "d4rl")
+#: Targets that keep and compare their note by the same code as another target.
+_SHARING = ("isaaclab", "d4rl", "lerobot 2.1", "rlinf")
+#: Runs a test for one target of each code, and for all targets with `make fuzz`.
+every_target = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.thorough) if name in _SHARING else name for name in TARGETS]
+)
 
 
 class Stop(BaseException):

@@ -21,16 +21,15 @@ from storage.errors import UsageError
 from tests.recordings.conversions import (
     IN_HDF5,
     NOTE,
-    TARGETS,
     content,
     convert,
     demos,
+    every_target,
     place,
     stop_after_three,
     values,
 )
 
-every_target = pytest.mark.parametrize("name", TARGETS)
 states = pytest.mark.parametrize("make", [convert, stop_after_three], ids=["complete", "stopped"])
 
 
@@ -64,6 +63,7 @@ def files_of(target: Path) -> Iterator[Path]:
             yield path
 
 
+@pytest.mark.each_value
 @states
 @every_target
 def test_a_file_that_was_cut_changed_or_removed_is_named_and_nothing_is_written(tmp_path, name, make):
@@ -163,6 +163,7 @@ def test_episodes_that_were_removed_from_a_target_of_ours_stay_removed(tmp_path,
         assert content(target) == before and len(rollout_data.open(target)) == num_left
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("edit", ["drop", "keep", "tag", "prune", "pack"])
 @pytest.mark.parametrize("make", ["complete", "stopped"])
 def test_episodes_that_were_removed_stay_removed_when_others_are_added(tmp_path, edit, make):

@@ -27,7 +27,7 @@ def test_a_conversion_killed_at_some_calls_is_resumed(tmp_path, name):
     calls = calls_of(source, tmp_path / "whole", name)
     assert set(WINDOWS[name]) <= set(calls)
     whole = values(place(tmp_path / "whole", name))
-    chosen = {*range(0, len(calls), max(1, len(calls) // 4))}
+    chosen = {*range(0, len(calls), max(1, len(calls) // 2))}
     for window in WINDOWS[name]:
         chosen |= {calls.index(window), len(calls) - 1 - calls[::-1].index(window)}
     for number in sorted(chosen):

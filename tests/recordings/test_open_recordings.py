@@ -287,6 +287,7 @@ def test_repair_takes_no_part_of_a_block_that_was_written_later(tmp_path: Path) 
     assert rollout_data.open(tmp_path / "all").ids == ["a:0", "a:1", "later:0"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize(
     ("to", "options"),

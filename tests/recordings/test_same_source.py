@@ -35,6 +35,7 @@ from tests.recordings.conversions import (
     content,
     convert,
     demos,
+    every_target,
     in_child,
     place,
     remove_note,
@@ -44,8 +45,6 @@ from tests.recordings.conversions import (
 )
 from tests.recordings.sets import state
 
-every_target = pytest.mark.parametrize("name", TARGETS)
-
 
 def other_rows(path: Path, episode: int = 1, num_episodes: int = 6) -> Path:
     """Write a source of the same names and lengths; one value of one episode differs."""
@@ -54,7 +53,7 @@ def other_rows(path: Path, episode: int = 1, num_episodes: int = 6) -> Path:
     return demos(path, num_episodes, more={episode: {"obs/low": rows}})
 
 
-@every_target
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_stopped_conversion_is_resumed_as_if_it_had_never_stopped(tmp_path, name):
     source = demos(tmp_path / "source.hdf5")
     convert(source, tmp_path / "whole", name)

@@ -14,19 +14,18 @@ import rollout_data
 from storage.errors import RolloutDataError, TargetError
 from tests.recordings.conversions import (
     LENGTHS,
-    TARGETS,
     FullDisk,
     calls_of,
     convert,
     demos,
+    every_target,
     in_child,
     place,
     values,
 )
 
-every_target = pytest.mark.parametrize("name", TARGETS)
 
-
+@pytest.mark.each_value
 @every_target
 @pytest.mark.parametrize("folder", ["file/in", "x" * 300, "/proc/made"])
 def test_a_place_where_nothing_can_be_written_is_an_error_that_names_it(tmp_path, name, folder):

@@ -109,9 +109,11 @@ OF_ROWS = ("stream", "windows that skip", "recording")
 @pytest.mark.parametrize(
     ("place", "way"), [*(("pushed/walk", way) for way in WAYS), *(("walk", way) for way in OF_ROWS)]
 )
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))])
 def test_whatever_request_is_the_first_that_is_refused_the_result_is_whole_or_one_error(
-    folders, monkeypatch, tmp_path, capsys, place, way
+    folders, monkeypatch, tmp_path, capsys, place, way, first
 ):
+    """Every third request is refused in turn, from number `first` on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     LaggingFileSystem.start(folders, 0.0)
     with warnings.catch_warnings():
@@ -119,7 +121,7 @@ def test_whatever_request_is_the_first_that_is_refused_the_result_is_whole_or_on
         expected = WAYS[way](f"lagging://{place}", capsys)
         num_requests = len(LaggingFileSystem.requests)
         assert num_requests > 2
-        for number in range(num_requests):
+        for number in range(first, num_requests, 3):
             LaggingFileSystem.start(folders, 0.0)
             LaggingFileSystem.fails = expiring = Expiring(number)
             try:

@@ -84,6 +84,7 @@ def played(url: str, **options) -> RolloutDataset:
     return RolloutDataset(url, 2, device="cpu", remote=OPTIONS, num_transitions_per_env=5, **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("error", REFUSALS.values(), ids=REFUSALS)
 @pytest.mark.parametrize("moment", ["listing", "headers", "playing", "windows"])
 def test_a_refusal_of_any_file_system_is_one_error_that_names_it_and_is_not_repeated(folder, moment, error):
@@ -106,6 +107,7 @@ def test_a_refusal_of_any_file_system_is_one_error_that_names_it_and_is_not_repe
     assert far.num_lost_trajectories == 0 and far.problems == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("loops", [1, 2, 0])
 @pytest.mark.parametrize(
     "options", [{}, {"on_error": "skip"}, {"refresh_s": 0.0}, {"keep_latest_n_trajs": 50}, {"cache": "ram"}], ids=str
@@ -260,6 +262,7 @@ def after(num_requests: int):
     return lambda path, start, stop: stop is not None and next(left, None) is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("error", [REFUSALS["permission"], ConnectionError(EXPIRED)], ids=["refused", "unanswered"])
 @pytest.mark.parametrize("to", ["rollout-data", "trajectory-folders", "minari", "d4rl", "robomimic", "lerobot"])
 def test_a_conversion_that_its_store_stops_raises_and_is_resumed(tmp_path, to, error):

@@ -63,7 +63,7 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("way", ["windows", "playback", "cache", "header", "verify"])
-@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [4096, pytest.param(1 << 20, marks=pytest.mark.thorough)])
 def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(folder, tmp_path, lie, way, chunk_bytes):
     if way == "header" and lie == "shifted":
         pytest.skip("small blocks are opened by one request, which begins at 0")
@@ -89,6 +89,7 @@ def test_other_bytes_than_were_asked_for_are_an_error_and_never_data(folder, tmp
         assert "checksum" in str(found.value) and "rollout_" in str(found.value)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("options", [{}, {"cache": "ram"}, {"num_envs": 1}], ids=str)
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
@@ -176,6 +177,7 @@ def fetched(folder, way, options) -> int:
     return sum(stop - start for _, start, stop in LaggingFileSystem.requests if stop)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", GROWTH)
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 16, 1 << 20])
@@ -214,6 +216,7 @@ def short_episodes(tmp_path_factory):
     return root
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", WHOLE_WAYS)
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
 def test_whole_short_episodes_of_narrow_rows_cost_at_most_a_twentieth_more(
@@ -379,6 +382,7 @@ def test_rows_of_a_block_that_was_replaced_do_not_pass_with_the_checksums_of_the
             assert observation.max() < 10_000
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("way", ["windows", "playback", "endless playback", "recording"])
 def test_checksums_that_vanish_are_an_error_and_no_block_that_vanished(many_pieces, tmp_path, way, on_error):

@@ -77,6 +77,7 @@ def test_requests_that_hang_are_given_up_and_sent_again(folder):
     fail_by(lambda *request: None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("act", [refuse, hang], ids=["fails", "hangs"])
 @pytest.mark.parametrize("read", ["open", "windows", "playback"])
 def test_what_never_comes_is_one_error_within_the_time_of_all_attempts(folder, read, act):

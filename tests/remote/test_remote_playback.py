@@ -36,6 +36,7 @@ def both(folder, url, **options):
     return RolloutDataset(folder, **given), RolloutDataset(url, remote=small, **given)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"cache": "ram"}, {"starting_frame_range": (0, 9)}], ids=str)
 @pytest.mark.parametrize("num_steps", [1, 7])
 def test_batches_are_those_of_the_local_files(folder, num_steps, options):

@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
     return uneven(tmp_path_factory.mktemp("remote") / "walk")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_epoch_gives_every_window_once_and_as_from_the_local_files(folder, form, shuffle):
@@ -250,6 +251,7 @@ def anchors(batches):
     return [batch["action"][:, 0, 0].int().tolist() for batch in batches]
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 20])
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -73,6 +73,7 @@ def assert_same_columns(mine: Any, other: Any) -> None:
             assert torch.equal(found[name].cpu(), value), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_on_device", [False, True])
 def test_host_tensors_may_change_after_they_were_added(kind: type, is_on_device: bool) -> None:
@@ -125,6 +126,7 @@ def returns_of(device: str, gamma: Any, lam: Any, truncation: str = "cut", num_r
     return torch.cat([storage.returns, storage.advantages]).cpu()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("truncation", ["cut", "value", "final"])
 @pytest.mark.parametrize("num_rewards", [1, 2])
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
@@ -235,6 +237,7 @@ def drawn(storage: Any, recurrent: bool) -> list[Any]:
     return [*storage.mini_batch_generator(2, 2), *storage.mini_batch_generator(2, 1, reshuffle="once", drop_last=False)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_mini_batches_equal_those_of_the_cpu(kind: type, recurrent: bool) -> None:

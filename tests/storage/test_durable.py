@@ -125,6 +125,7 @@ def test_links_are_followed(tmp_path: Path, write: Callable[[Path, str], None]) 
     assert existing_folder(tmp_path / "link") == kept.resolve()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("write", [put, put_file])
 @pytest.mark.parametrize("at", ["fsync", "replace", "rmdir", "unlink"])
 def test_a_killed_process_leaves_old_or_new_and_the_next_one_removes_its_rest(

@@ -32,6 +32,7 @@ def batches(storage):
     return flat + list(storage.recurrent_mini_batch_generator(2, 2))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [RolloutStorage, QueueRolloutStorage, SarsaRolloutStorage])
 @pytest.mark.parametrize(
     "where", [{"device": "cuda"}, {"output_device": "cuda"}, {"device": "cuda", "output_device": "cpu"}]

@@ -27,6 +27,7 @@ def rows_of(batch):
     return [round(float(x) * 100) for x in step_and_env]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reshuffle", ["epoch", "once"])
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("num_mini_batches", [1, 2, 5, 7, 24])

@@ -72,6 +72,7 @@ def batches_of(storage):
     return flat + [batch.masks for batch in storage.recurrent_mini_batch_generator(3, 1)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("state", ["empty", "part", "full", "wrapped"])
 @pytest.mark.parametrize("way", ["state_dict", "save"])

@@ -98,7 +98,7 @@ class AnyOrder(RuleBasedStateMachine):
 def test_any_order_of_calls(tmp_path: Path) -> None:
     AnyOrder.folders = tmp_path
     case = AnyOrder.TestCase()
-    case.settings = settings(max_examples=25, stateful_step_count=25)
+    case.settings = settings(max_examples=10, stateful_step_count=25)
     case.runTest()
 
 

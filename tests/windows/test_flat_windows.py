@@ -54,6 +54,7 @@ def check_joined(flat, by_name):
         assert flat[name].dtype == wanted.dtype and torch.equal(flat[name], wanted), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("codecs", CODECS)
 @pytest.mark.parametrize("padding", ["none", "repeat", "zero"])
 @pytest.mark.parametrize("contiguous", [False, True])

@@ -77,6 +77,7 @@ def test_the_default_names_the_file_the_episode_and_the_frame(tmp_path, length):
         windows[number]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("by", ["dataset", "loader"])
@@ -230,6 +231,7 @@ class Rows:
         return [function(one) for one in asked]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("damaged", [[], [(1, 4)], [(0, 0), (0, 9), (3, 3)], [(e, 0) for e in range(3)]])
 @pytest.mark.parametrize("rows_per_task", [10, 20, 1000])
 def test_rollouts_for_ray_leave_out_whole_trajectories_in_every_column(tmp_path, monkeypatch, damaged, rows_per_task):

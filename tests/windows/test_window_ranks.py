@@ -132,6 +132,7 @@ def test_legs_of_any_numbers_of_ranks_give_the_order_of_one(datasets, which, leg
         assert num_batches == 0 or even == "none" or all(one == state for one in states)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("which", [*SIZES, "mixture"])
 @pytest.mark.parametrize(("drop_last", "even"), [(False, "pad"), (True, "pad"), (False, "drop")])
 @pytest.mark.filterwarnings("ignore:a WindowLoader has no batch")
@@ -246,6 +247,7 @@ def test_an_epoch_goes_on_with_its_windows_after_blocks_came(tmp_path, is_mixtur
 LENGTHS = (5, 2, 9, 4, 7, 3, 8, 6, 2, 5)
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore::storage.errors.RolloutDataWarning")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("is_mixture", "shuffle"), [(False, True), (False, False), (True, True), (True, False)])
