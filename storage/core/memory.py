@@ -344,24 +344,31 @@ class LateNumber:
 
 
 class StreamOrder:
-    """Order the writes and reads of one object's memory among streams.
+    """Order the writes and reads of one object's memory among CUDA streams.
+
+    Use `with order.reads:` or `with order.writes:` around each access, under the object's lock. A reader waits for the
+    last write. A writer waits for the last write and for all reads since then. The host never waits.
 
     Args:
-        device: Where the memory is.
+        device: Device of the memory. On the CPU nothing is done.
 
-    Call `wait` before touching the memory and `record` after it, both under the object's lock:
-    a reader waits for the last write, a writer for the last write and for all reads since then.
+    Attributes:
+        is_needed: Whether the device has streams.
+        reads: Context of a read.
+        writes: Context of a write.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.is_needed = device.type == "cuda"
+        self.reads = _StreamAccess(self, is_write=False)
+        self.writes = _StreamAccess(self, is_write=True)
         #: Stream -> event of its last write or read. A stream does not wait for itself: its work runs in order.
         self._written: dict[int, torch.cuda.Event] = {}
         self._read: dict[int, torch.cuda.Event] = {}
 
     def wait(self, is_write: bool) -> None:
-        """Let the current stream wait for what it must not overtake."""
+        """Let the current stream wait for earlier accesses of other streams."""
         if not self.is_needed:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -374,7 +381,7 @@ class StreamOrder:
                     stream.wait_event(event)
 
     def record(self, is_write: bool) -> None:
-        """Note that the current stream has been given its work."""
+        """Note that the work of the current stream has been launched."""
         if not self.is_needed:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -388,12 +395,31 @@ class StreamOrder:
             self._read[stream.cuda_stream] = event
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the memory of tensors that will be dropped live until the current stream has done its work."""
+        """Keep the memory of tensors that will be dropped until the current stream has done its work."""
         if self.is_needed:
             stream = torch.cuda.current_stream(self._device)
             for tensor in tensors:
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
+
+
+class _StreamAccess:
+    """Context of one access of a `StreamOrder`. It may be used again, and nested."""
+
+    __slots__ = ("_is_needed", "_is_write", "_order")
+
+    def __init__(self, order: StreamOrder, is_write: bool) -> None:
+        self._order = order
+        self._is_needed = order.is_needed
+        self._is_write = is_write
+
+    def __enter__(self) -> None:
+        if self._is_needed:
+            self._order.wait(self._is_write)
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if self._is_needed and error_type is None:
+            self._order.record(self._is_write)
 
 
 def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -404,11 +430,8 @@ def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
     @wraps(method)
     def ordered(self: Any, *arguments: Any, **options: Any) -> _Result:
-        order: StreamOrder = self._order
-        order.wait(is_write=True)
-        result = method(self, *arguments, **options)
-        order.record(is_write=True)
-        return result
+        with self._order.writes:
+            return method(self, *arguments, **options)
 
     return ordered
 

@@ -267,6 +267,7 @@ class RecordReader:
 
     def __init__(self, num_lanes: int | None, has_lane_axis: bool, auto_unsqueeze: bool, narrow: bool) -> None:
         self.num_lanes = num_lanes
+        self._first_num_lanes = num_lanes
         self.has_lane_axis = has_lane_axis
         self.num_lead = 2 if has_lane_axis else 1
         self.auto_unsqueeze = auto_unsqueeze
@@ -285,8 +286,13 @@ class RecordReader:
         #: Shapes that its leaves have, and those that they are given, with the leading sizes of the last record.
         self._shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
+    def renewed(self, num_lanes: int | None = None) -> RecordReader:
+        """Return a reader with the same options and without a schema; None keeps `num_lanes` of the constructor."""
+        num_lanes = self._first_num_lanes if num_lanes is None else num_lanes
+        return RecordReader(num_lanes, self.has_lane_axis, self.auto_unsqueeze, self.narrow)
+
     def freeze(self, schema: Schema, num_lanes: int) -> None:
-        """From now on every record must have these fields."""
+        """Require these fields of every later record."""
         self.schema = schema
         self.num_lanes = num_lanes
         self._leaves = []

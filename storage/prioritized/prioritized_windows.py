@@ -1,49 +1,51 @@
-"""`PrioritizedWindows`: sequence replay, windows of consecutive steps drawn by priority.
+"""`PrioritizedWindows`: windows of consecutive steps, drawn by priority.
 
-One rule: a window is named by its last row. That row has a weight while the window lies inside one
-trajectory and all of its rows are live, which `ring/window_bounds.py` decides; otherwise its weight is 0.
-(Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement learning".)
+Each window is identified by its last row. That row has a weight above 0 while the window is inside one trajectory and
+all of its rows are live. (Kapturowski et al. 2019, "Recurrent experience replay in distributed reinforcement
+learning".)
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..core import arguments
 from ..core.fields import Schema, map_leaves
-from ..core.memory import StreamOrder, float32_of, sent_together
+from ..core.memory import float32_of
 from ..core.random_indices import generator_on
 from ..core.records import Key, RecordReader, normal
 from ..errors import BufferEmptyError, UsageError
 from ..ring.ring_store import RingStore
-from ..ring.trajectory_ends import end_places, find_ends
+from ..ring.row_store import RowFront, RowOptions, RowStore
+from ..ring.trajectory_ends import end_places
 from ..ring.window_bounds import Boundaries
-from ..saving.saved_store import State, Store, checked_tensor
+from ..saving.saved_store import State, Store, checked_count, checked_tensor
 from .prioritized_ring import PrioritizedRing
 from .priority_rules import PriorityRule
 
+_MAX_TOTAL = 1 << 62
 
-class PrioritizedWindows(Store):
+
+class PrioritizedWindows(RowFront, Store):
     """A ring of steps of one or many environments, sampled as windows of `seq_length` steps by priority.
 
     Args:
-        capacity: Steps that are kept of each environment.
+        capacity: Steps of each environment.
         seq_length: Steps of a window.
-        stride: Steps of a trajectory from the start of a window to that of the next: `seq_length // 2` for windows that
-            overlap by half. The last window of a trajectory, up to its end, is there in any case.
-        end_key: Fields of which any that is not 0 ends a trajectory: a name, a tuple of nested names, or a
+        stride: Steps between the starts of two windows of a trajectory; `seq_length // 2` for windows that overlap by
+            half. The window that ends with its trajectory can always be drawn.
+        end_key: Fields that end a trajectory where any of them is not 0: a name, a tuple of nested names, or a
             list of those; an empty list if nothing does.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
-        device: Where everything is.
+        device: Device of the steps and priorities.
         generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
             `torch.initial_seed()` and the number of objects made since that changed.
 
-    What a recurrent learner needs at the first step of a window (its hidden state then) is a field like
-    any other. All methods may be called from any thread.
+    Store the hidden state of a recurrent learner as a field. Thread-safe.
     """
 
     def __init__(
@@ -69,12 +71,10 @@ class PrioritizedWindows(Store):
         self.end_key = normal(end_key, "end_key")
         self.rule = PriorityRule(alpha, beta, anneal_step, eps)
         self.device = arguments.device(action, "device", device)
-        self.rng = generator_on(generator, self.device, action)
-        self._reader = RecordReader(None, True, False, False)
-        self._lock = threading.RLock()
-        self._order = StreamOrder(self.device)
-        self._ring: RingStore | None = None
-        #: Of one lane, until the first steps show how many there are.
+        options = RowOptions(self.capacity, partial(end_places, end_key=self.end_key), self.seq_length)
+        reader = RecordReader(None, True, False, False)
+        self._use(RowStore(options, reader, self.device, generator_on(generator, self.device, action)))
+        # Of one lane; the first steps show the number of lanes.
         self._windows = PrioritizedRing(self.capacity, 1, self.rule, self.device)
 
     def __len__(self) -> int:
@@ -99,19 +99,16 @@ class PrioritizedWindows(Store):
             MissingFieldError, SchemaError, FieldTypeError: Naming the leaf that does not fit; nothing is
                 written.
         """
-        with self._lock:
-            rows = self._reader.rows_again(data) or self._reader.read(data)
-            if rows is None or not rows.num_rows:
+        with self._lock, self._order.writes:
+            rows = self._rows
+            total = 0 if rows.ring is None else rows.ring.total
+            is_new = rows.ring is None
+            rows.extend(data)
+            if rows.ring is None or rows.ring.total == total:
                 return
-            tensors = sent_together(rows.tensors, self.device)
-            ends = find_ends(tensors, end_places(rows.schema, self.end_key))
-            ring = self._ring or self._create(rows.schema, rows.tensors[0].shape[1])
-            self._order.wait(is_write=True)
-            first = max(ring.total, ring.total + rows.num_rows - self.capacity)
-            self._boundaries.note(ends)
-            ring.write(tensors)
-            self._note_windows(ring, first)
-            self._order.record(is_write=True)
+            if is_new:
+                self._windows = self._new_windows(rows.ring.num_lanes, self._windows.num_dead_updates)
+            self._note_windows(rows.ring, max(total, rows.ring.total - self.capacity))
 
     @torch.no_grad()
     def sample(self, num_windows: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -125,19 +122,17 @@ class PrioritizedWindows(Store):
             BufferEmptyError: There is no window yet.
         """
         arguments.whole("sample windows", "num_windows", num_windows, 1)
-        with self._lock:
-            self._order.wait(is_write=True)  # a draw writes memory that the next one uses again
-            drawn = self._windows.draw(num_windows, self.rng)
-            if self._ring is None or drawn is None:
+        with self._lock, self._order.writes:  # A draw writes memory that the next draw uses again.
+            ring = self._rows.ring
+            drawn = self._windows.draw(num_windows, self._rows.generator)
+            if ring is None or drawn is None:
                 raise BufferEmptyError("sample windows", "", f"{self.seq_length} steps of a trajectory", "fewer")
-            lane, last = self._ring.named(drawn.ids)
-            places = self._ring.place(lane, last - (self.seq_length - 1))
-            cut = self._ring.cut_of(self._ring.names, ())
-            found = self._ring.windows(places, self.seq_length, cut)
-            self._order.record(is_write=True)
+            lane, last = ring.named(drawn.ids)
+            places = ring.place(lane, last - (self.seq_length - 1))
+            batch = ring.windows(places, self.seq_length, ring.cut_of(ring.names, ()))
         shape = (num_windows, self.seq_length)
-        found = map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), found)
-        return found, float32_of(drawn.importance), drawn.ids
+        batch = map_leaves(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch)
+        return batch, float32_of(drawn.importance), drawn.ids
 
     @torch.no_grad()
     def update_priorities(self, ids: Any, priorities: Any) -> Any:
@@ -153,90 +148,82 @@ class PrioritizedWindows(Store):
         """
         with self._lock:
             update = self._windows.prepare_update(ids, priorities)
-            self._order.wait(is_write=True)
-            num_applied = update()
-            self._order.record(is_write=True)
-            return num_applied
+            with self._order.writes:
+                return update()
 
     def clear(self) -> None:
-        """Forget every step; fields and the memory stay."""
+        """Remove every step; keep the fields and the memory."""
         with self._lock:
-            if self._ring is not None:
-                self._order.wait(is_write=True)
-                self._ring.clear()
-                self._boundaries.clear()
+            if self._rows.ring is not None:
+                self._rows.clear()
                 self._windows.clear()
-                self._order.record(is_write=True)
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check what must always hold: (whether it does, what does not)."""
+        """Check the invariants: return (whether all hold, a description of the first that does not)."""
         with self._lock:
             return self._windows.check_valid()
 
-    def _create(self, schema: Schema, num_lanes: int) -> RingStore:
-        ring = self._ring = RingStore(self.capacity, num_lanes, schema, self.device, num_guards=self.seq_length)
-        self._boundaries = Boundaries(ring)
-        earlier = self._windows
-        self._windows = PrioritizedRing(self.capacity, num_lanes, self.rule, self.device)
-        self._windows.take_over_updates(earlier)
-        self._reader.freeze(schema, num_lanes)
-        return ring
+    def _new_windows(self, num_lanes: int, num_dead_updates: int) -> PrioritizedRing:
+        windows = PrioritizedRing(self.capacity, num_lanes, self.rule, self.device)
+        windows.set_num_dead_updates(num_dead_updates)
+        return windows
 
     def _note_windows(self, ring: RingStore, first: int) -> None:
-        """Register the windows that end at the rows from id `first` on, and drop those that lost their first row."""
+        """Register the windows that end at the rows from id `first` on; drop those that lost their first row."""
+        boundaries = self._boundaries()
         back = self.seq_length - 1
         lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)
         new = torch.arange(first, ring.total, device=self.device)
         broken = torch.arange(ring.oldest, min(ring.oldest + back, ring.total), device=self.device)
         lane = lanes.expand(-1, len(new)).flatten()
         row = new.expand(ring.num_lanes, -1).flatten()
-        past = self._boundaries.age(lane, row).long() - back
+        past = boundaries.age(lane, row).long() - back
         is_window = (past >= 0) & (row - back >= ring.oldest)
-        is_window &= (past % self.stride == 0) | self._boundaries.ended(lane, row)
+        is_window &= (past % self.stride == 0) | boundaries.ended(lane, row)
         self._windows.renew(ring.key(lane, row), is_window, ring.key(lanes, broken).flatten(), ring.total)
+
+    def _boundaries(self) -> Boundaries:
+        boundaries = self._rows.boundaries
+        assert boundaries is not None
+        return boundaries
 
     def _get_state(self) -> State:
         arguments: dict[str, Any] = {"capacity": self.capacity, "seq_length": self.seq_length, "stride": self.stride}
         arguments |= {"end_key": self.end_key, **vars(self.rule)}
-        ring = self._ring
-        self._order.wait(is_write=False)
-        if ring is None:
+        rows = self._rows.state()
+        ring = self._rows.ring
+        if rows is None or ring is None:
             return State(arguments, {"schema": None, "num_dead_updates": self.num_dead_updates}, {})
-        numbers, tensors = self._windows.state(self.capacity * ring.num_lanes)
-        numbers |= {"schema": ring.schema.to_json(), "num_lanes": ring.num_lanes, "total": ring.total}
-        ages = torch.zeros((self.capacity, ring.num_lanes), dtype=torch.int32, device=self.device)
-        ids = ring.ids()
-        lanes = torch.arange(ring.num_lanes, device=self.device)
-        ages[ring.slot(ids)] = self._boundaries.age(lanes, ids.unsqueeze(1))
-        tensors |= {"ages": ages, "next_ages": self._boundaries.next_ages}
-        columns = [ring.slots_view(name)[: ring.num_live] for name in ring.schema]
-        return State(arguments, numbers, tensors | {f"column/{place}": column for place, column in enumerate(columns)})
+        numbers, tensors = self._windows.state(self.capacity * rows.num_lanes)
+        numbers |= {"schema": ring.schema.to_json(), "num_lanes": rows.num_lanes, "total": rows.total}
+        numbers["oldest_ages"] = rows.oldest_ages
+        columns = {f"column/{place}": column for place, column in enumerate(rows.columns.values())}
+        return State(arguments, numbers, tensors | columns)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        self._ring, self._windows = None, PrioritizedRing(self.capacity, 1, self.rule, self.device)
-        self._reader = RecordReader(None, True, False, False)
-        self._windows.set_num_dead_updates(int(numbers["num_dead_updates"]))
+        rows = self._rows.emptied()
+        num_dead_updates = int(numbers["num_dead_updates"])
         if numbers["schema"] is None:
+            self._windows = self._new_windows(1, num_dead_updates)
+            self._use(rows)
             return
         schema = Schema.from_json(numbers["schema"])
         num_lanes = int(numbers["num_lanes"])
-        total = int(numbers["total"])
-        live = min(total, self.capacity)
-        columns = {
-            name: checked_tensor(tensors, f"column/{place}", field.torch_dtype, [live, num_lanes, *field.shape])
-            for place, (name, field) in enumerate(schema.items())
-        }
-        ages = checked_tensor(tensors, "ages", torch.int32, [self.capacity, num_lanes])
-        next_ages = checked_tensor(tensors, "next_ages", torch.int32, [num_lanes])
-        self._order.wait(is_write=True)
-        ring = self._create(schema, num_lanes)
-        ring.put_slots(0, columns)
-        ring.total = total
-        ids = ring.ids()
-        self._boundaries.ages[ids % len(self._boundaries.ages)] = ages.to(self.device)[ring.slot(ids)]
-        self._boundaries.next_ages.copy_(next_ages)
-        self._windows.restore(self.capacity * num_lanes, numbers, tensors)
-        self._order.record(is_write=True)
+        total = checked_count(numbers, "total", 0, _MAX_TOTAL)
+        num_live = min(total, self.capacity)
+        columns = {}
+        for place, (name, field) in enumerate(schema.items()):
+            shape = [num_live, num_lanes, *field.shape]
+            columns[name] = checked_tensor(tensors, f"column/{place}", field.torch_dtype, shape)
+        if "ages" in tensors:  # of every row, as earlier releases save them
+            ages = checked_tensor(tensors, "ages", torch.int32, [self.capacity, num_lanes])
+            oldest = (total - num_live) % self.capacity
+            numbers = {**numbers, "oldest_ages": ages[oldest].tolist()}
+        rows.load(schema, num_lanes, total, [(0, columns)], {"oldest_ages": numbers["oldest_ages"]})
+        windows = self._new_windows(num_lanes, num_dead_updates)
+        windows.restore(self.capacity * num_lanes, numbers, tensors)
+        self._windows = windows
+        self._use(rows)
 
 
 def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,51 +1,59 @@
-"""`DictBuffer`: a ring of nested observations, sampled uniformly; `ZBuffer`: a ring of latent vectors.
-
-One rule: integers decide, one gather moves the bytes; both happen below. What is written and kept
-is `RingBuffer`'s.
-"""
+"""`DictBuffer`: a ring of nested observations, sampled uniformly; `ZBuffer`: a ring of latent vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 
 from ..core import arguments
 from ..core.fields import DTYPES, Field, Schema, dtype_name, unflatten
-from ..core.random_indices import uniform
-from ..core.records import Key, as_tensor, normal
+from ..core.records import Key, RecordReader, as_tensor, listed, normal
 from ..errors import SchemaError, UsageError
+from ..ring.ring_store import RingStore
+from ..ring.row_store import RowOptions, draw_uniformly
+from ..ring.trajectory_ends import end_places
 from ..ring.transition_sampler import TransitionRequest, TransitionSampler
 from ..saving.hdf5_columns import Table
-from .ring_buffer import RingBuffer, on_device
+from .row_buffer import RowBuffer, on_device
 
 _PLAIN = TransitionRequest()
+#: Name of the only field of a `ZBuffer`.
 _NAME = "z"
 
 
-class DictBuffer(RingBuffer):
+class DictBuffer(RowBuffer):
     """The last `capacity` rows of nested records.
 
     Args:
-        capacity: Rows that are kept.
-        device: Where they are kept.
+        capacity: Number of rows.
+        device: Device of the rows.
         nested_key_separator: Joins the levels of a key in saved files.
         num_envs: Rows that arrive per step, one of each environment: `extend` then takes
-            `[steps * num_envs, *event]`, environments fastest. Only trajectories ask for it.
-        end_key: Fields of which any that is not 0 ends a trajectory; a name, a tuple of nested names,
-            or a list of those. Without, rows have nothing to do with each other.
+            `[steps * num_envs, *event]`, environments fastest. Only trajectories need it.
+        end_key: Fields that end a trajectory where any of them is not 0: a name, a tuple of nested
+            names, or a list of those. None: rows are independent.
         auto_unsqueeze: Whether a leaf `[n]` becomes `[n, 1]` instead of an error.
-        narrow: Whether float64 is kept as float32.
-        contiguous: Whether leaves of samples are contiguous; otherwise they are strided views of one
+        narrow: Whether float64 is stored as float32.
+        contiguous: Whether leaves of samples are contiguous. Otherwise they are strided views of one
             new tensor per sample, which takes a third less time.
-        output_device: Where samples are given; None for `device`.
+        output_device: Device of samples; None for `device`.
         generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
             `torch.initial_seed()` and the number of objects made since that changed.
 
-    Threads may extend and sample at once: no sample holds a torn row. On CUDA events order the streams.
+    Thread-safe: no sample holds a torn row. On CUDA events order the streams.
     """
 
+    _ARGUMENTS: ClassVar[tuple[str, ...]] = (
+        "capacity",
+        "num_envs",
+        "end_key",
+        "auto_unsqueeze",
+        "narrow",
+        "contiguous",
+    )
     _last_sampler: TransitionSampler | None = None
     #: Places in memory of the first rows of the last sample, and the number of rows from each on.
     _last_drawn: tuple[torch.Tensor, int] | None = None
@@ -72,20 +80,21 @@ class DictBuffer(RingBuffer):
         self.contiguous = arguments.flag(action, "contiguous", contiguous)
         self.output_device = arguments.optional_device(action, "output_device", output_device)
         arguments.instance(action, "nested_key_separator", nested_key_separator, "as a str", str)
-        super().__init__(capacity, device, generator)
-        self.nested_key_separator = nested_key_separator
+        self.capacity = arguments.whole(action, "capacity", capacity, 1)
         if self.capacity % self.num_envs:
             raise UsageError(action, "", f"a capacity that num_envs={num_envs} divides", str(capacity))
+        super().__init__(self._row_options(), self._reader(), device, generator)
+        self.nested_key_separator = nested_key_separator
 
     @property
     def storage(self) -> dict[str, Any] | None:
         """All slots of every field, `[capacity, *event]`, as a nested dict; None before the first `extend`.
 
-        They share memory with the buffer, except with several environments, of which this is a copy. They are for
-        reading: rows that are kept twice, and where trajectories end, do not follow what is written there.
+        They share memory with the buffer, except with several environments, where they are a copy. Do not write to
+        them: rows that are stored twice, and the ends of trajectories, would not follow.
         """
         with self._lock:
-            ring = self._ring
+            ring = self._rows.ring
             if ring is None:
                 return None
             return unflatten({name: self._shown(ring.slots_view(name)) for name in ring.schema})
@@ -97,9 +106,10 @@ class DictBuffer(RingBuffer):
         `buffer.storage[key][buffer.ind]` equals that sample until its rows are overwritten.
         """
         with self._lock:
-            if self._ring is None or self._last_drawn is None:
+            ring = self._rows.ring
+            if ring is None or self._last_drawn is None:
                 return None
-            ring, (first, num_rows) = self._ring, self._last_drawn
+            first, num_rows = self._last_drawn
             lane = torch.div(first, ring.stride, rounding_mode="floor")
             steps = torch.arange(num_rows, device=ring.device)
             slots = ((first - lane * ring.stride).unsqueeze(1) + steps) % ring.num_slots
@@ -115,15 +125,11 @@ class DictBuffer(RingBuffer):
         batch_size = arguments.whole(f"sample from a {type(self).__name__}", "batch_size", batch_size, 1)
         with self._lock:
             ring = self._filled("sample")
-            self._order.wait(is_write=False)
-            index = uniform(ring.num_live * ring.num_lanes, batch_size, self.generator)
-            if ring.num_lanes > 1:  # lanes lie behind each other, each with slots that are not drawn
-                lane = torch.div(index, ring.num_live, rounding_mode="floor")
-                index = index.add_(lane * (ring.stride - ring.num_live))
-            self._last_drawn = index, 1
-            found = ring.gather(index, self.contiguous, nested=True)
-            self._order.record(is_write=False)
-            return on_device(found, self.output_device)
+            with self._order.reads:
+                places = draw_uniformly(ring, batch_size, self._rows.generator)
+                self._last_drawn = places, 1
+                batch = ring.gather(places, self.contiguous, nested=True)
+            return on_device(batch, self.output_device)
 
     def sample_transitions(
         self, batch_size: int, request: TransitionRequest | None = None, **options: Any
@@ -131,92 +137,97 @@ class DictBuffer(RingBuffer):
         """Draw transitions uniformly over all that are complete; `next` is the following row.
 
         Args:
-            batch_size: How many.
-            request: What of them; instead, `options` are its fields: `next_keys`, `num_steps`,
-                `num_frames`, `at_end`, ... (see `TransitionRequest`).
+            batch_size: Number of transitions.
+            request: Contents of a transition. Or give its fields as `options`: `next_keys`,
+                `num_steps`, `num_frames`, `at_end`, ... (see `TransitionRequest`).
 
         Returns:
             Every field `[batch_size, *event]` of the first row, `next` with the fields of `next_keys`
-            after the last step, and what the request asks for besides.
+            after the last step, and the further entries of the request.
 
         Raises:
             UsageError: The buffer was created without `end_key`, or no transition is complete.
         """
         batch_size = arguments.whole(arguments.calling(self, "sample_transitions"), "batch_size", batch_size, 1)
-        if request is not None:
-            arguments.instance("sample transitions", "request", request, "as a TransitionRequest", TransitionRequest)
-        if request is not None and options:
+        if request is None:
+            request = TransitionRequest.of(options) if options else _PLAIN
+        elif options:
             raise UsageError("sample transitions", "", "a request or options", f"both, {', '.join(options)}")
+        arguments.instance("sample transitions", "request", request, "as a TransitionRequest", TransitionRequest)
         with self._lock:
-            ring = self._filled("sample transitions")
-            if self._boundaries is None:
-                advice = "Create the buffer with end_key"
-                raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
-            if request is None:
-                request = TransitionRequest.of(options) if options else _PLAIN
+            self._filled("sample transitions")
             sampler = self._last_sampler
-            is_new = False
-            if sampler is None or not sampler.serves(request, self._boundaries):
-                names = [ring.names[place] for place, _ in self._end_places]
-                sampler = self._last_sampler = TransitionSampler(self._boundaries, names, request)
-                is_new = True
-            self._order.wait(is_write=is_new)  # other streams wait for the factors of a new sampler
-            found = sampler.sample(batch_size, self.generator, self.contiguous)
-            self._order.record(is_write=is_new)
-            return on_device(found, self.output_device)
+            if sampler is None or not sampler.serves(request, self._rows.boundaries):
+                sampler = self._last_sampler = self._new_sampler(request)
+            with self._order.reads:
+                batch = sampler.sample(batch_size, self._rows.generator, self.contiguous)
+            return on_device(batch, self.output_device)
 
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
         """Return every row: nested dict of `[len(self), *event]`.
 
         Args:
-            order: "ring" as they lie, "time" oldest first.
-            copy: Whether the caller owns them; otherwise they share memory with the buffer, where
-                that is possible: not in order of time when the ring has closed.
+            order: "ring" in the order of the slots, "time" oldest first.
+            copy: Whether to copy the rows. Without, they share memory with the buffer. That is not
+                possible in order of time once the ring has closed.
         """
         arguments.choice("get the full buffer", "order", order, ("ring", "time"))
         arguments.flag("get the full buffer", "copy", copy)
         with self._lock:
-            ring = self._ring
+            ring = self._rows.ring
             if ring is None:
                 return {}
-            live = ring.num_live
             has_turned = order == "time" and ring.oldest % ring.num_slots != 0
             if has_turned and not copy:
                 action = "show the full buffer in order of time"
                 raise UsageError(action, "", "copy=True", "copy=False and a closed ring")
-            self._order.wait(is_write=False)
-            found = {}
-            for name in ring.schema:
-                rows = ring.slots_view(name)[:live]
-                if has_turned:
-                    rows = torch.cat([rows[ring.cursor :], rows[: ring.cursor]])
-                elif copy:
-                    rows = rows.clone(memory_format=torch.contiguous_format)
-                found[name] = self._shown(rows)
-            self._order.record(is_write=False)
-            return unflatten(found)
+            columns = {}
+            with self._order.reads:
+                for name in ring.schema:
+                    rows = ring.slots_view(name)[: ring.num_live]
+                    if has_turned:
+                        rows = torch.cat([rows[ring.cursor :], rows[: ring.cursor]])
+                    elif copy:
+                        rows = rows.clone(memory_format=torch.contiguous_format)
+                    columns[name] = self._shown(rows)
+            return unflatten(columns)
+
+    def _row_options(self) -> RowOptions:
+        find_ends = partial(end_places, end_key=self.end_key) if listed(self.end_key) else None
+        return RowOptions(self.capacity // self.num_envs, find_ends)
+
+    def _reader(self) -> RecordReader:
+        return RecordReader(self.num_envs, False, self.auto_unsqueeze, self.narrow)
+
+    def _new_sampler(self, request: TransitionRequest) -> TransitionSampler:
+        boundaries = self._rows.boundaries
+        if boundaries is None:
+            advice = "Create the buffer with end_key"
+            raise UsageError("sample transitions", "", "fields that end trajectories", "no end_key", advice)
+        with self._order.writes:  # Other streams wait for the factors of the sampler.
+            return TransitionSampler(boundaries, self._rows.end_names, request)
 
     def _shown(self, rows: torch.Tensor) -> torch.Tensor:
-        """Show `[slots, lanes, *event]` as the user sees it."""
+        """Return `[slots, lanes, *event]` in the form that users see."""
         return rows.flatten(0, 1)
 
     def _shown_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
-        """Return the index of rows in what `_shown` returns."""
+        """Return the index of rows in the result of `_shown`."""
         return slots * self.num_envs + lanes
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        super()._set_tables(numbers, tables)
         self._last_drawn = None
 
 
-class ZBuffer(RingBuffer):
+class ZBuffer(RowBuffer):
     """The last `capacity` vectors.
 
     Args:
-        capacity: Vectors that are kept.
-        dim: Size of one.
-        device: Where they are kept.
-        dtype: How they are kept.
+        capacity: Number of vectors.
+        dim: Size of a vector.
+        device: Device of the vectors.
+        dtype: Dtype of the vectors.
         generator: As for `DictBuffer`.
     """
 
@@ -234,21 +245,19 @@ class ZBuffer(RingBuffer):
     ) -> None:
         self.dim = arguments.whole("create a ZBuffer", "dim", dim, 1)
         self.dtype = dtype
-        super().__init__(capacity, device, generator)
-        self._vectors = self._create(Schema([Field(_NAME, (dim,), dtype_name(dtype))]), 1)
+        self.capacity = arguments.whole("create a ZBuffer", "capacity", capacity, 1)
+        super().__init__(RowOptions(self.capacity), RecordReader(1, False, False, False), device, generator)
+        self._vectors = self._rows.create(Schema([Field(_NAME, (dim,), dtype_name(dtype))]), 1)
 
     @torch.no_grad()
     def add(self, z: Any) -> None:
         """Append `[n, dim]` of any n; of more than fit the newest are kept."""
         values = (z if isinstance(z, torch.Tensor) else as_tensor(z, "call ZBuffer.add", "")).detach()
         if values.dim() != 2 or values.shape[1] != self.dim or values.is_complex():
-            raise SchemaError(
-                "call ZBuffer.add", "", f"z of shape [n, {self.dim}]", f"{values.dtype} {list(values.shape)}"
-            )
-        with self._lock:
-            self._order.wait(is_write=True)
+            expected = f"z of shape [n, {self.dim}]"
+            raise SchemaError("call ZBuffer.add", "", expected, f"{values.dtype} {list(values.shape)}")
+        with self._lock, self._order.writes:
             self._vectors.write([values.unsqueeze(1)])
-            self._order.record(is_write=True)
 
     @torch.no_grad()
     def sample(self, num: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -256,11 +265,11 @@ class ZBuffer(RingBuffer):
         num = arguments.whole("call ZBuffer.sample", "num", num, 1)
         device = arguments.optional_device("call ZBuffer.sample", "device", device)
         with self._lock:
-            ring = self._filled("call ZBuffer.sample")
-            self._order.wait(is_write=False)
-            found: torch.Tensor = ring.gather(uniform(len(self), num, self.generator), contiguous=True)[_NAME]
-            self._order.record(is_write=False)
-        return found if device is None else found.to(device)
+            ring: RingStore = self._filled("call ZBuffer.sample")
+            with self._order.reads:
+                places = draw_uniformly(ring, num, self._rows.generator)
+                vectors: torch.Tensor = ring.gather(places, contiguous=True)[_NAME]
+        return vectors if device is None else vectors.to(device)
 
     def _arguments(self) -> dict[str, Any]:
         return {"capacity": self.capacity, "dim": self.dim, "dtype": dtype_name(self.dtype)}
@@ -272,10 +281,11 @@ class ZBuffer(RingBuffer):
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         schema = self._vectors.schema
         super()._set_tables(numbers, tables)
-        if self._ring is None or self._ring.schema != schema:
-            got = "none" if self._ring is None else repr(self._ring.schema)
+        ring = self._rows.ring
+        if ring is None or ring.schema != schema:
+            got = "none" if ring is None else repr(ring.schema)
             raise SchemaError("load vectors", expected=repr(schema), got=got)
-        self._vectors = self._ring
+        self._vectors = ring
 
     def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return super()._of_earlier({**state, "columns": {_NAME: state[_NAME].unsqueeze(1)}})

@@ -1,12 +1,7 @@
-"""`ReplayBuffer`: pairs of a state and its next state, the oldest overwritten first.
-
-One rule: a pair lies side by side in a `RingStore`, so that a sample is one gather; where it lies
-is the ring's affair.
-"""
+"""`ReplayBuffer`: pairs of a state and its next state."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,23 +9,22 @@ import torch
 
 from ..core import arguments
 from ..core.fields import Field, Schema
-from ..core.memory import StreamOrder, sent
-from ..core.random_indices import generator_on, uniform
-from ..core.records import fit
+from ..core.random_indices import generator_on
+from ..core.records import RecordReader, fit
 from ..errors import BufferEmptyError, SchemaError
-from ..ring.ring_store import RingStore
+from ..ring.row_store import RowFront, RowOptions, RowStore, draw_uniformly
 from ..saving.saved_store import State, Store, checked_count, checked_tensor
 
 _NAMES = ("states", "next_states")
 
 
-class ReplayBuffer(Store):
-    """The last `buffer_size` pairs.
+class ReplayBuffer(RowFront, Store):
+    """The last `buffer_size` pairs; the newest overwrite the oldest.
 
     Args:
         obs_dim: Shape of a state; a number for a vector.
-        buffer_size: Pairs that fit.
-        device: Where they are kept.
+        buffer_size: Number of pairs.
+        device: Device of the pairs.
         generator: Draws the samples: a `torch.Generator` or a seed. None: seeded from
             `torch.initial_seed()` and the number of objects made since that changed.
 
@@ -51,22 +45,22 @@ class ReplayBuffer(Store):
         sizes = obs_dim if isinstance(obs_dim, Sequence) else (obs_dim,)
         self.obs_dim = tuple(arguments.whole(action, "obs_dim", size, 0) for size in sizes)
         self.device = arguments.device(action, "device", device)
-        is_given = isinstance(generator, torch.Generator)  # and may be on the CPU
-        self.rng = generator_on(generator, None if is_given else self.device, action)
-        schema = Schema(Field(name, self.obs_dim) for name in _NAMES)
-        self._ring = RingStore(self.buffer_size, 1, schema, self.device, num_guards=0)
-        self.states, self.next_states = (self._ring.slots_view(name)[:, 0] for name in _NAMES)
-        self._lock = threading.RLock()
-        self._order = StreamOrder(self.device)
+        is_given = isinstance(generator, torch.Generator)  # It may be on the CPU.
+        generator = generator_on(generator, None if is_given else self.device, action)
+        reader = RecordReader(1, False, False, False)
+        self._use(RowStore(RowOptions(self.buffer_size, num_guards=0), reader, self.device, generator))
+        self._ring = self._rows.create(Schema(Field(name, self.obs_dim) for name in _NAMES), 1)
+        self.states = self._ring.slots_view("states")[:, 0]
+        self.next_states = self._ring.slots_view("next_states")[:, 0]
 
     @property
     def step(self) -> int:
-        """Slot that is written next."""
+        """Slot of the next pair."""
         return self._ring.cursor
 
     @property
     def num_samples(self) -> int:
-        """Pairs that are held."""
+        """Number of pairs."""
         return self._ring.num_live
 
     def __len__(self) -> int:
@@ -80,63 +74,53 @@ class ReplayBuffer(Store):
             SchemaError, FieldTypeError: Shapes differ or are wrong, or a dtype would lose; nothing is written.
         """
         schema = self._ring.schema
-        given = [
-            fit("call ReplayBuffer.insert", schema[name], x, num_lead=1)
-            for name, x in zip(_NAMES, (states, next_states), strict=True)
-        ]
-        if len(given[0]) != len(given[1]):
-            raise SchemaError("call ReplayBuffer.insert", "", f"{len(given[0])} next_states", str(len(given[1])))
-        with self._lock:
-            self._order.wait(is_write=True)
-            self._ring.write([x.unsqueeze(1) for x in given])
-            self._order.record(is_write=True)
+        action = "call ReplayBuffer.insert"
+        first = fit(action, schema["states"], states, num_lead=1)
+        following = fit(action, schema["next_states"], next_states, num_lead=1)
+        if len(first) != len(following):
+            raise SchemaError(action, "", f"{len(first)} next_states", str(len(following)))
+        with self._lock, self._order.writes:
+            self._ring.write([first.unsqueeze(1), following.unsqueeze(1)])
 
     def feed_forward_generator(
         self, num_mini_batch: int, mini_batch_size: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield `num_mini_batch` pairs of `[mini_batch_size, *obs_dim]`, uniform with replacement.
 
-        Each is drawn when it is asked for, from what the buffer then holds, into new memory.
+        Each pair is drawn at its `next`, from the pairs at that moment, and copied.
 
         Raises:
             UsageError, BufferEmptyError: At the call, not at the first `next`.
         """
-        num_mini_batch = arguments.whole(
-            "call ReplayBuffer.feed_forward_generator", "num_mini_batch", num_mini_batch, 0
-        )
-        mini_batch_size = arguments.whole(
-            "call ReplayBuffer.feed_forward_generator", "mini_batch_size", mini_batch_size, 1
-        )
-        if not self.num_samples:
-            raise BufferEmptyError(
-                "call ReplayBuffer.feed_forward_generator", "", "states", "an empty buffer", "Call insert() first"
-            )
+        action = "call ReplayBuffer.feed_forward_generator"
+        num_mini_batch = arguments.whole(action, "num_mini_batch", num_mini_batch, 0)
+        mini_batch_size = arguments.whole(action, "mini_batch_size", mini_batch_size, 1)
+        self._check_filled(action)
         return (self.sample(mini_batch_size) for _ in range(num_mini_batch))
 
     @torch.no_grad()
     def sample(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw one of the pairs that `feed_forward_generator` yields; `BufferEmptyError` if nothing was inserted."""
+        """Draw `size` pairs like `feed_forward_generator`; raise `BufferEmptyError` if there are none."""
         size = arguments.whole("call ReplayBuffer.sample", "size", size, 1)
         with self._lock:
-            if not self.num_samples:
-                raise BufferEmptyError(
-                    "call ReplayBuffer.sample", "", "states", "an empty buffer", "Call insert() first"
-                )
-            self._order.wait(is_write=False)
-            found = self._ring.gather(sent(uniform(self.num_samples, size, self.rng), self.device))
-            self._order.record(is_write=False)
-            return found["states"], found["next_states"]
+            self._check_filled("call ReplayBuffer.sample")
+            with self._order.reads:
+                pairs = self._ring.gather(draw_uniformly(self._ring, size, self._rows.generator))
+            return pairs["states"], pairs["next_states"]
+
+    def _check_filled(self, action: str) -> None:
+        if not self._ring.total:
+            raise BufferEmptyError(action, "", "states", "an empty buffer", "Call insert() first")
 
     def _get_state(self) -> State:
-        self._order.wait(is_write=False)
+        rows = self._rows.state()
+        assert rows is not None
         arguments = {"obs_dim": list(self.obs_dim), "buffer_size": self.buffer_size}
-        tensors = {name: self._ring.slots_view(name)[: self.num_samples] for name in _NAMES}
-        return State(arguments, {"total": self._ring.total}, tensors)
+        return State(arguments, {"total": rows.total}, rows.columns)
 
     def _set_state(self, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         total = checked_count(numbers, "total", 0, 1 << 62)
         shape = [min(total, self.buffer_size), 1, *self.obs_dim]
-        self._order.wait(is_write=True)
-        self._ring.put_slots(0, {name: checked_tensor(tensors, name, torch.float32, shape) for name in _NAMES})
-        self._ring.total = total
-        self._order.record(is_write=True)
+        columns = {name: checked_tensor(tensors, name, torch.float32, shape) for name in _NAMES}
+        # Into the same memory: users hold `states` and `next_states`.
+        self._rows.load(self._ring.schema, 1, total, [(0, columns)], {})

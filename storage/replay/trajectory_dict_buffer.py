@@ -1,13 +1,11 @@
-"""`TrajectoryDictBuffer`: a fixed set of episodes, drawn in proportion to priorities; `PrefixSum`: which holds frame i.
+"""`TrajectoryDictBuffer`: a fixed set of episodes, drawn by priority; `PrefixSum`: the episode of a frame.
 
-One rule: it is read-only but for the priorities. Episodes lie behind one another; a window never
-leaves its episode, because its start is drawn among the starts that the episode has. Their boundaries come from
-their lengths, never from flags; a flag that contradicts them is an error, or a place to split, as the caller chooses.
+Only the priorities change after the construction. Frames are stored episode after episode. The lengths of the episodes
+decide where they end, never the flags.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -21,16 +19,16 @@ import torch
 from ..core import arguments
 from ..core.arguments import is_whole, whole
 from ..core.fields import Schema, flatten, unflatten
-from ..core.memory import LateNumber, StreamOrder, last_copies, lasting, sent
+from ..core.memory import LateNumber, last_copies, lasting, sent
 from ..core.random_indices import Weighted, below, generator_on
 from ..core.records import Key, RecordReader, flat_name, numbers
 from ..errors import OutOfRangeError, RolloutDataWarning, SchemaError, UsageError
-from ..ring.ring_store import RingStore
+from ..ring.row_store import RowFront, RowOptions, RowStore
 from ..saving.buffer_store import BufferStore
 from ..saving.hdf5_columns import Table
 from ..saving.saved_folder import ROWS
 from ..saving.saved_store import State
-from .ring_buffer import on_device
+from .row_buffer import lane_parts, on_device
 from .trajectory_window_buffer import as_list, check_length, count_windows
 
 _ACTION = "sample windows"
@@ -50,7 +48,7 @@ Integers = npt.NDArray[np.int64]
 _FIRST_ROOM = 16
 
 
-class TrajectoryDictBuffer(BufferStore):
+class TrajectoryDictBuffer(RowFront, BufferStore):
     """Expert episodes, sampled as windows of consecutive frames.
 
     Args:
@@ -75,7 +73,7 @@ class TrajectoryDictBuffer(BufferStore):
         capacity: Number of frames.
     """
 
-    # Set by whichever of the constructor and `load` made this.
+    # Set by the constructor or by `load`.
     seq_length: int
     output_key_t: list[str]
     output_key_tp1: list[str]
@@ -86,7 +84,6 @@ class TrajectoryDictBuffer(BufferStore):
     priorities: torch.Tensor
     motion_ids: list[Any]
     file_names: list[str | None]
-    _order: StreamOrder
     #: Wrong priorities that a device found, in all and when last raised.
     _num_wrong: torch.Tensor | int
     _num_wrong_raised: int
@@ -120,21 +117,18 @@ class TrajectoryDictBuffer(BufferStore):
         arguments.instance(action, "nested_key_separator", nested_key_separator, "as a str", str)
         arguments.flag(action, "split_on_end", split_on_end)
         arguments.flag(action, "contiguous", contiguous)
-        schema, found = _read(list(episodes), end_name, motion_name, file_names, split_on_end)
-        self.device = arguments.device(action, "device", device)
-        self.output_device = None
-        if output_device is not None:
-            self.output_device = arguments.device(action, "output_device", output_device)
-        self._lock = threading.RLock()
-        self.generator = generator_on(generator, self.device, arguments.creating(self))
+        schema, pieces = _read(list(episodes), end_name, motion_name, file_names, split_on_end)
+        device = arguments.device(action, "device", device)
+        output_device = arguments.optional_device(action, "output_device", output_device)
+        self._set_devices(device, output_device, generator_on(generator, device, action))
+        lengths = [len(leaves[0]) for leaves, _, _ in pieces]
         options = (seq_length, output_key_t, output_key_tp1, end_name, motion_name, contiguous, nested_key_separator)
-        self._set_up(schema, [len(leaves[0]) for leaves, _, _ in found], dict(zip(_OPTIONS, options, strict=True)))
-        self._order.wait(is_write=True)
-        for first, (leaves, _, _) in zip(self.start_idx.tolist(), found, strict=True):
-            self._ring.put_slots(first, dict(zip(schema, leaves, strict=True)))
-        self._order.record(is_write=True)
-        self.motion_ids = [motion_id for _, motion_id, _ in found]
-        self.file_names = [name for _, _, name in found]
+        self._set_up(lengths, dict(zip(_OPTIONS, options, strict=True)))
+        starts = self.start_idx.tolist()
+        columns = [dict(zip(schema, leaves, strict=True)) for leaves, _, _ in pieces]
+        self._load_rows(schema, zip(starts, columns, strict=True))
+        self.motion_ids = [motion_id for _, motion_id, _ in pieces]
+        self.file_names = [name for _, _, name in pieces]
 
     def __len__(self) -> int:
         """Frames of all episodes."""
@@ -146,7 +140,7 @@ class TrajectoryDictBuffer(BufferStore):
 
         The tensors share memory with the buffer and are for reading.
         """
-        return unflatten({name: self._ring.slots_view(name)[:, 0] for name in self._ring.schema})
+        return unflatten(self._columns())
 
     @property
     def num_episodes(self) -> int:
@@ -171,14 +165,15 @@ class TrajectoryDictBuffer(BufferStore):
         num_windows = count_windows(batch_size, length)
         needed = length + (1 if self.output_key_tp1 else 0)
         with self._lock:
-            cut = self._ring.cut_of(tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True)
-            is_new = needed not in self._drawn_by
-            self._order.wait(is_write=is_new)  # other streams wait for new weights
-            episode = self._weights(needed).draw(num_windows, self.generator)
-            first = self.start_idx[episode] + below(self.lengths[episode] - needed + 1, self.generator)
-            found = self._ring.windows(first, length, cut, never_wraps=True)
-            self._order.record(is_write=is_new)
-        return on_device(found, self.output_device)
+            ring = self._ring
+            cut = ring.cut_of(tuple(self.output_key_t), tuple(self.output_key_tp1), self.contiguous, apart=True)
+            # Other streams wait for new weights.
+            access = self._order.reads if needed in self._drawn_by else self._order.writes
+            with access:
+                episode = self._weights(needed).draw(num_windows, self._rows.generator)
+                starts = below(self.lengths[episode] - needed + 1, self._rows.generator)
+                windows = ring.windows(self.start_idx[episode] + starts, length, cut, never_wraps=True)
+        return on_device(windows, self.output_device)
 
     @lasting
     def update_priorities(self, priorities: Any, idxs: Any = None) -> None:
@@ -202,14 +197,12 @@ class TrajectoryDictBuffer(BufferStore):
             raise UsageError(action, "", f"{len(places)} priorities, one per index", str(len(values)))
         if len(places) and (places.is_floating_point() or places.dtype is torch.bool):
             raise UsageError(action, "", "integers as indices, idxs", str(places.dtype), "A mask has nonzero()")
-        with self._lock:
-            self._order.wait(is_write=True)
+        with self._lock, self._order.writes:
             if is_on_cpu:
                 self._set_priorities(values, places)
             else:
                 self._set_priorities_on_device(sent(values, self.device), sent(places, self.device))
             self._drawn_by.clear()
-            self._order.record(is_write=True)
 
     def _checked(self, values: torch.Tensor, places: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Check priorities and indices on the CPU."""
@@ -274,25 +267,21 @@ class TrajectoryDictBuffer(BufferStore):
     @torch.no_grad()
     def get_full_buffer(self) -> dict[str, Any]:
         """Copy every frame of every field, episode after episode: nested dict of `[len(self), *event]`."""
-        with self._lock:
-            self._order.wait(is_write=False)
-            rows = {name: self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
-            copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in rows.items()}
-            self._order.record(is_write=False)
+        with self._lock, self._order.reads:
+            columns = self._columns()
+            copies = {name: x.clone(memory_format=torch.contiguous_format) for name, x in columns.items()}
         return unflatten(copies)
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        """Make one without episodes, to which they are given next."""
-        made = cls.__new__(cls)
-        made._lock = threading.RLock()
-        made.output_device = None
-        made.device, made.generator = device, generator_on(0, device)
-        return made
+        """Create a buffer without episodes; its state is loaded next."""
+        buffer = cls.__new__(cls)
+        buffer._set_devices(device, None, generator_on(0, device))
+        return buffer
 
     @classmethod
     def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        return {}  # it takes over whatever episodes and options it is given
+        return {}  # All options are in the state.
 
     def _get_state(self) -> State:
         self._order.wait(is_write=False)
@@ -300,27 +289,44 @@ class TrajectoryDictBuffer(BufferStore):
         numbers |= {name: getattr(self, name) for name in _OPTIONS}
         numbers |= {"motion_ids": list(self.motion_ids), "file_names": list(self.file_names)}
         numbers |= {"lengths": self.lengths.tolist(), "priorities": self.priorities.tolist()}
-        rows = {f"{ROWS}/{name}": self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
-        return State({}, numbers, rows)
+        return State({}, numbers, {f"{ROWS}/{name}": column for name, column in self._columns().items()})
 
     def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
         table = tables[ROWS]
         lengths = numbers["lengths"]
         if table.num_rows != sum(lengths):
             raise SchemaError("load episodes", expected=f"{sum(lengths)} frames", got=str(table.num_rows))
-        self._set_up(table.schema(1), lengths, numbers)
-        for first, part in table.rows():
-            self._ring.put_slots(first, {name: rows.unsqueeze(1) for name, rows in part.items()})
-        self.motion_ids, self.file_names = list(numbers["motion_ids"]), list(numbers["file_names"])
+        self._set_up(lengths, numbers)
+        self._load_rows(table.schema(1), lane_parts(table, 1))
+        self.motion_ids = list(numbers["motion_ids"])
+        self.file_names = list(numbers["file_names"])
         priorities = torch.as_tensor(numbers["priorities"], dtype=torch.float32, device=self.device).clone()
         if priorities.shape != self.lengths.shape or not bool((priorities >= 0).all() & priorities.isfinite().all()):
             expected = f"{self.num_episodes} finite priorities >= 0"
             raise SchemaError("load a state", "", expected, str(priorities.tolist())[:60])
         self.priorities = priorities
 
+    def _set_devices(
+        self, device: torch.device, output_device: torch.device | None, generator: torch.Generator
+    ) -> None:
+        self.device = device
+        self.output_device = output_device
+        reader = RecordReader(1, False, auto_unsqueeze=True, narrow=False)
+        self._use(RowStore(RowOptions(1, num_guards=0), reader, device, generator))
+
+    def _load_rows(self, schema: Schema, parts: Iterable[tuple[int, Mapping[str, torch.Tensor]]]) -> None:
+        """Store all frames: first frame and `[n, 1, *event]` per field."""
+        rows = self._rows.emptied(self.capacity)
+        self._ring = rows.load(schema, 1, self.capacity, parts, {})
+        self._use(rows)
+
+    def _columns(self) -> dict[str, torch.Tensor]:
+        """Return all frames of every field by flat name, `[capacity, *event]`, sharing memory."""
+        return {name: self._ring.slots_view(name)[:, 0] for name in self._ring.schema}
+
     @lasting
-    def _set_up(self, schema: Schema, lengths: Sequence[int], options: Mapping[str, Any]) -> None:
-        """Take over options, and make room for episodes of these lengths."""
+    def _set_up(self, lengths: Sequence[int], options: Mapping[str, Any]) -> None:
+        """Set options and the bounds of episodes of these lengths."""
         bounds = PrefixSum([int(length) for length in lengths])
         for name in _OPTIONS:
             setattr(self, name, options[name])
@@ -335,9 +341,6 @@ class TrajectoryDictBuffer(BufferStore):
         self.motion_ids = [None] * len(bounds)
         self.file_names = [None] * len(bounds)
         self.priorities = torch.full((len(bounds),), 1 / len(bounds), device=self.device)
-        self._ring = RingStore(self.capacity, 1, schema, self.device, num_guards=0)
-        self._ring.total = self.capacity
-        self._order = StreamOrder(self.device)
         #: Length that is needed -> how episodes of at least that length are drawn.
         self._drawn_by: dict[int, Weighted] = {}
         self._frame_counts = bounds.lengths

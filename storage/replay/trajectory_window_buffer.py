@@ -1,30 +1,25 @@
-"""Buffers that give windows of trajectories: `TrajectoryDictBufferMultiDim` and `TrajectoryDictBuffer`.
-
-One rule: a window never leaves its trajectory. In the ring that is decided by ages (`ring/window_bounds.py`);
-in the read-only buffer by the lengths of the episodes it was made from. How often an episode should be drawn is a pure
-function of its scores, `motion_priorities`.
-"""
+"""`TrajectoryDictBufferMultiDim`: a ring sampled as windows of trajectories; `motion_priorities`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..core import arguments
-from ..core.fields import Schema, unflatten
-from ..core.memory import tensor_of
-from ..core.records import Key, flat_name, names_below, numbers
+from ..core.fields import Schema
+from ..core.records import Key, RecordReader, flat_name, numbers
 from ..errors import SchemaError, UsageError
-from ..ring.ring_store import RingStore
-from ..ring.trajectory_ends import Places
-from ..ring.window_bounds import Boundaries, Extent
+from ..ring.row_store import RowOptions
+from ..ring.trajectory_ends import Places, end_places
+from ..ring.window_sampler import WindowRequest, draw_windows, list_windows
 from .dict_buffer import DictBuffer
-from .ring_buffer import on_device
+from .row_buffer import on_device
 
-#: Fields that end trajectories unless `end_key` says otherwise: those of these that there are.
+#: Fields that end trajectories by default, if rows have them.
 DEFAULT_END_KEYS = ("terminated", "truncated", "done", "time_outs")
 _ACTION = "sample windows"
 
@@ -33,21 +28,21 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
     """A ring of rows of one or many environments, sampled as windows of consecutive rows.
 
     Args:
-        capacity: Rows that are kept; with `n_dim=2` rows per lane.
-        device: Where they are kept.
+        capacity: Number of rows; with `n_dim=2` per lane.
+        device: Device of the rows.
         n_dim: 1 for leaves `[n, *event]`, the consecutive steps of one environment; 2 for
             `[n, lanes, *event]`. Lanes are fixed by the first `extend`.
-        seq_length: Rows of a window, unless `sample` is told otherwise.
-        output_key_t: What is given of every row of a window.
-        output_key_tp1: What is given, below `next`, of the row after it; [] for nothing.
-        end_key: Fields of which any that is not 0 ends a trajectory: a name, a tuple of nested names,
-            or a list of those. None takes those of terminated, truncated, done and time_outs that
-            there are.
+        seq_length: Rows of a window; `sample` may use another number.
+        output_key_t: Fields of every row of a window.
+        output_key_tp1: Fields of the row after each row, below `next`; [] for none.
+        end_key: Fields that end a trajectory where any of them is not 0: a name, a tuple of nested
+            names, or a list of those. None takes terminated, truncated, done and time_outs, if rows
+            have them.
         start_mode: "uniform" draws uniformly over all valid windows; "trajectory" first a
             trajectory, uniformly, then one of its windows.
         at_end: Windows whose next row is not known, because their trajectory ended with them and no
-            final observation was given: "exclude" never draws them; "mark" does, with the last row
-            itself in the place of the next, and gives `next_valid`, `[rows, 1]` bool.
+            final observation was given. "exclude" never draws them. "mark" draws them with the last
+            row in the place of the next, and adds `next_valid`, `[rows, 1]` bool.
         nested_key_separator, auto_unsqueeze, narrow, contiguous, output_device, generator: As for `DictBuffer`.
     """
 
@@ -95,7 +90,6 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         if seq_length > arguments.whole(action, "capacity", capacity, 1):
             raise UsageError(action, "", f"a seq_length of at most capacity, {capacity}", str(seq_length))
         self.n_dim = n_dim
-        self._has_lane_axis = n_dim == 2
         self.seq_length = int(seq_length)
         self.output_key_t = as_list(output_key_t, "output_key_t")
         self.output_key_tp1 = as_list(output_key_tp1, "output_key_tp1")
@@ -114,8 +108,8 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         )
 
     def size(self) -> int:
-        """Rows of all lanes that are held."""
-        return 0 if self._ring is None else self._ring.num_live * self._ring.num_lanes
+        """Return the number of rows of all lanes."""
+        return self._rows.num_live
 
     def sample(self, batch_size: int = 1, seq_length: int | None = None) -> dict[str, Any]:
         """Draw windows.
@@ -136,11 +130,13 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
         length = self.seq_length if seq_length is None else seq_length
         num_windows = count_windows(batch_size, length)
         with self._lock:
-            ring = self._filled("sample windows")
-            self._order.wait(is_write=False)
-            found = self._draw(ring, num_windows, length)
-            self._order.record(is_write=False)
-            return on_device(found, self.output_device)
+            self._filled("sample windows")
+            boundaries = self._rows.boundaries
+            assert boundaries is not None
+            with self._order.reads:
+                windows = draw_windows(boundaries, num_windows, self._request(length), self._rows.generator)
+            self._last_drawn = windows.places, length
+            return on_device(windows.fields, self.output_device)
 
     @torch.no_grad()
     def get_full_buffer(self, order: str = "ring", copy: bool = True) -> dict[str, Any]:
@@ -157,14 +153,12 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
             expected = "order 'ring' or 'time', and copy=True"
             raise UsageError("get the full buffer", "", expected, f"{order!r} and copy={copy}")
         with self._lock:
-            if self._ring is None or self._boundaries is None:
+            boundaries = self._rows.boundaries
+            if boundaries is None:
                 return {}
-            offset = 1 if self.output_key_tp1 else 0
-            self._order.wait(is_write=False)
-            lane, last = self._boundaries.list_all(1 + offset)
-            found = self._gather(self._boundaries, lane, last - offset, 1)
-            self._order.record(is_write=False)
-            return on_device(unflatten(found), self.output_device)
+            with self._order.reads:
+                rows = list_windows(boundaries, self._request(1))
+            return on_device(rows, self.output_device)
 
     @property
     def _has_lanes_in_file(self) -> bool:
@@ -176,81 +170,36 @@ class TrajectoryDictBufferMultiDim(DictBuffer):
     def _shown_index(self, slots: torch.Tensor, lanes: torch.Tensor) -> Any:
         return (slots, lanes) if self.n_dim == 2 else slots
 
-    def _find_ends(self, schema: Schema) -> Places:
-        if self.end_key is not None:
-            return super()._find_ends(schema)
-        names = list(schema)
-        found = [(names.index(name), schema[name].num_elements) for name in DEFAULT_END_KEYS if name in schema]
-        if not found:
-            expected = "one of " + ", ".join(DEFAULT_END_KEYS)
-            raise SchemaError("find what ends a trajectory", "", expected, ", ".join(names), "Give end_key")
-        return found
+    def _row_options(self) -> RowOptions:
+        keeps_segments = self.start_mode == "trajectory"
+        find_ends = partial(_end_places, end_key=self.end_key)
+        return RowOptions(self.capacity, find_ends, self.seq_length, keeps_segments)
 
-    def _make_ring(self, schema: Schema, num_lanes: int) -> tuple[RingStore, Boundaries | None]:
-        ring = RingStore(self._num_slots, num_lanes, schema, self.device, num_guards=self.seq_length)
-        return ring, Boundaries(ring, keeps_segments=self.start_mode == "trajectory")
+    def _reader(self) -> RecordReader:
+        has_lane_axis = self.n_dim == 2
+        num_lanes = None if has_lane_axis else 1
+        return RecordReader(num_lanes, has_lane_axis, self.auto_unsqueeze, self.narrow)
 
-    def _draw(self, ring: RingStore, num_windows: int, length: int) -> dict[str, Any]:
-        """Draw windows; give them nested."""
-        boundaries = self._boundaries
-        drawn = None
-        num_later = offset = 1 if self.output_key_tp1 else 0
-        assert boundaries is not None
-        is_marked = self.at_end == "mark"
-        later = self._later(ring) if is_marked or boundaries.finals is not None else []
-        ends = boundaries.ends_for(later, is_marked) if offset else "never"
-        #: Whether windows may end where their trajectory does.
-        goes_to_ends = ends != "never"
-        if self.start_mode == "trajectory":
-            drawn = boundaries.draw_by_trajectory(num_windows, length + offset, self.generator, ends)
-        elif goes_to_ends:
-            around = boundaries.draw(num_windows, Extent(length - 1, 1, 1, ends), self.generator)
-            drawn = None if around is None else (around.lane, around.row)
-            offset = 0
-        else:
-            places = boundaries.draw_places(num_windows, length + offset, self.generator)
-            if places is not None:
-                self._last_drawn = tensor_of(places), length
-                return ring.windows(places, length, ring.cut_of(*self._keys(), self.contiguous, apart=True))
-        if drawn is None:
-            expected = f"a stretch of {length + num_later} rows in one trajectory"
-            raise UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
-        lane, last = drawn
-        self._last_drawn = ring.place(lane, last - offset - (length - 1)), length
-        return unflatten(self._gather(boundaries, lane, last - offset, length, goes_to_ends))
+    def _request(self, length: int) -> WindowRequest:
+        return WindowRequest(
+            length,
+            tuple(self.output_key_t),
+            tuple(self.output_key_tp1),
+            self.start_mode == "trajectory",
+            self.at_end == "mark",
+            self.contiguous,
+        )
 
-    def _keys(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return tuple(self.output_key_t), tuple(self.output_key_tp1)
 
-    def _later(self, ring: RingStore) -> list[str]:
-        """List the fields that are given one row later."""
-        return [
-            name for key in self.output_key_tp1 for name in names_below(ring.schema, key, _ACTION, "output_key_tp1")
-        ]
-
-    def _gather(
-        self, boundaries: Boundaries, lane: torch.Tensor, last: torch.Tensor, length: int, goes_to_ends: bool = False
-    ) -> dict[str, torch.Tensor]:
-        """Copy windows of `length` rows that end at `last`, and what comes one row later."""
-        ring = boundaries.ring
-        cut = ring.cut_of(*self._keys(), self.contiguous, nested=False, apart=True)
-        found = ring.windows(ring.place(lane, last - (length - 1)), length, cut)
-        if goes_to_ends:
-            later = self._later(ring)
-            following = {name: found[f"next/{name}"].unflatten(0, (-1, length))[:, -1] for name in later}
-            places = ring.place(lane, last)
-
-            def last_rows(name: str, rows: torch.Tensor | None) -> torch.Tensor:
-                return ring.column(name).index_select(0, places if rows is None else places[rows])
-
-            drawn = boundaries.follow(lane, last)
-            follows = boundaries.put_finals(following, last_rows, drawn, self.at_end == "mark")
-            if self.at_end == "mark":
-                assert follows is not None
-                flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
-                flags[:, -1] = follows
-                found["next_valid"] = flags.view(-1, 1)
-        return found
+def _end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
+    """Find the fields that end trajectories; None takes the default ones."""
+    if end_key is not None:
+        return end_places(schema, end_key)
+    names = [name for name in DEFAULT_END_KEYS if name in schema]
+    if not names:
+        expected = "one of " + ", ".join(DEFAULT_END_KEYS)
+        raise SchemaError("find what ends a trajectory", "", expected, ", ".join(schema), "Give end_key")
+    return end_places(schema, names)
 
 
 def as_list(keys: Sequence[Key], argument: str) -> list[str]:

@@ -52,7 +52,7 @@ class RingStore:
         self.schema = schema
         self.names = tuple(schema)
         self.device = arguments.device("create a ring", "device", device)
-        self._is_on_cpu = self.device.type == "cpu"
+        self.is_on_cpu = self.device.type == "cpu"
         self.num_guards = min(arguments.whole("create a ring", "num_guards", num_guards, 0), self.num_slots)
         #: Rows per lane that were ever written.
         self.total = 0
@@ -109,7 +109,7 @@ class RingStore:
         They are tensors, or, if `takes_arrays`, arrays, which in a ring of one lane are `[n, *event]`.
         """
         num_rows = len(leaves[0]) if leaves else 0
-        if not self._is_on_cpu:
+        if not self.is_on_cpu:
             leaves = sent_together(leaves, self.device)
         for slots, rows in self.spans(num_rows):
             parts = leaves if rows.stop - rows.start == num_rows else [leaf[rows] for leaf in leaves]
@@ -269,7 +269,7 @@ class RingStore:
         num_rows = self.num_lanes * self.stride - -(-units // group.width) + 1 - skipped
         tensor = base.as_strided((num_rows, units), (group.width, 1), skipped * group.width)
         items = None
-        if self._is_on_cpu:
+        if self.is_on_cpu:
             item = np.dtype((np.void, units * group.unit.itemsize))
             memory = base.view(torch.uint8).numpy()
             skipped_bytes = skipped * group.row_bytes

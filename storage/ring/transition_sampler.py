@@ -8,7 +8,8 @@ left out or marked, as the caller chooses, and never continued with the next tra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,16 +72,24 @@ class TransitionRequest:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> TransitionRequest:
-        """Make a request of the options of `sample_transitions`.
+        """Return a request with the options of `sample_transitions`.
 
         Raises:
-            UsageError: An option is unknown, or has a wrong value.
+            UsageError: An option is unknown or has a wrong value.
         """
-        known = [field.name for field in fields(cls)]
         for name in options:
-            if name not in known:
-                raise UsageError(_ACTION, "", f"options {nearest(name, known)}", repr(name))
-        return cls(**options)
+            if name not in cls.__dataclass_fields__:
+                raise UsageError(_ACTION, "", f"options {nearest(name, cls.__dataclass_fields__)}", repr(name))
+        if isinstance(options.get("gamma"), torch.Tensor):  # It may change in place.
+            return cls(**options)
+        try:
+            return _remembered(**options)
+        except TypeError:  # an option that cannot be hashed, such as a list
+            return cls(**options)
+
+
+#: Returns a request with these options. The checks take 10 us, a third of a draw of 32 transitions.
+_remembered = lru_cache(maxsize=16, typed=True)(TransitionRequest)
 
 
 class TransitionSampler:
@@ -127,8 +136,8 @@ class TransitionSampler:
                 got = schema[self._reward_name].dtype
                 raise FieldTypeError("sum rewards", f"of {self._reward_name!r}", "a floating dtype", got)
 
-    def serves(self, request: TransitionRequest, boundaries: Boundaries) -> bool:
-        """Return whether this was made of the same parts."""
+    def serves(self, request: TransitionRequest, boundaries: Boundaries | None) -> bool:
+        """Return whether this sampler draws these transitions."""
         is_same = request is self._request or request == self._request
         return is_same and boundaries is self._boundaries and boundaries.finals is self._finals_given
 

@@ -182,8 +182,8 @@ def test_a_draw_that_finds_too_few_valid_rows_repeats_valid_ones_and_is_counted(
     assert (batch["observation"].cpu() % 10 == 3).all()
     torch.cuda.synchronize()
     buffer.sample_transitions(64)
-    assert buffer._boundaries is not None
-    assert buffer._boundaries.num_short_draws == 1
+    assert buffer._rows.boundaries is not None
+    assert buffer._rows.boundaries.num_short_draws == 1
 
 
 def test_a_draw_without_any_valid_row_raises_at_a_later_call() -> None:
@@ -218,8 +218,8 @@ def test_final_observations_are_never_wrong_where_there_are_too_many(
     batch = buffer.sample_transitions(5000, gamma=GAMMA)
     counts += steps.check(batch, 1, False)
     valid = steps.valid(900, 1, False)
-    assert buffer._boundaries is not None
-    num_lost = int(buffer._boundaries.num_lost_finals)
+    assert buffer._rows.boundaries is not None
+    num_lost = int(buffer._rows.boundaries.num_lost_finals)
     assert set(counts) <= valid
     assert (num_lost == 0) == is_read
     assert len(valid) - num_lost - 5 <= len(counts) <= len(valid) - num_lost

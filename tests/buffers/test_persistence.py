@@ -159,7 +159,7 @@ def test_frames_are_stacked_as_before_where_the_ring_cut_a_trajectory(
         assert stacks(other) == expected
     path = tmp_path / "b" / "config.json"
     config = config_of(path)
-    for wrong in (None, 1, [-1] * num_envs, [5] * num_envs, [0] * (num_envs + 1), [0.5] * num_envs, "0"):
+    for wrong in (None, 1, [-1] * num_envs, [num_rows] * num_envs, [0] * (num_envs + 1), [0.5] * num_envs, "0"):
         path.write_text(json.dumps({**config, "oldest_ages": wrong}))
         with pytest.raises(RolloutDataError):
             load_buffer(tmp_path / "b")

@@ -1,0 +1,176 @@
+"""`RowBuffer`: the base of buffers over a `RowStore` whose saved folders have the layout of `BufferStore`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..core import arguments
+from ..core.fields import map_leaves
+from ..core.random_indices import generator_on
+from ..core.records import RecordReader
+from ..errors import BufferEmptyError, SchemaError
+from ..ring.ring_store import RingStore
+from ..ring.row_store import RowFront, RowOptions, RowStore
+from ..saving.buffer_store import ROW_KEY, BufferStore, rows_written
+from ..saving.hdf5_columns import Table
+from ..saving.saved_folder import FINALS, ROWS
+from ..saving.saved_store import State
+
+
+class RowBuffer(RowFront, BufferStore):
+    """Rows under one lock that are written, cleared and saved; a subclass samples them.
+
+    Args:
+        options: Size and trajectories.
+        reader: Checks records.
+        device, generator: As for `DictBuffer`.
+    """
+
+    #: Arguments that create an equal buffer, by the names of its attributes.
+    _ARGUMENTS: ClassVar[tuple[str, ...]]
+    #: Name of the method that adds rows.
+    _WRITER: ClassVar[str] = "extend"
+    # A subclass that has these options sets them.
+    num_envs: int = 1
+    output_device: torch.device | None = None
+
+    def __init__(
+        self,
+        options: RowOptions,
+        reader: RecordReader,
+        device: torch.device | str,
+        generator: torch.Generator | int | None = None,
+    ) -> None:
+        action = arguments.creating(self)
+        self.device = arguments.device(action, "device", device)
+        self._use(RowStore(options, reader, self.device, generator_on(generator, self.device, action)))
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        ring = self._rows.ring
+        return 0 if ring is None else ring.num_live * self.num_envs
+
+    @property
+    def total(self) -> int:
+        """Rows added since the creation or the last `clear`."""
+        ring = self._rows.ring
+        return 0 if ring is None else ring.total * self.num_envs
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory reserved for rows and their trajectories, in bytes."""
+        return self._rows.num_bytes
+
+    def extend(self, data: Any, *, final: Any = None) -> None:
+        """Append copies of rows; of more than fit the newest are kept.
+
+        Args:
+            data: Nested mapping whose leaves are `[n, *event]`, any n. The first one fixes keys,
+                shapes and dtypes.
+            final: Observations after the last steps of trajectories that end in these rows:
+                leaves of some fields, as long as those of `data`. Only rows that end count.
+
+        Raises:
+            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit. The text names it;
+                nothing is written.
+        """
+        self._rows.extend(data, final)
+
+    def clear(self) -> None:
+        """Remove every row; keep keys, shapes and the memory."""
+        self._rows.clear()
+
+    @property
+    def _idx(self) -> int:
+        ring = self._rows.ring
+        return 0 if ring is None else ring.cursor * self.num_envs
+
+    @property
+    def _is_full(self) -> bool:
+        ring = self._rows.ring
+        return ring is not None and ring.num_live == ring.num_slots
+
+    @property
+    def _has_lanes_in_file(self) -> bool:
+        return self.num_envs > 1
+
+    def _filled(self, action: str) -> RingStore:
+        """Return the ring; raise `BufferEmptyError` if it has no rows."""
+        ring = self._rows.ring
+        if ring is None or not ring.total:
+            advice = f"Call {self._WRITER}() first"
+            raise BufferEmptyError(action, f"from a {type(self).__name__}", "rows", "none", advice)
+        return ring
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of an equal buffer, as JSON."""
+        return {name: getattr(self, name) for name in self._ARGUMENTS}
+
+    @classmethod
+    def _of_flat(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        known = {name: config[name] for name in cls._ARGUMENTS if name in config}
+        is_earlier_system = "format" not in config and "generator" not in config
+        if is_earlier_system and isinstance(known.get("end_key"), list):
+            known["end_key"] = tuple(known["end_key"])  # Earlier systems have one key, perhaps nested.
+        return known
+
+    def _get_state(self) -> State:
+        rows = self._rows.state()
+        numbers: dict[str, Any] = {"total": 0, "_idx": self._idx, "_is_full": self._is_full}
+        numbers |= {"accepted_share": 1.0, "num_lanes": None, "has_finals": False}
+        if rows is None:
+            return State(self._arguments(), numbers, {})
+        numbers |= {"total": rows.total, "accepted_share": rows.accepted_share, "num_lanes": rows.num_lanes}
+        if rows.oldest_ages is not None:
+            numbers["oldest_ages"] = rows.oldest_ages
+        tensors = {}
+        for name, column in rows.columns.items():
+            tensors[f"{ROWS}/{name}"] = column if self._has_lanes_in_file else column.squeeze(1)
+        if rows.final_keys is not None:
+            numbers["has_finals"] = True
+            if ROW_KEY in rows.final_columns:
+                raise SchemaError("save final rows", "", f"fields of other names than {ROW_KEY!r}", "one of that name")
+            tensors[f"{FINALS}/{ROW_KEY}"] = rows.final_keys.unsqueeze(1)
+            tensors |= {f"{FINALS}/{name}": column for name, column in rows.final_columns.items()}
+        return State(self._arguments(), numbers, tensors)
+
+    def _set_tables(self, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+        rows = self._rows.emptied()
+        if ROWS in tables and tables[ROWS].shapes:
+            self._load_rows(rows, numbers, tables[ROWS])
+            if FINALS in tables:
+                columns = {name: tables[FINALS].read(name) for name in tables[FINALS].shapes}
+                rows.load_finals(columns.pop(ROW_KEY).flatten(), columns)
+        self._use(rows)
+
+    def _load_rows(self, rows: RowStore, numbers: Mapping[str, Any], table: Table) -> None:
+        num_slots = rows.options.num_slots
+        num_lead = 2 if self._has_lanes_in_file else 1
+        num_lanes = next(iter(table.shapes.values()))[1] if num_lead == 2 else 1
+        if table.num_rows > num_slots:
+            got = f"{table.num_rows} rows"
+            raise SchemaError("load rows", expected=f"at most {num_slots} rows, the capacity", got=got)
+        total = rows_written(numbers, table.num_rows, num_slots, self.num_envs)
+        rows.load(table.schema(num_lead), num_lanes, total, lane_parts(table, num_lead), numbers)
+
+    def _of_earlier(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        columns = {name: x if self._has_lanes_in_file else x.squeeze(1) for name, x in state.get("columns", {}).items()}
+        return super()._of_earlier({**state, "columns": columns})
+
+
+def lane_parts(table: Table, num_lead: int) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    """Yield the first row of each part of a table, and its columns `[n, lanes, *event]`."""
+    for first, part in table.rows():
+        yield first, {name: x if num_lead == 2 else x.unsqueeze(1) for name, x in part.items()}
+
+
+def on_device(tree: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """Copy a nested dict of tensors to a device; None returns it as it is."""
+    if device is None:
+        return tree
+    is_to_host = device.type == "cpu"  # A reader on the host does not wait for an asynchronous copy.
+    moved: dict[str, Any] = map_leaves(lambda leaf: leaf.to(device, non_blocking=not is_to_host), tree)
+    return moved

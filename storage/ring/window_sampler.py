@@ -1,0 +1,136 @@
+"""Windows of consecutive rows of one trajectory, and the rows one step later."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.fields import unflatten
+from ..core.memory import tensor_of
+from ..core.records import names_below
+from ..errors import UsageError
+from .ring_store import RingStore
+from .window_bounds import Boundaries, Extent
+
+_ACTION = "sample windows"
+
+
+class WindowRequest(NamedTuple):
+    """The contents of windows.
+
+    Attributes:
+        length: Rows of a window.
+        keys: Fields of every row.
+        next_keys: Fields of the row after each row, below `next`; empty for none.
+        draws_trajectories: Whether a trajectory is drawn first, uniformly, then one of its windows.
+        is_marked: Whether windows are drawn whose next row is not known; `next_valid` marks them.
+        contiguous: Whether fields are contiguous.
+    """
+
+    length: int
+    keys: tuple[str, ...]
+    next_keys: tuple[str, ...]
+    draws_trajectories: bool
+    is_marked: bool
+    contiguous: bool
+
+
+class Windows(NamedTuple):
+    """Windows that were drawn.
+
+    Attributes:
+        fields: Nested dict of `[num_windows * length, *event]`, time fastest.
+        places: `[num_windows]` int64, where the first rows are in the memory of the ring.
+    """
+
+    fields: dict[str, Any]
+    places: torch.Tensor
+
+
+def draw_windows(
+    boundaries: Boundaries, num_windows: int, request: WindowRequest, generator: torch.Generator
+) -> Windows:
+    """Draw windows with replacement, uniformly over all valid ones or by trajectory.
+
+    Raises:
+        UsageError: No window is valid.
+    """
+    ring = boundaries.ring
+    length = request.length
+    num_later = 1 if request.next_keys else 0
+    ends = _ends(boundaries, request)
+    drawn: tuple[torch.Tensor, torch.Tensor] | None = None
+    if request.draws_trajectories:
+        drawn = boundaries.draw_by_trajectory(num_windows, length + num_later, generator, ends)
+        last_shift = num_later
+    elif ends != "never":
+        rows = boundaries.draw(num_windows, Extent(length - 1, 1, 1, ends), generator)
+        drawn = None if rows is None else (rows.lane, rows.row)
+        last_shift = 0
+    else:
+        places = boundaries.draw_places(num_windows, length + num_later, generator)
+        if places is not None:
+            cut = ring.cut_of(request.keys, request.next_keys, request.contiguous, apart=True)
+            return Windows(ring.windows(places, length, cut), tensor_of(places))
+    if drawn is None:
+        expected = f"a stretch of {length + num_later} rows in one trajectory"
+        raise UsageError(_ACTION, f"of {length}", expected, "shorter ones only", "Add more rows")
+    lane, last = drawn
+    last = last - last_shift
+    places = ring.place(lane, last - (length - 1))
+    return Windows(_copied(boundaries, lane, last, request, ends), places)
+
+
+def list_windows(boundaries: Boundaries, request: WindowRequest) -> dict[str, Any]:
+    """Return every window inside one trajectory whose next row is known, lane by lane, oldest first."""
+    num_later = 1 if request.next_keys else 0
+    lane, last = boundaries.list_all(request.length + num_later)
+    return _copied(boundaries, lane, last - num_later, request, "never")
+
+
+def _ends(boundaries: Boundaries, request: WindowRequest) -> str:
+    """Return the `ends` of an `Extent`: which windows may end with their trajectory."""
+    if not request.next_keys:
+        return "never"
+    if request.is_marked:
+        return "always"
+    if boundaries.finals is None:
+        return "never"
+    return boundaries.ends_for(_later_names(boundaries.ring, request), is_marked=False)
+
+
+def _later_names(ring: RingStore, request: WindowRequest) -> list[str]:
+    """Return the names of the fields that are copied one row later."""
+    names = []
+    for key in request.next_keys:
+        names += names_below(ring.schema, key, _ACTION, "output_key_tp1")
+    return names
+
+
+def _copied(
+    boundaries: Boundaries, lane: torch.Tensor, last: torch.Tensor, request: WindowRequest, ends: str
+) -> dict[str, Any]:
+    """Copy windows that end at the rows `last`, and the rows one step later: a nested dict."""
+    ring = boundaries.ring
+    length = request.length
+    cut = ring.cut_of(request.keys, request.next_keys, request.contiguous, nested=False, apart=True)
+    fields = ring.windows(ring.place(lane, last - (length - 1)), length, cut)
+    if ends == "never":
+        return unflatten(fields)
+    following = {}
+    for name in _later_names(ring, request):
+        following[name] = fields[f"next/{name}"].unflatten(0, (-1, length))[:, -1]
+    places = ring.place(lane, last)
+
+    def last_rows(name: str, rows: torch.Tensor | None) -> torch.Tensor:
+        return ring.column(name).index_select(0, places if rows is None else places[rows])
+
+    drawn = boundaries.follow(lane, last)
+    is_known = boundaries.put_finals(following, last_rows, drawn, request.is_marked)
+    if request.is_marked:
+        assert is_known is not None
+        flags = torch.ones((len(lane), length), dtype=torch.bool, device=lane.device)
+        flags[:, -1] = is_known
+        fields["next_valid"] = flags.view(-1, 1)
+    return unflatten(fields)
