@@ -1,6 +1,6 @@
-"""Fields as LeRobot's features: their descriptions, columns and pictures.
+"""Fields as LeRobot features: descriptions, columns and pictures.
 
-One rule: numbers keep their dtype and pictures their pixels, unless video is asked for.
+Numbers keep their dtype and pictures keep their pixels unless the option `video` is set.
 """
 
 from __future__ import annotations
@@ -24,30 +24,43 @@ from ..input_checks import optional
 from ..parquet import arrow, as_rows
 from .lerobot_language import describe, hub_feature
 
-SCALARS = {"timestamp": "float32", **dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), "int64")}
-#: What the option `video` may be -> the encoder of ffmpeg, and its settings.
+#: Columns that LeRobot adds to every row -> dtype.
+SCALARS = {
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+#: Value of the option `video` -> encoder of ffmpeg and its settings.
 ENCODERS = {"h264": ("libx264", {"crf": "23"}), "av1": ("libsvtav1", {"crf": "30"})}
-#: Encoders of video that is encoded again in its own codec: those of `ENCODERS`, and codecs of other sets.
+#: Other codecs of LeRobot videos -> encoder and settings to encode such a video again.
 OTHER_ENCODERS = {
     "hevc": ("libx265", {"crf": "25", "x265-params": "log-level=none"}),
     "vp9": ("libvpx-vp9", {"crf": "25", "b:v": "0"}),
 }
-_KEY_FRAME_EVERY = 2
+#: Frames from one key frame to the next.
+_KEY_FRAME_INTERVAL = 2
+#: Numbers of channels that a picture can have.
 _CHANNELS = (1, 3, 4)
+_PICTURE_AXES = ("height", "width", "channels")
+#: Names of our fields that have a name of their own in LeRobot.
+_FEATURE_NAMES = {"observation": "observation.state", "reward": "next.reward"}
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A field of ours and the feature that it becomes.
+    """A field of the recording and its LeRobot feature.
 
     Attributes:
-        field: Ours.
-        name: The feature.
+        field: Field of the recording.
+        name: Name of the feature.
         kind: "number", "string", "image", "depth" or "video".
-        unit: Of depth.
-        codec: Of video.
-        about: Description of a video that is copied from another LeRobot set; None for other fields.
+        unit: Unit of depth.
+        codec: Codec of video.
+        copied_description: Description of a video that is copied from another LeRobot set.
+            None for other fields.
     """
 
     field: Field
@@ -55,65 +68,91 @@ class Column:
     kind: str
     unit: str = ""
     codec: str = ""
-    about: Mapping[str, Any] | None = None
+    copied_description: Mapping[str, Any] | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of its numbers, as written: bfloat16 becomes float32."""
-        return np.dtype("<f4") if self.field.dtype == "bfloat16" else self.field.numpy_dtype
+        """Dtype of the written numbers: bfloat16 becomes float32."""
+        if self.field.dtype == "bfloat16":
+            return np.dtype("<f4")
+        return self.field.numpy_dtype
 
     @property
     def is_picture(self) -> bool:
-        """Whether it has colours, or shades of grey, from 0 to 255."""
+        """Whether the column has colors or shades of grey from 0 to 255."""
         return self.kind in ("image", "video")
 
-    def feature(self, fps: float) -> dict[str, Any]:
-        """Describe it as `meta/info.json` does."""
-        if self.about is not None:
-            return dict(self.about)
+    def description(self, fps: float) -> dict[str, Any]:
+        """Return the description of the feature for `meta/info.json`."""
+        if self.copied_description is not None:
+            return dict(self.copied_description)
+
         shape = list(self.field.shape) or [1]
         names = None
         if self.kind in ("image", "depth", "video"):
-            names = ["height", "width", "channels"]
-            shape = shape if len(shape) == 3 else [*shape, 1]
-        dtype = {"number": self.dtype.name, "depth": "image"}.get(self.kind, self.kind)
-        about: dict[str, Any] = {"dtype": dtype, "shape": shape, "names": names}
+            names = list(_PICTURE_AXES)
+            if len(shape) != 3:
+                shape = [*shape, 1]
+
+        dtypes = {"number": self.dtype.name, "depth": "image"}
+        description: dict[str, Any] = {
+            "dtype": dtypes.get(self.kind, self.kind),
+            "shape": shape,
+            "names": names,
+        }
         if self.kind == "depth":
-            about["info"] = {"is_depth_map": True, "depth_unit": self.unit}
+            description["info"] = {"is_depth_map": True, "depth_unit": self.unit}
         elif self.kind == "video":
-            sizes = {f"video.{name}": size for name, size in zip(("height", "width", "channels"), shape, strict=True)}
-            coding = {"video.codec": self.codec, "video.pix_fmt": "yuv420p", "video.is_depth_map": False}
-            about["info"] = {**sizes, **coding, "video.fps": fps, "has_audio": False}
-        return about
+            description["info"] = {
+                **{f"video.{axis}": size for axis, size in zip(_PICTURE_AXES, shape, strict=True)},
+                "video.codec": self.codec,
+                "video.pix_fmt": "yuv420p",
+                "video.is_depth_map": False,
+                "video.fps": fps,
+                "has_audio": False,
+            }
+        return description
 
 
 def column_of(
-    field: Field, units: Mapping[str, str], codec: str, is_v3: bool, about: Mapping[str, Any] | None = None
+    field: Field,
+    units: Mapping[str, str],
+    codec: str,
+    is_v3: bool,
+    copied_description: Mapping[str, Any] | None = None,
 ) -> Column:
     """Return the column of a field.
 
     Args:
-        field: Of the recording.
-        units: Units of depth, which version 2 has no pictures for.
-        codec: Of pictures as video; "" for PNG.
+        field: Field of the recording.
+        units: Depth field -> unit. Version 2 stores depth as numbers.
+        codec: Codec of pictures as video; "" for PNG.
         is_v3: Whether the version is 3.
-        about: Description of the video if it is copied from another LeRobot set.
+        copied_description: Description of the video if it is copied from another LeRobot set.
     """
-    head, _, rest = field.name.partition("/")
-    name = {"observation": "observation.state", "reward": "next.reward"}.get(field.name, field.name.replace("/", "."))
     is_picture = is_picture_field(field)
-    is_depth = is_v3 and field.name in units and len(field.shape) == 2 and field.dtype in ("uint16", "float32")
-    if (is_picture or is_depth) and head == "observation" and rest:
-        name = f"observation.images.{rest.removeprefix('images').lstrip('./').replace('/', '.') or 'camera'}"
-    elif not is_v3 and not is_picture:  # whose readers take every feature with "image" in its name for pictures
-        name = name.replace("images.", "").replace("image", "picture")
+    has_depth = field.name in units and len(field.shape) == 2
+    is_depth = is_v3 and has_depth and field.dtype in ("uint16", "float32")
+    name = _feature_name(field, is_picture, is_depth, is_v3)
     if is_picture and codec:
-        if about is None:
+        if copied_description is None:
             check_encodable(field)
-        return Column(field, name, "video", codec=codec, about=about)
+        return Column(field, name, "video", codec=codec, copied_description=copied_description)
     if is_picture:
         return Column(field, name, "image")
     return Column(field, name, "depth" if is_depth else "number", units.get(field.name, ""))
+
+
+def _feature_name(field: Field, is_picture: bool, is_depth: bool, is_v3: bool) -> str:
+    head, _, rest = field.name.partition("/")
+    if (is_picture or is_depth) and head == "observation" and rest:
+        camera = rest.removeprefix("images").lstrip("./").replace("/", ".")
+        return f"observation.images.{camera or 'camera'}"
+    name = _FEATURE_NAMES.get(field.name, field.name.replace("/", "."))
+    if is_v3 or is_picture:
+        return name
+    # Readers of version 2 take every feature with "image" in its name for a picture.
+    return name.replace("images.", "").replace("image", "picture")
 
 
 def is_picture_field(field: Field) -> bool:
@@ -122,19 +161,30 @@ def is_picture_field(field: Field) -> bool:
 
 
 def check_encodable(field: Field) -> None:
-    """Raise if the encoders do not take pictures of this size."""
-    if field.shape[0] % 2 or field.shape[1] % 2 or field.shape[2] != 3:
-        expected = "pictures of even height and width, and three channels"
-        raise UsageError("write video", f"of {field.name!r}", expected, str(field.shape), "Write with video=''")
+    """Raise `UsageError` if the encoders do not accept pictures of this size."""
+    height, width, num_channels = field.shape
+    if height % 2 or width % 2 or num_channels != 3:
+        raise UsageError(
+            "write video",
+            f"of {field.name!r}",
+            "pictures of even height and width, and three channels",
+            str(field.shape),
+            "Write with video=''",
+        )
 
 
 def arrow_column(column: Column, parts: Iterable[Array], start: int) -> Any:
-    """Make the column of an episode of its rows from `start` on; each part is freed before the next is read."""
-    pyarrow, _ = arrow()
+    """Return the Arrow array of consecutive rows.
+
+    Args:
+        column: Column of the rows.
+        parts: The rows in parts, `[n, *shape]` each. A part is freed before the next is read.
+        start: Frame of the first row, for the names of pictures.
+    """
     if column.kind in ("image", "depth"):
-        pictures = [encode_picture(row) for part in parts for row in part]
-        kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-        return pyarrow.array([(data, f"frame-{frame:06d}.png") for frame, data in enumerate(pictures, start)], kind)
+        return _picture_array(parts, start)
+
+    pyarrow, _ = arrow()
     rows = np.concatenate(list(parts))
     shape = column.field.shape
     values = pyarrow.array(rows.reshape(-1))
@@ -148,48 +198,77 @@ def arrow_column(column: Column, parts: Iterable[Array], start: int) -> Any:
     return values
 
 
+def _picture_array(parts: Iterable[Array], start: int) -> Any:
+    pyarrow, _ = arrow()
+    pictures = []
+    for part in parts:
+        for row in part:
+            name = f"frame-{start + len(pictures):06d}.png"
+            pictures.append((encode_picture(row), name))
+    fields = [("bytes", pyarrow.binary()), ("path", pyarrow.string())]
+    return pyarrow.array(pictures, pyarrow.struct(fields))
+
+
 def read_column(column: Column, array: Any, where: str) -> Array:
-    """Read rows of numbers or depth from what `arrow_column` made: `[n, *shape]`."""
+    """Read rows of numbers or depth from an array that `arrow_column` returned: `[n, *shape]`."""
+    shape = column.field.shape
     if column.kind == "number":
-        return as_rows([array], column.field.shape, where)
-    return np.stack([decode_picture(row["bytes"], where, column.field.shape) for row in array.to_pylist()])
+        return as_rows([array], shape, where)
+    return np.stack([decode_picture(row["bytes"], where, shape) for row in array.to_pylist()])
 
 
 def hub_features(features: Mapping[str, Mapping[str, Any]], languages: Mapping[str, Any]) -> str:
-    """Describe columns as the package `datasets` does, in types that its old releases know.
+    """Return the description of columns for the package `datasets`, as JSON.
 
-    lerobot up to 0.3 takes pictures for pictures only where a file says so. `languages`: name -> Arrow type.
+    Old releases of `datasets` know the types. lerobot up to 0.3 recognizes pictures by this
+    description only.
+
+    Args:
+        features: Feature -> description as in `meta/info.json`.
+        languages: Feature of language -> Arrow type.
     """
-    found: dict[str, Any] = {}
-    for name, about in features.items():
-        shape = tuple(about["shape"])
-        value = {"dtype": about["dtype"], "_type": "Value"}
+    columns: dict[str, Any] = {}
+    for name, description in features.items():
+        shape = tuple(description["shape"])
+        dtype = description["dtype"]
+        value = {"dtype": dtype, "_type": "Value"}
         if name in languages:
-            found[name] = hub_feature(describe(languages[name]))
-        elif about["dtype"] == "image":
-            found[name] = {"_type": "Image"}
+            columns[name] = hub_feature(describe(languages[name]))
+        elif dtype == "image":
+            columns[name] = {"_type": "Image"}
         elif shape == (1,):
-            found[name] = value
+            columns[name] = value
         elif len(shape) == 1:
-            found[name] = {"feature": value, "length": shape[0], "_type": "Sequence"}
+            columns[name] = {"feature": value, "length": shape[0], "_type": "Sequence"}
         else:
-            found[name] = {"shape": shape, "dtype": about["dtype"], "_type": f"Array{len(shape)}D"}
-    return json.dumps({"info": {"features": found}})
+            columns[name] = {"shape": shape, "dtype": dtype, "_type": f"Array{len(shape)}D"}
+    return json.dumps({"info": {"features": columns}})
 
 
 def write_video(path: Path, parts: Iterable[Array], fps: float, codec: str) -> None:
-    """Encode the pictures of an episode, `[n, H, W, 3]` each part, as MP4 with many key frames."""
+    """Encode pictures as MP4 with many key frames.
+
+    Args:
+        path: File to write.
+        parts: Pictures in parts, uint8 `[n, H, W, 3]` each.
+        fps: Frames per second.
+        codec: Key of `ENCODERS` or `OTHER_ENCODERS`.
+    """
     av = optional("av", "av", "video", "video")
-    os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints lines for each file
+    os.environ.setdefault("SVT_LOG", "1")  # Otherwise the AV1 encoder prints lines for each file.
     encoder, settings = {**ENCODERS, **OTHER_ENCODERS}[codec]
+    options = {**settings, "g": str(_KEY_FRAME_INTERVAL)}
     rate = Fraction(fps).limit_denominator(1 << 16)
     with av.open(str(path), "w", format="mp4") as container:
-        stream = container.add_stream(encoder, rate=rate, options={**settings, "g": str(_KEY_FRAME_EVERY)})
+        stream = container.add_stream(encoder, rate=rate, options=options)
         stream.pix_fmt = "yuv420p"
-        for number, row in enumerate(row for part in parts for row in part):
-            if number == 0:  # once the encoder has begun, PyAV takes no size
-                stream.height, stream.width = row.shape[:2]
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(row), format="rgb24")
-            frame.pts, frame.time_base = number, 1 / rate
+        pictures = (picture for part in parts for picture in part)
+        for number, picture in enumerate(pictures):
+            if number == 0:  # PyAV accepts no size after the encoder has begun.
+                stream.height, stream.width = picture.shape[:2]
+            pixels = np.ascontiguousarray(picture)
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts = number
+            frame.time_base = 1 / rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode())

@@ -1,7 +1,8 @@
-"""Which rows of which files are an episode of a LeRobot dataset: its index, compared with the data.
+"""The index of a LeRobot dataset, compared with the rows of its data files.
 
-One rule: the rows say of which episode they are. Where the index says something else, the dataset is refused, or with
-`on_bad_index="rebuild"` read as the rows say; all of them are looked at, which takes 0.2 s per thousand episodes.
+The rows state their episode. If the index contradicts them, the dataset is refused, or the index is
+rebuilt from the rows with `on_bad_index="rebuild"`. Checking all rows takes 0.2 s per thousand
+episodes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, repeat
-from operator import itemgetter
+from itertools import repeat
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,24 +24,39 @@ from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
 from ...sources.natural_order import natural
 from ..input_checks import file_inside, parse_json
-from ..parquet import ParquetFile, ParquetFiles, shared_texts
+from ..parquet import ParquetFile, ParquetFiles
 from .lerobot_info import INDEX_COLUMNS, UNFINISHED, Info, file_name
+from .lerobot_subtasks import numbered_texts
 
 SUCCESS = "next.success"
 TASK = "task_index"
-#: Version -> the file of the texts of tasks.
-_TASK_NAMES = {2: "meta/tasks.jsonl", 3: "meta/tasks.parquet"}
-#: As objects they take twenty times as much.
+_EPISODE = "episode_index"
+#: Version -> file with the texts of tasks.
+_TASK_FILES = {2: "meta/tasks.jsonl", 3: "meta/tasks.parquet"}
+#: Names of the column of texts in the table of tasks.
+_TASK_TEXTS = ("task", "__index_level_0__")
+#: Largest file of JSON lines in bytes. Its objects take twenty times as much memory.
 _MAX_LINES_BYTES = 1 << 24
-#: More parts of episodes than this in a file, besides those of the index, are no recording.
-_MAX_RUNS = 1 << 16
-#: Episodes of a damaged file that are named.
+#: Most rows or runs in a file beyond those that the index states.
+_MAX_UNINDEXED = 1 << 16
+#: Episodes of a damaged file that an error names.
 _NUM_SHOWN = 20
-_ADVICE = 'Open it with on_bad_index="rebuild" to group the rows by their episode_index'
+_REBUILD_ADVICE = 'Open it with on_bad_index="rebuild" to group the rows by their episode_index'
 
 
 class Run(NamedTuple):
-    """Consecutive rows of one episode in one file."""
+    """Consecutive rows of one episode in one file.
+
+    Attributes:
+        episode: Number of the episode.
+        frame: Frame of the first row in the episode.
+        position: Position of the first row in the whole dataset.
+        file: Name of the data file.
+        row: First row in the file.
+        length: Number of rows.
+        task: Number of the task; -1 if the rows do not state it.
+        success: Whether a row is marked as a success; None if the rows do not state it.
+    """
 
     episode: int
     frame: int
@@ -54,15 +70,15 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the index says of an episode.
+    """The entry of an episode in the index.
 
     Attributes:
-        tasks: What was to be done.
-        length: Frames.
-        start: First frame in the whole dataset.
-        file: Its data; "" if it does not say.
-        videos: Camera -> file, and time of the first frame in seconds.
-        other: Whatever else is said.
+        tasks: Texts of its tasks.
+        length: Number of frames.
+        start: Position of the first frame in the whole dataset.
+        file: Name of the data file; "" if unknown.
+        videos: Camera -> video file, and time of the first frame in it in seconds.
+        other: The other values of the entry.
     """
 
     tasks: tuple[str, ...]
@@ -74,17 +90,21 @@ class Entry:
 
 
 class Index:
-    """The index of a dataset, and its rows.
+    """The index of a dataset and the rows of its episodes.
+
+    Args:
+        info: Description of the dataset.
+        rebuilds: Whether to rebuild an index that contradicts the data.
 
     Attributes:
-        entries: Episode -> what the index says.
-        runs: Episode -> its rows, in order; as the index says, or rebuilt.
-        tasks: Number -> text.
-        files: The data.
-        problems: What was left out or rebuilt.
+        entries: Episode -> its entry.
+        runs: Episode -> its rows in order, as indexed or as rebuilt.
+        tasks: Number of a task -> text.
+        files: The data files.
+        problems: Data that were left out or rebuilt.
 
     Raises:
-        DataFileError: The index disagrees with the data, and `rebuilds` is False.
+        DataFileError: The index contradicts the data, and `rebuilds` is False.
     """
 
     def __init__(self, info: Info, rebuilds: bool) -> None:
@@ -94,191 +114,315 @@ class Index:
         self.files = ParquetFiles(info.path)
         self.entries: dict[int, Entry] = {}
         self.tasks: dict[int, str] = {}
-        read_tasks = _read_tasks_3 if info.major == 3 else _read_tasks_2
-        if (info.path / _TASK_NAMES[info.major]).exists():
-            self._take(lambda: self.tasks.update(read_tasks(info)), "metadata")
-        else:
-            where = f"the tasks of {str(info.path)!r}"
-            advice = "The index of the episodes tells their tasks"
-            wrong = CorruptFileError("open", where, f"a file {_TASK_NAMES[info.major]!r}", "none", advice)
-            self.problems.append(wrong.of("metadata"))
-        self._take(self._read_entries, "metadata")
-        self._take(self._check_entries)
-        runs = self._read_runs()
         self.runs: dict[int, tuple[Run, ...]] = {}
-        if not self._take(lambda: self.runs.update(self._as_indexed(runs))):
-            self.runs = self._rebuilt(runs)
-            for episode in set(self.runs) - set(self.entries):
-                self._take(partial(self._add_usual, episode))
 
-    def _take(self, step: Callable[[], None], kind: str = "counts") -> bool:
-        """Take a step; where it fails the dataset is refused, or the failure is reported and the step is False."""
+        self._attempt(self._read_tasks, "metadata")
+        self._attempt(self._read_entries, "metadata")
+        self._attempt(self._check_entries)
+        runs = self._read_runs()
+        is_index_right = self._attempt(partial(self._take_indexed, runs))
+        if not is_index_right:
+            self._rebuild(runs)
+            for episode in self.runs.keys() - self.entries.keys():
+                self._attempt(partial(self._add_default_entry, episode))
+
+    def _attempt(self, step: Callable[[], None], kind: str = "counts") -> bool:
+        """Call `step` and return whether it succeeded.
+
+        A `DataFileError` is a problem if the index may be rebuilt. Otherwise it is raised.
+
+        Args:
+            step: Function without arguments.
+            kind: Kind of defect, for errors without a kind.
+        """
         try:
             step()
-        except DataFileError as problem:
+        except DataFileError as error:
             if not self._rebuilds:
                 raise
-            self.problems.append(problem.of(kind))
+            self.problems.append(error.of(kind))
             return False
         return True
 
-    def bad(self, what: str, expected: str, got: str, kind: str = "counts") -> CorruptFileError:
-        """Build the error for an index that disagrees, of "episode 7" or something else."""
-        where = f"{what} of {str(self._info.path)!r}"
-        number = what.removeprefix("episode ") if what.startswith("episode ") else ""
-        return CorruptFileError("open", where, expected, got, _ADVICE).of(kind, number)
+    def error(
+        self,
+        subject: str,
+        expected: str,
+        got: str,
+        kind: str = "counts",
+        episode: str = "",
+    ) -> CorruptFileError:
+        """Return the error of an index that contradicts the data."""
+        where = f"{subject} of {str(self._info.path)!r}"
+        return CorruptFileError("open", where, expected, got, _REBUILD_ADVICE).of(kind, episode)
+
+    def episode_error(
+        self,
+        episode: int,
+        expected: str,
+        got: str,
+        kind: str = "counts",
+    ) -> CorruptFileError:
+        """Return the error of an index that contradicts the data of an episode."""
+        return self.error(f"episode {episode}", expected, got, kind, str(episode))
+
+    def _read_tasks(self) -> None:
+        info = self._info
+        name = _TASK_FILES[info.major]
+        if not (info.path / name).exists():
+            where = f"the tasks of {str(info.path)!r}"
+            advice = "The index of the episodes tells their tasks"
+            error = CorruptFileError("open", where, f"a file {name!r}", "none", advice)
+            self.problems.append(error.of("metadata"))
+        elif info.major == 3:
+            self.tasks = _read_tasks_3(info)
+        else:
+            self.tasks = _read_tasks_2(info)
 
     def _read_entries(self) -> None:
-        for row in _rows_3(self._info) if self._info.major == 3 else _rows_2(self._info):
-            self._take(partial(self._add, row))
+        read_rows = _index_rows_3 if self._info.major == 3 else _index_rows_2
+        for row in read_rows(self._info):
+            self._attempt(partial(self._add_entry, row))
         self.entries = dict(sorted(self.entries.items()))
 
-    def _add(self, row: dict[str, Any]) -> None:
-        episode: Any = row.get("episode_index")
+    def _add_entry(self, row: dict[str, Any]) -> None:
+        episode: Any = row.get(_EPISODE)
         if not is_whole(episode) or episode in self.entries:
+            expected = "one entry for each episode_index"
             got = f"another one for {episode!r}"
-            raise self.bad("the index", "one entry for each episode_index", got, "twice").of("", str(episode))
+            raise self.error("the index", expected, got, "twice", str(episode))
         start: Any = row.get("dataset_from_index")
         before = self.entries.get(episode - 1)
         try:
-            self.entries[episode] = _entry_3(self._info, row) if self._info.major == 3 else _entry_2(self._info, row)
-        except DataFileError as problem:
+            self.entries[episode] = _entry_of(self._info, row)
+        except DataFileError as error:
             if before is not None and is_whole(start) and start < before.start + before.length:
-                problem.kind = "shared"
+                error.kind = "shared"
             raise
 
-    def _add_usual(self, episode: int) -> None:
-        """Add an entry for an episode without one where its video is known by its number."""
+    def _add_default_entry(self, episode: int) -> None:
+        """Add an entry for an episode without one, if its number determines its video files."""
+        info = self._info
         length = sum(run.length for run in self.runs[episode])
-        row: dict[str, Any] = {"episode_index": episode, "length": length, "dataset_from_index": 0}
-        if self._info.major == 2:
-            self.entries[episode] = _entry_2(self._info, row)
-        elif self._info.content.get(UNFINISHED) is True:
+        row: dict[str, Any] = {_EPISODE: episode, "length": length, "dataset_from_index": 0}
+        if info.major == 3:
+            if info.content.get(UNFINISHED) is not True:
+                return
+            # An unfinished set of this library has one file of each sort per episode.
+            chunk, file = divmod(episode, info.chunks_size)
             row["dataset_to_index"] = length
-            for place in ("data", *(f"videos/{camera}" for camera in self._info.cameras)):
-                chunk, file = divmod(episode, self._info.chunks_size)
-                row |= {f"{place}/chunk_index": chunk, f"{place}/file_index": file, f"{place}/from_timestamp": 0.0}
-            self.entries[episode] = _entry_3(self._info, row)
+            for group in ("data", *(f"videos/{camera}" for camera in info.cameras)):
+                row[f"{group}/chunk_index"] = chunk
+                row[f"{group}/file_index"] = file
+                row[f"{group}/from_timestamp"] = 0.0
+        self.entries[episode] = _entry_of(info, row)
 
     def _check_entries(self) -> None:
+        """Check that the entries number the episodes and frames without a gap."""
         start = 0
         for number, (episode, entry) in enumerate(self.entries.items()):
             if number != episode:
-                raise self.bad(f"episode {number}", "each number once", "none of that number")
+                raise self.episode_error(number, "each number once", "none of that number")
             if entry.length < 1 or entry.start != start:
                 got = f"{entry.start}:{entry.start + entry.length}"
                 kind = "shared" if entry.start < start else "counts"
-                raise self.bad(f"episode {episode}", f"frames from {start} on", got, kind)
+                raise self.episode_error(episode, f"frames from {start} on", got, kind)
             start += entry.length
-        for name, found in (("total_episodes", len(self.entries)), ("total_frames", start)):
-            if self._info.content.get(name) not in (None, found):
-                raise self.bad("the index", f"{name} {self._info.content[name]}", str(found))
+        for name, total in (("total_episodes", len(self.entries)), ("total_frames", start)):
+            stated = self._info.content.get(name)
+            if stated not in (None, total):
+                raise self.error("the index", f"{name} {stated}", str(total))
 
     def _read_runs(self) -> list[Run]:
-        """Look at every row of every file. The episodes of a damaged file are left out."""
-        runs: list[Run] = []
-        damages: list[CorruptFileError] = []
+        """Read the runs of all data files. The episodes of a damaged file are left out."""
         episodes: dict[str, list[int]] = defaultdict(list)
         for episode, entry in self.entries.items():
             episodes[entry.file].append(episode)
-        for name in [*episodes, *(name for name in _data_files(self._info) if name not in episodes)]:
+        names = list(dict.fromkeys([*episodes, *_data_files(self._info)]))
+
+        runs: list[Run] = []
+        damages: list[CorruptFileError] = []
+        for name in names:
             try:
                 runs += self._runs_of(name)
             except DataFileError as cause:
-                listed = episodes.get(name, [])
-                got = cause.got if len(listed) < 2 else f"{cause.got} (episodes {_shortened(listed)} are left out)"
-                problem = self.bad(f"the data {name!r}", cause.expected, got, cause.kind or "unreadable")
-                problem.episode = str(listed[0]) if len(listed) == 1 else ""
-                problem.__cause__ = cause
-                is_contradiction = cause.kind == "counts"
-                if is_contradiction and self._info.major == 3 and not self._rebuilds:
-                    raise problem from cause
-                damages.append(problem)
-                for episode in listed:
-                    del self.entries[episode]
+                damages.append(self._damage(name, cause, episodes.get(name, [])))
         if damages and not runs and not self._rebuilds:
             raise damages[0]
         self.problems += damages
         return runs
 
+    def _damage(self, name: str, cause: DataFileError, episodes: list[int]) -> CorruptFileError:
+        """Remove the entries of the episodes in a damaged file and return the problem.
+
+        Args:
+            name: The file.
+            cause: The damage.
+            episodes: Episodes in the file, as indexed.
+
+        Raises:
+            CorruptFileError: The file of a set of version 3 contradicts the index.
+        """
+        got = cause.got
+        if len(episodes) > 1:
+            got += f" (episodes {_shortened(episodes)} are left out)"
+        kind = cause.kind or "unreadable"
+        episode = str(episodes[0]) if len(episodes) == 1 else ""
+        problem = self.error(f"the data {name!r}", cause.expected, got, kind, episode)
+        problem.__cause__ = cause
+        is_contradiction = cause.kind == "counts"
+        if is_contradiction and self._info.major == 3 and not self._rebuilds:
+            raise problem from cause
+        for number in episodes:
+            del self.entries[number]
+        return problem
+
     def _runs_of(self, name: str) -> list[Run]:
+        """Read the runs of a data file."""
         file = self.files[name]
-        if not self._rebuilds and (run := _run_of_footer(name, file)):
-            return [run]
-        total = sum(entry.length for entry in self.entries.values())
-        if not self._rebuilds and file.num_rows > total + _MAX_RUNS:
-            raise self.bad(f"the data {name!r}", f"at most {total} rows", str(file.num_rows))
-        told = [one for one in (TASK, SUCCESS) if str(file.types.get(one)).startswith(("int", "bool"))]
-        rows = file.integers([*INDEX_COLUMNS, *told])
+        subject = f"the data {name!r}"
+        if not self._rebuilds:
+            run = _run_of_footer(name, file)
+            if run is not None:
+                return [run]
+            total = sum(entry.length for entry in self.entries.values())
+            if file.num_rows > total + _MAX_UNINDEXED:
+                raise self.error(subject, f"at most {total} rows", str(file.num_rows))
+
+        stated = [column for column in (TASK, SUCCESS) if _is_integer(file.types.get(column))]
+        columns = file.integers([*INDEX_COLUMNS, *stated])
         if not file.num_rows:
             return []
-        episode, frame, index = (rows[column] for column in INDEX_COLUMNS)
-        is_next = (np.diff(episode) == 0) & (np.diff(frame) == 1) & (np.diff(index) == 1)
-        starts = np.flatnonzero(np.concatenate([[True], ~is_next]))
-        if len(starts) > len(self.entries) + _MAX_RUNS:
-            raise self.bad(f"the data {name!r}", "rows of an episode one after the other", f"{len(starts)} parts")
-        tasks = rows[TASK][starts].tolist() if TASK in told else [-1] * len(starts)
-        wins = np.logical_or.reduceat(rows[SUCCESS], starts).tolist() if SUCCESS in told else [None] * len(starts)
-        firsts = [column[starts].tolist() for column in (episode, frame, index)]
-        lengths = np.diff([*starts, file.num_rows]).tolist()
-        return list(map(Run, *firsts, repeat(name), starts.tolist(), lengths, tasks, wins))
+        episode, frame, position = (columns[column] for column in INDEX_COLUMNS)
+        is_next_frame = (np.diff(frame) == 1) & (np.diff(position) == 1)
+        continues = (np.diff(episode) == 0) & is_next_frame
+        starts = np.flatnonzero(np.concatenate([[True], ~continues]))
+        num_runs = len(starts)
+        if num_runs > len(self.entries) + _MAX_UNINDEXED:
+            raise self.error(subject, "rows of an episode one after the other", f"{num_runs} parts")
 
-    def _as_indexed(self, runs: Sequence[Run]) -> dict[int, tuple[Run, ...]]:
-        found: dict[int, tuple[Run, ...]] = {}
+        lengths = np.diff([*starts, file.num_rows]).tolist()
+        tasks: list[int] = [-1] * num_runs
+        if TASK in stated:
+            tasks = columns[TASK][starts].tolist()
+        successes: list[bool | None] = [None] * num_runs
+        if SUCCESS in stated:
+            successes = np.logical_or.reduceat(columns[SUCCESS], starts).tolist()
+        runs = map(
+            Run,
+            episode[starts].tolist(),
+            frame[starts].tolist(),
+            position[starts].tolist(),
+            repeat(name),
+            starts.tolist(),
+            lengths,
+            tasks,
+            successes,
+        )
+        return list(runs)
+
+    def _take_indexed(self, runs: Sequence[Run]) -> None:
+        """Set `runs`, if the index states exactly these."""
+        indexed: dict[int, tuple[Run, ...]] = {}
         for run in runs:
             entry = self.entries.get(run.episode)
-            if entry is None or run.episode in found:
-                expected, kind = ("rows in one place", "twice") if entry else ("an entry in the index", "counts")
-                raise self.bad(f"episode {run.episode}", expected, f"rows from {run.row} on in {run.file!r}", kind)
-            if wrong := _difference(run, entry):
-                is_short = wrong[0].startswith("consecutive") and run.length < entry.length
-                kind = "twice" if entry.file != run.file else "outside" if is_short else "counts"
-                raise self.bad(f"episode {run.episode}", *wrong, kind)
-            found[run.episode] = (run,)
-        if missing := sorted(set(self.entries) - set(found)):
-            file = self.entries[missing[0]].file
-            raise self.bad(f"episode {missing[0]}", f"its rows in {file!r}", "none there", "outside")
-        return dict(sorted(found.items()))
+            got = f"rows from {run.row} on in {run.file!r}"
+            if entry is None:
+                raise self.episode_error(run.episode, "an entry in the index", got)
+            if run.episode in indexed:
+                raise self.episode_error(run.episode, "rows in one place", got, "twice")
+            difference = _difference(run, entry)
+            if difference is not None:
+                expected, got = difference
+                kind = _kind_of_difference(run, entry)
+                raise self.episode_error(run.episode, expected, got, kind)
+            indexed[run.episode] = (run,)
 
-    def _rebuilt(self, runs: Sequence[Run]) -> dict[int, tuple[Run, ...]]:
-        of_episode: dict[int, list[Run]] = defaultdict(list)
+        missing = self.entries.keys() - indexed.keys()
+        if missing:
+            episode = min(missing)
+            expected = f"its rows in {self.entries[episode].file!r}"
+            raise self.episode_error(episode, expected, "none there", "outside")
+        self.runs = dict(sorted(indexed.items()))
+
+    def _rebuild(self, runs: Sequence[Run]) -> None:
+        """Set `runs` to the rows that state an episode, and report episodes that are incomplete."""
+        runs_of: dict[int, list[Run]] = defaultdict(list)
         for run in runs:
-            of_episode[run.episode].append(run)
-        found = {}
-        for episode, listed in sorted(of_episode.items()):
-            entry = self.entries.get(episode)
-            indexed = [run for run in listed if entry and not _difference(run, entry)]
-            chain = indexed[:1] or sorted(listed, key=lambda run: (run.frame, run.file, run.row))
-            ends = np.cumsum([0, *(run.length for run in chain)])
-            is_whole_episode = episode >= 0 and [run.frame for run in chain] == ends[:-1].tolist()
-            if is_whole_episode:
-                found[episode] = tuple(chain)
-            if not is_whole_episode or len(chain) < len(listed):
-                got = f"{len(listed)} parts, from frame {min(run.frame for run in listed)} on"
-                advice = "Rows that the index does not name are left out" if is_whole_episode else "It is left out"
+            runs_of[run.episode].append(run)
+        for episode, parts in sorted(runs_of.items()):
+            chain = self._chain(episode, parts)
+            is_complete = episode >= 0 and _starts_at_zero(chain)
+            if is_complete:
+                self.runs[episode] = tuple(chain)
+            if not is_complete or len(chain) < len(parts):
+                first = min(run.frame for run in parts)
                 where = f"episode {episode} of {str(self._info.path)!r}"
-                wrong = CorruptFileError("open", where, "each frame once, from 0 on", got, advice)
-                self.problems.append(wrong.of("counts", str(episode)))
-        return found
+                expected = "each frame once, from 0 on"
+                got = f"{len(parts)} parts, from frame {first} on"
+                advice = "It is left out"
+                if is_complete:
+                    advice = "Rows that the index does not name are left out"
+                problem = CorruptFileError("open", where, expected, got, advice)
+                self.problems.append(problem.of("counts", str(episode)))
+
+    def _chain(self, episode: int, parts: list[Run]) -> list[Run]:
+        """Return the run that the index states, otherwise all runs of an episode in order."""
+        entry = self.entries.get(episode)
+        if entry is not None:
+            for run in parts:
+                if _difference(run, entry) is None:
+                    return [run]
+        return sorted(parts, key=attrgetter("frame", "file", "row"))
+
+
+def _starts_at_zero(chain: Sequence[Run]) -> bool:
+    """Return whether the frames of runs follow each other, from 0 on."""
+    next_frame = 0
+    for run in chain:
+        if run.frame != next_frame:
+            return False
+        next_frame += run.length
+    return True
+
+
+def _is_integer(arrow_type: Any) -> bool:
+    return str(arrow_type).startswith(("int", "bool"))
 
 
 def _run_of_footer(name: str, file: ParquetFile) -> Run | None:
-    """Make a run of what a footer says of its rows, in a third of the time; None if that does not tell a run.
+    """Return the run of a file with one episode; None if the footer does not state it.
 
-    Opening a thousand files takes 0.3 s instead of 0.8 s. Reading looks at the rows.
+    Only the footer is read. Opening a thousand files takes 0.3 s instead of 0.8 s. Reading checks the rows.
     """
     bounds = [file.bounds(column) for column in (*INDEX_COLUMNS, TASK, SUCCESS)]
-    (episode, frame, position, task), success = bounds[:-1], bounds[-1]
+    episode, frame, position, task, success = bounds
     if episode is None or frame is None or position is None or task is None:
         return None
-    is_run = all(high - low + 1 == file.num_rows for low, high in (frame, position))
-    if not is_run or episode[0] != episode[1] or task[0] != task[1] or (SUCCESS in file.types and not success):
+    if SUCCESS in file.types and not success:
         return None
-    return Run(episode[0], frame[0], position[0], name, 0, file.num_rows, task[0], success and bool(success[1]))
+    has_one_episode = episode[0] == episode[1] and task[0] == task[1]
+    has_all_frames = all(high - low + 1 == file.num_rows for low, high in (frame, position))
+    if not has_one_episode or not has_all_frames:
+        return None
+    return Run(
+        episode=episode[0],
+        frame=frame[0],
+        position=position[0],
+        file=name,
+        row=0,
+        length=file.num_rows,
+        task=task[0],
+        success=success and bool(success[1]),
+    )
 
 
 def _difference(run: Run, entry: Entry) -> tuple[str, str] | None:
-    """Return what an index expects of the rows of an episode, and what is there; None if it is that."""
+    """Compare rows of an episode with its entry.
+
+    Returns:
+        The expected and the actual value of the first difference; None if there is none.
+    """
     for name, expected, got in (
         ("its rows in the file", entry.file, run.file),
         ("frame_index from", 0, run.frame),
@@ -290,112 +434,158 @@ def _difference(run: Run, entry: Entry) -> tuple[str, str] | None:
     return None
 
 
+def _kind_of_difference(run: Run, entry: Entry) -> str:
+    """Return the kind of defect of rows that differ from their entry."""
+    if entry.file != run.file:
+        return "twice"
+    is_at_start = run.frame == 0 and run.position == entry.start
+    return "outside" if is_at_start and run.length < entry.length else "counts"
+
+
 def _data_files(info: Info) -> list[str]:
-    """List the data files by the template, in the order of their numbers."""
-    found = info.path.glob(re.sub(r"\{[^}]*\}", "*", info.data_path))
-    return sorted((path.relative_to(info.path).as_posix() for path in found), key=natural)
+    """Return the names of the data files that fit the template, in the order of their numbers."""
+    return _sorted_names(info, re.sub(r"\{[^}]*\}", "*", info.data_path))
+
+
+def _sorted_names(info: Info, pattern: str) -> list[str]:
+    paths = info.path.glob(pattern)
+    return sorted((path.relative_to(info.path).as_posix() for path in paths), key=natural)
 
 
 def _read_tasks_3(info: Info) -> dict[int, str]:
-    file = ParquetFile(file_inside(info.path, _TASK_NAMES[3]))
-    texts = [name for name, kind in file.types.items() if "string" in str(kind)]
-    texts = [name for name in texts if name in ("task", "__index_level_0__")] or texts
+    file = ParquetFile(file_inside(info.path, _TASK_FILES[3]))
+    texts = [name for name, arrow_type in file.types.items() if "string" in str(arrow_type)]
+    texts = [name for name in texts if name in _TASK_TEXTS] or texts
     if len(texts) != 1:
-        raise CorruptFileError("read", repr(str(file.path)), "the column task_index and a column of texts", str(texts))
-    numbers = file.integers([TASK])[TASK].tolist()
-    known: dict[str, str] = {}
-    found: list[str] = []
-    for batch in file.batches({texts[0]: None}, 0, file.num_rows):
-        found += shared_texts(batch[texts[0]], known)
-    return dict(zip(numbers, found, strict=True))
+        expected = "the column task_index and a column of texts"
+        raise CorruptFileError("read", repr(str(file.path)), expected, str(texts))
+    return numbered_texts(file, TASK, texts[0])
 
 
 def _read_tasks_2(info: Info) -> dict[int, str]:
-    return {line[TASK]: str(line.get("task", "")) for line in _read_lines(info, _TASK_NAMES[2], TASK)}
+    lines = _read_lines(info, _TASK_FILES[2], [TASK])
+    return {line[TASK]: str(line.get("task", "")) for line in lines}
 
 
-def _read_lines(info: Info, name: str, *numbers: str) -> list[dict[str, Any]]:
+def _read_lines(info: Info, name: str, integers: Sequence[str]) -> list[dict[str, Any]]:
+    """Read a file of JSON objects, each with these integers, one per line."""
     path = file_inside(info.path, name)
-    lines = [
-        parse_json(line, path) for line in read_text(path, max_bytes=_MAX_LINES_BYTES).splitlines() if line.strip()
-    ]
+    text = read_text(path, max_bytes=_MAX_LINES_BYTES)
+    lines = [parse_json(line, path) for line in text.splitlines() if line.strip()]
     for row, line in enumerate(lines):
-        if not isinstance(line, dict) or not all(is_whole(line.get(one)) for one in numbers):
-            raise CorruptFileError(
-                "read", f"line {row} of {str(path)!r}", f"an object with {', '.join(numbers)}", "none"
-            )
+        if not isinstance(line, dict) or not all(is_whole(line.get(key)) for key in integers):
+            where = f"line {row} of {str(path)!r}"
+            expected = f"an object with {', '.join(integers)}"
+            raise CorruptFileError("read", where, expected, "none")
     return lines
 
 
 def _shortened(numbers: Sequence[int]) -> str:
-    """Return numbers as text, the first ones if there are many."""
-    shown = ", ".join(map(str, numbers[:_NUM_SHOWN]))
-    return f"{shown} and {len(numbers) - _NUM_SHOWN} more" if len(numbers) > _NUM_SHOWN else shown
+    """Return numbers as text. Of many, only the first are shown."""
+    text = ", ".join(map(str, numbers[:_NUM_SHOWN]))
+    if len(numbers) > _NUM_SHOWN:
+        text += f" and {len(numbers) - _NUM_SHOWN} more"
+    return text
 
 
 def _texts(value: Any) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
-def _rows_2(info: Info) -> list[dict[str, Any]]:
-    rows = sorted(_read_lines(info, "meta/episodes.jsonl", "episode_index", "length"), key=itemgetter("episode_index"))
-    starts = accumulate((row["length"] for row in rows), initial=0)
-    return [{**row, "dataset_from_index": start} for row, start in zip(rows, starts, strict=False)]
+def _index_rows_2(info: Info) -> list[dict[str, Any]]:
+    """Return the rows of the index in the order of the episodes."""
+    rows = _read_lines(info, "meta/episodes.jsonl", [_EPISODE, "length"])
+    rows.sort(key=itemgetter(_EPISODE))
+    start = 0
+    for row in rows:
+        row["dataset_from_index"] = start
+        start += row["length"]
+    return rows
 
 
-def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
-    episode = row["episode_index"]
-    values = {"episode_chunk": episode // info.chunks_size, "episode_index": episode}
-    videos = {one: (file_name(info.video_path, {**values, "video_key": one}, info.path), 0.0) for one in info.cameras}
-    known = ("episode_index", "length", "tasks", "dataset_from_index")
-    other = {name: value for name, value in row.items() if name not in known}
-    file = file_name(info.data_path, values, info.path)
-    return Entry(_texts(row.get("tasks")), row["length"], row["dataset_from_index"], file, videos, other)
+def _index_rows_3(info: Info) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the tables of episodes, without statistics."""
+    known: dict[str, str] = {}
+    for name in _sorted_names(info, "meta/episodes/**/*.parquet"):
+        file = ParquetFile(file_inside(info.path, name))
+        columns = [column for column in file.types if not column.startswith(("stats/", "meta/"))]
+        for batch in file.batches(dict.fromkeys(columns), 0, file.num_rows):
+            values = []
+            for column in columns:
+                values.append([_shared(value, known) for value in batch[column].to_pylist()])
+            for row in zip(*values, strict=True):
+                yield dict(zip(columns, row, strict=True))
 
 
 def _shared(value: Any, known: dict[str, str]) -> Any:
-    """Return a value of a table in which equal texts, also those of lists, are one object; `known` grows."""
+    """Return a value in which equal texts are one object, also in lists.
+
+    Args:
+        value: Value of a table.
+        known: The texts so far. New texts are added.
+    """
     if isinstance(value, list):
-        return [_shared(part, known) for part in value]
-    return known.setdefault(value, value) if isinstance(value, str) else value
+        return [_shared(item, known) for item in value]
+    if isinstance(value, str):
+        return known.setdefault(value, value)
+    return value
 
 
-def _rows_3(info: Info) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the tables of episodes, without statistics."""
-    known: dict[str, str] = {}
-    found = info.path.glob("meta/episodes/**/*.parquet")
-    for name in sorted((path.relative_to(info.path).as_posix() for path in found), key=natural):
-        file = ParquetFile(file_inside(info.path, name))
-        columns = [name for name in file.types if not name.startswith(("stats/", "meta/"))]
-        for batch in file.batches(dict.fromkeys(columns), 0, file.num_rows):
-            values = [[_shared(row, known) for row in batch[column].to_pylist()] for column in columns]
-            yield from ({**dict(zip(columns, row, strict=True))} for row in zip(*values, strict=True))
+def _entry_of(info: Info, row: dict[str, Any]) -> Entry:
+    """Return the entry of a row of the index. The row is changed."""
+    return _entry_3(info, row) if info.major == 3 else _entry_2(info, row)
+
+
+def _entry_2(info: Info, row: dict[str, Any]) -> Entry:
+    episode = row.pop(_EPISODE)
+    values = {"episode_chunk": episode // info.chunks_size, _EPISODE: episode}
+    videos = {}
+    for camera in info.cameras:
+        file = file_name(info.video_path, {**values, "video_key": camera}, info.path)
+        videos[camera] = (file, 0.0)
+    return Entry(
+        tasks=_texts(row.pop("tasks", None)),
+        length=row.pop("length"),
+        start=row.pop("dataset_from_index"),
+        file=file_name(info.data_path, values, info.path),
+        videos=videos,
+        other=row,
+    )
 
 
 def _entry_3(info: Info, row: dict[str, Any]) -> Entry:
     where = f"an episode of {str(info.path)!r}"
 
-    def take(name: str) -> int:
-        if not is_whole(value := row.pop(name, None)):
-            raise CorruptFileError("open", where, f"a whole number {name!r} in the index", repr(value)[:40], _ADVICE)
+    def take_integer(name: str) -> int:
+        value = row.pop(name, None)
+        if not is_whole(value):
+            expected = f"a whole number {name!r} in the index"
+            got = repr(value)[:40]
+            raise CorruptFileError("open", where, expected, got, _REBUILD_ADVICE)
         return int(value)
 
-    start = take("dataset_from_index")
-    length = take("length")
-    stop = take("dataset_to_index")
-    total: Any = info.content.get("total_frames")
+    def take_file_numbers(group: str) -> dict[str, int | str]:
+        return {name: take_integer(f"{group}/{name}") for name in ("chunk_index", "file_index")}
+
+    start = take_integer("dataset_from_index")
+    length = take_integer("length")
+    stop = take_integer("dataset_to_index")
     if stop - start != length:
-        wrong = CorruptFileError("open", where, f"a range of {length} frames from {start} on", "another", _ADVICE)
+        expected = f"a range of {length} frames from {start} on"
+        total: Any = info.content.get("total_frames")
         is_outside = is_whole(total) and stop > total
-        raise wrong.of("outside" if is_outside else "counts", str(row.get("episode_index")))
-    file = file_name(info.data_path, {name: take(f"data/{name}") for name in ("chunk_index", "file_index")}, info.path)
+        error = CorruptFileError("open", where, expected, "another", _REBUILD_ADVICE)
+        raise error.of("outside" if is_outside else "counts", str(row.get(_EPISODE)))
+
+    file = file_name(info.data_path, take_file_numbers("data"), info.path)
     videos = {}
     for camera in info.cameras:
-        numbers = {name: take(f"videos/{camera}/{name}") for name in ("chunk_index", "file_index")}
+        values = {**take_file_numbers(f"videos/{camera}"), "video_key": camera}
         start_s = row.pop(f"videos/{camera}/from_timestamp", None)
         if not is_real(start_s) or not 0 <= start_s < 1e9:
-            raise CorruptFileError("open", where, f"the time of its first frame of {camera!r}", repr(start_s), _ADVICE)
-        videos[camera] = (file_name(info.video_path, {**numbers, "video_key": camera}, info.path), start_s)
+            expected = f"the time of its first frame of {camera!r}"
+            raise CorruptFileError("open", where, expected, repr(start_s), _REBUILD_ADVICE)
+        videos[camera] = (file_name(info.video_path, values, info.path), start_s)
     tasks = _texts(row.pop("tasks", None))
-    other = {name: value for name, value in row.items() if "/" not in name and name != "episode_index"}
+    other = {name: value for name, value in row.items() if "/" not in name and name != _EPISODE}
     return Entry(tasks, length, start, file, videos, other)

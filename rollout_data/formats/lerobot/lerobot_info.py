@@ -1,6 +1,6 @@
-"""What `meta/info.json` says of a LeRobot dataset: version, names of files, features.
+"""The description of a LeRobot dataset, `meta/info.json`: version, names of files, features.
 
-One rule: names are made of the known numbers and names only, and features become fields by what the data hold.
+Features become fields by what the data hold, not by what the description says.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from ..parquet import first_row
 from ..video_frames import DepthCoding
 from .lerobot_language import describe, fits_json
 
-#: As objects they take twenty times as much.
+#: Largest `meta/info.json` in bytes. Its objects take twenty times as much memory.
 MAX_OBJECT_BYTES = 1 << 24
 #: Columns that number the rows; they are checked, and are no fields.
 INDEX_COLUMNS = ("episode_index", "frame_index", "index")
-#: True in the description of a set while it is written: its data files are the truth.
+#: Key of the description: True while the set is being written.
 UNFINISHED = "is_unfinished"
+#: A field of a template, as in `{chunk_index:03d}`: its name and its format.
 _FIELD = re.compile(r"\{(\w+)(?::((?:0?\d)?d?))?\}", re.ASCII)
+#: Numbers that templates may name.
 _NUMBERS = ("chunk_index", "file_index", "episode_chunk", "episode_index")
 _DEFAULT_CHUNKS_SIZE = 1000
 #: Version -> the usual names of data files and of video files.
@@ -44,6 +46,14 @@ TEMPLATES = {
     ),
 }
 _OBSERVATION = "observation"
+#: Groups whose fields stay vectors if they have a single number.
+_VECTOR_GROUPS = (_OBSERVATION, "action")
+#: Numbers of channels that a picture can have.
+_CHANNELS = (1, 3, 4)
+#: Most dimensions of a feature.
+_MAX_DIMENSIONS = 8
+#: Height, width and channels of a video are less than this.
+_MAX_VIDEO_SIZE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,11 +62,12 @@ class Info:
 
     Attributes:
         path: The folder.
-        content: All of it.
+        content: The whole description.
         major: 2 or 3.
-        fps: Frames in a second.
-        features: Name -> what is said of it.
-        data_path, video_path: Templates of the names of files.
+        fps: Frames per second.
+        features: Feature -> its description.
+        data_path: Template of the names of data files.
+        video_path: Template of the names of video files.
     """
 
     path: Path
@@ -70,11 +81,12 @@ class Info:
     @property
     def cameras(self) -> list[str]:
         """Names of the features in video files."""
-        return [name for name, about in self.features.items() if about.get("dtype") == "video"]
+        features = self.features.items()
+        return [name for name, description in features if description.get("dtype") == "video"]
 
     @property
     def chunks_size(self) -> int:
-        """Episodes, or files in version 3, in a folder."""
+        """Number of episodes (version 2) or files (version 3) in a folder."""
         return int(self.content.get("chunks_size", _DEFAULT_CHUNKS_SIZE))
 
 
@@ -82,66 +94,102 @@ def read_info(path: Path) -> Info:
     """Read and check the description of a dataset.
 
     Raises:
-        ForeignFileError: It is of another version, or stored with Lance.
-        DataFileError: It is damaged.
+        ForeignFileError: The dataset has another version, or is stored with Lance.
+        DataFileError: The description is damaged.
     """
     file = file_inside(path, LEROBOT_INFO)
     content = read_object(file, MAX_OBJECT_BYTES)
-    version = str(content.get("codebase_version"))
-    if content.get("storage_format") == "lance":
-        advice = "Convert it with lerobot to storage_format 'parquet'; the extra for Lance is not part of this release"
-        raise ForeignFileError("open", repr(str(path)), "Parquet files", "storage_format 'lance'", advice)
-    if not re.fullmatch(r"v?(2\.[01]|3\.\d+)", version):
-        raise ForeignFileError("open", repr(str(path)), "codebase_version v3.0, v2.1 or v2.0", repr(version[:40]))
-    is_v3 = version.lstrip("v").startswith("3")
+    version = _checked_version(path, content)
+    usual_data_path, usual_video_path = TEMPLATES["v3.0" if version == 3 else "v2.1"]
     features: Any = content.get("features")
     fps: Any = content.get("fps")
-    usual = zip(("data_path", "video_path"), TEMPLATES["v3.0" if is_v3 else "v2.1"], strict=True)
-    paths: dict[str, Any] = {name: content.get(name) or template for name, template in usual}
-    checks = {
-        "features": (features, isinstance(features, dict) and all(isinstance(one, dict) for one in features.values())),
-        "fps": (fps, is_real(fps) and 0 < float(fps) < float("inf")),
-        **{name: (value, isinstance(value, str)) for name, value in paths.items()},
-        **{
-            name: (content[name], is_whole(content[name]) and 0 <= content[name] < 1 << 60)
-            for name in ("total_episodes", "total_frames", "chunks_size")
-            if content.get(name) is not None
-        },
-    }
-    for name, (value, is_right) in checks.items():
-        if not is_right or (name == "chunks_size" and not value):
-            raise CorruptFileError("open", repr(str(file)), f"a {name!r} as LeRobot writes it", repr(value)[:80])
-    for name, key in (("data_path", {}), ("video_path", {"video_key": ""})):
-        file_name(paths[name], {**dict.fromkeys(_NUMBERS, 0), **key}, path)
-    return Info(path, content, 3 if is_v3 else 2, float(fps), features, **paths)
+    data_path: Any = content.get("data_path") or usual_data_path
+    video_path: Any = content.get("video_path") or usual_video_path
+
+    def check(name: str, value: Any, is_valid: bool) -> None:
+        if not is_valid:
+            expected = f"a {name!r} as LeRobot writes it"
+            raise CorruptFileError("open", repr(str(file)), expected, repr(value)[:80])
+
+    check("features", features, _are_objects(features))
+    check("fps", fps, is_real(fps) and 0 < float(fps) < float("inf"))
+    check("data_path", data_path, isinstance(data_path, str))
+    check("video_path", video_path, isinstance(video_path, str))
+    for name, least in (("total_episodes", 0), ("total_frames", 0), ("chunks_size", 1)):
+        value = content.get(name)
+        if value is not None:
+            check(name, value, is_whole(value) and least <= value < 1 << 60)
+
+    numbers = dict.fromkeys(_NUMBERS, 0)
+    file_name(data_path, numbers, path)
+    file_name(video_path, {**numbers, "video_key": ""}, path)
+    return Info(path, content, version, float(fps), features, data_path, video_path)
+
+
+def _are_objects(features: Any) -> bool:
+    if not isinstance(features, dict):
+        return False
+    return all(isinstance(feature, dict) for feature in features.values())
+
+
+def _checked_version(path: Path, content: Mapping[str, Any]) -> int:
+    """Return the major version, 2 or 3; raise `ForeignFileError` for other datasets."""
+    version = str(content.get("codebase_version"))
+    if content.get("storage_format") == "lance":
+        advice = "Convert it with lerobot to storage_format 'parquet'"
+        advice += "; the extra for Lance is not part of this release"
+        got = "storage_format 'lance'"
+        raise ForeignFileError("open", repr(str(path)), "Parquet files", got, advice)
+    if not re.fullmatch(r"v?(2\.[01]|3\.\d+)", version):
+        expected = "codebase_version v3.0, v2.1 or v2.0"
+        raise ForeignFileError("open", repr(str(path)), expected, repr(version[:40]))
+    return int(version.lstrip("v")[0])
 
 
 def file_name(template: str, values: Mapping[str, int | str], where: Path) -> str:
-    """Put numbers and names into a template; its fields are names, never expressions."""
+    """Return a template with its fields replaced. Fields are plain names, never expressions.
+
+    Args:
+        template: Such as "data/chunk-{chunk_index:03d}.parquet".
+        values: Field -> value.
+        where: Folder of the dataset, for errors.
+
+    Raises:
+        CorruptFileError: The template has another field.
+        UnsafeFileError: The file would lie outside of the folder.
+    """
     rest = _FIELD.sub("", template)
-    fields = _FIELD.findall(template)
-    is_known = all(name in values and not (spec and isinstance(values[name], str)) for name, spec in fields)
-    if not is_known or "{" in rest or "}" in rest:
+    is_valid = "{" not in rest and "}" not in rest
+    for name, number_format in _FIELD.findall(template):
+        is_text = isinstance(values.get(name), str)
+        if name not in values or (is_text and number_format):
+            is_valid = False
+    if not is_valid:
+        file = repr(str(where / LEROBOT_INFO))
         expected = f"a template of {', '.join(values)}"
-        raise CorruptFileError("open", repr(str(where / LEROBOT_INFO)), expected, repr(template[:80]))
+        raise CorruptFileError("open", file, expected, repr(template[:80]))
     if template.startswith("/") or ".." in template.split("/"):
-        raise UnsafeFileError("open", repr(template[:80]), f"files below {str(where)!r}", "names that lead out of it")
-    return _FIELD.sub(lambda found: format(values[found[1]], found[2] or ""), template)
+        expected = f"files below {str(where)!r}"
+        raise UnsafeFileError("open", repr(template[:80]), expected, "names that lead out of it")
+    return _FIELD.sub(lambda match: format(values[match[1]], match[2] or ""), template)
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A field, and where its values are.
+    """A field and the place of its values.
 
     Attributes:
         source: Name of the column or camera.
-        name: Of the field.
-        kind: "number", "text", "language", "image", "video" or "annotation" (the number of a task or subtask).
-        shape, dtype: Of a row.
-        depth: How a video of depth is coded.
-        unit: Of depth: "mm" or "m".
-        is_lossy: Stored with loss.
-        part: `start, stop` of the numbers of a vector that it is, of a GR00T dataset; None for all.
+        name: Name of the field.
+        kind: "number", "text", "language", "image", "video" or "annotation". An annotation is the
+            text of a task or subtask that a column numbers.
+        shape: Shape of a row.
+        dtype: Dtype of a row.
+        depth: Coding of depth in a video.
+        unit: Unit of depth: "mm" or "m".
+        is_lossy: Whether values were stored with loss.
+        part: `start, stop` of the numbers of a vector, for a part that a GR00T dataset names.
+            None for all numbers.
     """
 
     source: str
@@ -156,94 +204,148 @@ class Feature:
 
     @property
     def field(self) -> Field:
-        """As delivered, if it is not of texts."""
-        return Field(self.name, self.shape if self.part is None else (self.part[1] - self.part[0],), self.dtype)
+        """The field as delivered, if its values are no texts."""
+        shape = self.shape
+        if self.part is not None:
+            start, stop = self.part
+            shape = (stop - start,)
+        return Field(self.name, shape, self.dtype)
 
 
 def field_name(source: str, names: Mapping[str, Any]) -> str:
-    """Name the field of a feature."""
+    """Return the name of the field of a feature.
+
+    Args:
+        source: Name of the feature.
+        names: All features of the dataset, as keys.
+    """
     if source == "next.reward":
         return "reward"
-    for group in (_OBSERVATION, "action"):
+    for group in _VECTOR_GROUPS:
         if source.startswith(f"{group}.") and group not in names:
             return f"{group}/{source[len(group) + 1 :]}"
     return source
 
 
-def column_feature(source: str, name: str, row: Any, about: Mapping[str, Any]) -> Feature | None:
-    """Describe the field of a column of numbers or texts; None if it holds something else.
+def column_feature(
+    source: str,
+    name: str,
+    row: Any,
+    description: Mapping[str, Any],
+) -> Feature | None:
+    """Return the feature of a column of numbers or texts; None if it holds other values.
 
     Args:
-        source: The column.
-        name: The field.
-        row: An arrow array of its first row.
-        about: What the description says of it.
+        source: Name of the column.
+        name: Name of the field.
+        row: Arrow array of the first row.
+        description: Description of the feature.
     """
     shape, leaf = first_row(row)
-    declared = _shape(about)
     if not shape and leaf == "text":
         return Feature(source, "action_text" if name == "action" else name, "text")
     if leaf not in DTYPES:
-        is_language = source.startswith("language_") or about.get("dtype") == "language"
-        is_read = describe(row.type) is not None or (is_language and fits_json(row.type))
-        return Feature(source, name, "language") if is_read else None
-    is_vector = name.partition("/")[0] in (_OBSERVATION, "action")
+        is_language = source.startswith("language_") or description.get("dtype") == "language"
+        is_readable = describe(row.type) is not None or (is_language and fits_json(row.type))
+        return Feature(source, name, "language") if is_readable else None
+
+    declared = _shape(description.get("shape"))
     if declared is not None and prod(declared) == prod(shape) and len(shape) < 2:
-        shape = declared  # in one level, as a scalar for (1,)
-    return Feature(source, name, "number", () if shape == (1,) and not is_vector else shape, leaf)
+        shape = declared  # The column has flat lists, or scalars for the shape (1,).
+    is_vector = name.partition("/")[0] in _VECTOR_GROUPS
+    if shape == (1,) and not is_vector:
+        shape = ()
+    return Feature(source, name, "number", shape, leaf)
 
 
-def picture_feature(source: str, name: str, about: Mapping[str, Any], pixels: Any, data: bytes) -> Feature:
-    """Describe a column of encoded pictures by its first one."""
+def picture_feature(
+    source: str,
+    name: str,
+    description: Mapping[str, Any],
+    pixels: Any,
+    data: bytes,
+) -> Feature:
+    """Return the feature of a column of encoded pictures.
+
+    Args:
+        source: Name of the column.
+        name: Name of the field.
+        description: Description of the feature.
+        pixels: The first picture, decoded.
+        data: The first picture, encoded.
+    """
     if pixels.ndim == 3:
         is_lossy = picture_format(data) == "JPEG"
         return Feature(source, name, "image", pixels.shape, "uint8", is_lossy=is_lossy)
-    return Feature(source, name, "image", pixels.shape, str(pixels.dtype), unit=_unit(_camera_info(about)))
+    unit = _unit(_camera_info(description))
+    return Feature(source, name, "image", pixels.shape, str(pixels.dtype), unit=unit)
 
 
-def video_feature(source: str, name: str, about: Mapping[str, Any]) -> Feature | None:
-    """Describe a camera in video files; None if its size or its coding cannot be told."""
-    info = _camera_info(about)
-    sizes = [info.get(f"video.{size}") for size in ("height", "width", "channels")]
-    shape = picture_shape(about) or _shape({"shape": sizes})
-    if shape is None or max(shape) >= 1 << 16:
+def video_feature(source: str, name: str, description: Mapping[str, Any]) -> Feature | None:
+    """Return the feature of a camera in video files; None if its size or its coding is unknown."""
+    info = _camera_info(description)
+    sizes = [info.get(f"video.{axis}") for axis in ("height", "width", "channels")]
+    shape = picture_shape(description) or _shape(sizes)
+    if shape is None or max(shape) >= _MAX_VIDEO_SIZE:
         return None
-    height, width, channels = shape
-    feature = Feature(source, name, "video", (height, width, channels), "uint8", is_lossy=True)
+    height, width, num_channels = shape
+    feature = Feature(source, name, "video", shape, "uint8", is_lossy=True)
     if not (info.get("is_depth_map") or info.get("video.is_depth_map")):
-        return feature if channels in (1, 3, 4) else None
-    keys = {"minimum": "depth_min", "maximum": "depth_max", "shift": "shift"}
-    told = {ours: info[f"video.{key}"] for ours, key in keys.items() if is_real(info.get(f"video.{key}"))}
+        return feature if num_channels in _CHANNELS else None
+
     unit = _unit(info)
-    coding = DepthCoding(**told, use_log=info.get("video.use_log") is not False, unit=unit or "m")
+    coding = _depth_coding(info, unit or "m")
     if not coding.is_valid():
         return None
     return replace(feature, shape=(height, width), dtype=coding.dtype, depth=coding, unit=unit)
 
 
+def _depth_coding(info: Mapping[str, Any], unit: str) -> DepthCoding:
+    parameters: dict[str, Any] = {}
+    for name, key in (("minimum", "depth_min"), ("maximum", "depth_max"), ("shift", "shift")):
+        value = info.get(f"video.{key}")
+        if is_real(value):
+            parameters[name] = value
+    use_log = info.get("video.use_log") is not False
+    return DepthCoding(**parameters, use_log=use_log, unit=unit)
+
+
 def _unit(info: Mapping[str, Any]) -> str:
-    return str(info["depth_unit"]) if info.get("depth_unit") in ("m", "mm") else ""
+    unit = info.get("depth_unit")
+    return str(unit) if unit in ("m", "mm") else ""
 
 
-def picture_shape(about: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return `[H, W, C]` of a feature: by the names of its axes, without names by the axis of 1, 3 or 4."""
-    shape = _shape(about)
-    names = about.get("names")
+def picture_shape(description: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return `[H, W, C]` of a feature.
+
+    The names of its axes tell the order. Without names the axis of 1, 3 or 4 is the channel.
+    """
+    shape = _shape(description.get("shape"))
+    names = description.get("names")
     if shape is None or len(shape) != 3:
         return None
-    firsts = [str(name).lower()[:1] for name in names] if isinstance(names, list) and len(names) == 3 else []
-    is_chw = shape[0] in (1, 3, 4) and shape[2] not in (1, 3, 4)
-    if "c" in firsts:
-        is_chw = firsts[0] == "c"
-    return (*shape[1:], shape[0]) if is_chw else shape
+    has_channels_first = shape[0] in _CHANNELS and shape[2] not in _CHANNELS
+    if isinstance(names, list) and len(names) == 3:
+        initials = [str(name).lower()[:1] for name in names]
+        if "c" in initials:
+            has_channels_first = initials[0] == "c"
+    return (*shape[1:], shape[0]) if has_channels_first else shape
 
 
-def _shape(about: Mapping[str, Any]) -> tuple[int, ...] | None:
-    shape: Any = about.get("shape")
-    is_shape = isinstance(shape, list) and len(shape) <= 8 and all(is_whole(n) and 0 < n < 1 << 31 for n in shape)
-    return tuple(int(size) for size in shape) if is_shape else None
+def _shape(sizes: Any) -> tuple[int, ...] | None:
+    """Return a shape from JSON; None if it is no list of positive integers."""
+    if not isinstance(sizes, list) or len(sizes) > _MAX_DIMENSIONS:
+        return None
+    if not all(is_whole(size) and 0 < size < 1 << 31 for size in sizes):
+        return None
+    return tuple(int(size) for size in sizes)
 
 
-def _camera_info(about: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = [about.get(name) for name in ("video_info", "info")]
-    return {key: value for one in found if isinstance(one, dict) for key, value in one.items()}
+def _camera_info(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the details of a camera. `info` takes precedence over `video_info`."""
+    info: dict[str, Any] = {}
+    for name in ("video_info", "info"):
+        details = description.get(name)
+        if isinstance(details, dict):
+            info |= details
+    return info

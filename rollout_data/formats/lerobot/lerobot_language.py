@@ -1,4 +1,4 @@
-"""Arrow types of columns of language, as plain values for metadata, and their texts in JSON."""
+"""Arrow types of language columns as plain values for metadata, and their texts in JSON."""
 
 from __future__ import annotations
 
@@ -10,75 +10,98 @@ from storage.errors import UsageError
 
 from ..parquet import arrow, plain_type
 
-#: Metadata key of a recording: field of texts -> the Arrow type of its column.
+#: Metadata key of a recording: text field -> Arrow type of its column.
 ARROW_TYPES = "arrow_types"
 _LISTS = ("list", "large_list")
 _PRIMITIVES = (
-    "null", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float", "double",
-    "string", "large_string",
+    "null", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float", "double", "string", "large_string",
 )  # fmt: skip
 #: Types of columns of plain texts.
 TEXT_TYPES = ("string", "large_string")
-#: Arrow's extension type of JSON texts, and its description.
-_JSON_TYPE, _JSON = "arrow.json", "json"
-#: Name of a primitive in the package `datasets`, where it differs.
+#: Name of Arrow's extension type of JSON texts.
+_JSON_EXTENSION = "arrow.json"
+#: Description of that type.
+_JSON = "json"
+#: Name of a primitive in the package `datasets`, where it differs from Arrow's name.
 _HUB_NAMES = {"float": "float32", "double": "float64"}
 
 
-def describe(kind: Any) -> Any:
-    """Describe an Arrow type by plain values, as in `{"list": {"struct": {"role": "string"}}}`; None if JSON cannot."""
-    pyarrow, _ = arrow()
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        return _JSON if kind.extension_name == _JSON_TYPE else describe(kind.storage_type)
-    if pyarrow.types.is_struct(kind):
-        fields = {field.name: describe(field.type) for field in kind}
-        return {"struct": fields} if None not in fields.values() and len(fields) == kind.num_fields else None
-    for name, is_list in zip(_LISTS, (pyarrow.types.is_list, pyarrow.types.is_large_list), strict=True):
-        if is_list(kind):
-            values = describe(kind.value_type)
-            return None if values is None else {name: values}
-    return str(kind) if str(kind) in _PRIMITIVES else None
+def describe(value_type: Any) -> Any:
+    """Describe an Arrow type by plain values, as in `{"list": {"struct": {"role": "string"}}}`.
 
-
-def fits_json(kind: Any) -> bool:
-    """Return whether values of an Arrow type can be texts in JSON: no times in nanoseconds, no two keys of one name."""
-    pyarrow, _ = arrow()
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        return fits_json(kind.storage_type)
-    fields = [kind.field(place) for place in range(kind.num_fields)]
-    has_own_names = not pyarrow.types.is_struct(kind) or len({field.name for field in fields}) == len(fields)
-    return has_own_names and getattr(kind, "unit", "") != "ns" and all(fits_json(field.type) for field in fields)
-
-
-def has_unknown(described: Any) -> bool:
-    """Return whether a part of a description is Arrow's null, the type of values that were all missing."""
-    if isinstance(described, Mapping):
-        return any(map(has_unknown, described.values()))
-    return bool(described == "null")
-
-
-def arrow_type(described: Any) -> Any:
-    """Return the Arrow type that `describe` described.
-
-    Raises:
-        UsageError: The description is of another form.
+    Returns:
+        The description, or None if JSON cannot hold values of the type.
     """
     pyarrow, _ = arrow()
-    if isinstance(described, str) and described in _PRIMITIVES:
-        return pyarrow.type_for_alias(described)
-    if described == _JSON:
+    if isinstance(value_type, pyarrow.BaseExtensionType):
+        if value_type.extension_name == _JSON_EXTENSION:
+            return _JSON
+        return describe(value_type.storage_type)
+    if pyarrow.types.is_struct(value_type):
+        fields = {field.name: describe(field.type) for field in value_type}
+        has_distinct_names = len(fields) == value_type.num_fields
+        is_described = has_distinct_names and None not in fields.values()
+        return {"struct": fields} if is_described else None
+    for name in _LISTS:
+        is_list = getattr(pyarrow.types, f"is_{name}")
+        if is_list(value_type):
+            values = describe(value_type.value_type)
+            return None if values is None else {name: values}
+    name = str(value_type)
+    return name if name in _PRIMITIVES else None
+
+
+def fits_json(value_type: Any) -> bool:
+    """Return whether values of an Arrow type can be texts in JSON.
+
+    Times in nanoseconds and structs that repeat a field name cannot.
+    """
+    pyarrow, _ = arrow()
+    if isinstance(value_type, pyarrow.BaseExtensionType):
+        return fits_json(value_type.storage_type)
+    fields = [value_type.field(place) for place in range(value_type.num_fields)]
+    names = {field.name for field in fields}
+    if pyarrow.types.is_struct(value_type) and len(names) < len(fields):
+        return False
+    if getattr(value_type, "unit", "") == "ns":
+        return False
+    return all(fits_json(field.type) for field in fields)
+
+
+def has_unknown(description: Any) -> bool:
+    """Return whether a part of a described type is null: all of its values were missing."""
+    if isinstance(description, Mapping):
+        return any(map(has_unknown, description.values()))
+    return bool(description == "null")
+
+
+def arrow_type(description: Any) -> Any:
+    """Return the Arrow type of a description that `describe` returned.
+
+    Raises:
+        UsageError: The description has another form.
+    """
+    pyarrow, _ = arrow()
+    if isinstance(description, str) and description in _PRIMITIVES:
+        return pyarrow.type_for_alias(description)
+    if description == _JSON:
         return pyarrow.json_()
-    if isinstance(described, Mapping) and len(described) == 1:
-        [(name, inner)] = described.items()
+    if isinstance(description, Mapping) and len(description) == 1:
+        [(name, inner)] = description.items()
         if name == "struct" and isinstance(inner, Mapping):
-            return pyarrow.struct([(str(field), arrow_type(kind)) for field, kind in inner.items()])
-        if name in _LISTS:
-            return (pyarrow.list_ if name == "list" else pyarrow.large_list)(arrow_type(inner))
+            fields = [(str(field), arrow_type(part)) for field, part in inner.items()]
+            return pyarrow.struct(fields)
+        if name == "list":
+            return pyarrow.list_(arrow_type(inner))
+        if name == "large_list":
+            return pyarrow.large_list(arrow_type(inner))
     expected = "a list, a struct or a primitive, as written by this library"
-    raise UsageError("take the Arrow type", f"in the metadata {ARROW_TYPES!r}", expected, repr(described)[:80])
+    where = f"in the metadata {ARROW_TYPES!r}"
+    raise UsageError("take the Arrow type", where, expected, repr(description)[:80])
 
 
-def column_of_texts(texts: Sequence[str], kind: Any, where: str) -> Any:
+def column_of_texts(texts: Sequence[str], column_type: Any, where: str) -> Any:
     """Return the Arrow array of texts in JSON.
 
     Raises:
@@ -87,33 +110,44 @@ def column_of_texts(texts: Sequence[str], kind: Any, where: str) -> Any:
     pyarrow, _ = arrow()
     try:
         values = {text: json.loads(text) for text in texts}
-        rows = pyarrow.array([values[text] for text in texts], plain_type(kind))
-        if lost := next(filter(None, (_lost_key(value, rows.type) for value in values.values())), ""):
-            raise ValueError(f"the key {lost!r}, for which it has no field")
-        return rows.cast(kind)
+        rows = pyarrow.array([values[text] for text in texts], plain_type(column_type))
+        for value in values.values():
+            key = _key_without_field(value, rows.type)
+            if key:
+                raise ValueError(f"the key {key!r}, for which it has no field")
+        return rows.cast(column_type)
     except (ValueError, TypeError, pyarrow.ArrowException) as cause:
-        raise UsageError("write the texts", where, f"JSON of the type {kind}", str(cause)[:200]) from cause
+        expected = f"JSON of the type {column_type}"
+        raise UsageError("write the texts", where, expected, str(cause)[:200]) from cause
 
 
-def _lost_key(value: Any, kind: Any) -> str:
+def _key_without_field(value: Any, value_type: Any) -> str:
     """Return a key of a JSON value for which an Arrow type has no field; "" if there is none."""
     pyarrow, _ = arrow()
-    if isinstance(value, list) and kind.num_fields == 1:
-        return next(filter(None, (_lost_key(one, kind.field(0).type) for one in value)), "")
-    for name, inner in value.items() if isinstance(value, dict) and pyarrow.types.is_struct(kind) else ():
-        place = kind.get_field_index(name)
-        lost = str(name) if place < 0 else _lost_key(inner, kind.field(place).type)
-        if lost:
-            return lost
+    if isinstance(value, list) and value_type.num_fields == 1:
+        keys = (_key_without_field(item, value_type.field(0).type) for item in value)
+        return next(filter(None, keys), "")
+    if not isinstance(value, dict) or not pyarrow.types.is_struct(value_type):
+        return ""
+    for name, inner in value.items():
+        place = value_type.get_field_index(name)
+        if place < 0:
+            return str(name)
+        key = _key_without_field(inner, value_type.field(place).type)
+        if key:
+            return key
     return ""
 
 
-def hub_feature(described: Any) -> Any:
-    """Describe a type as the package `datasets` does, in forms that its old releases know."""
-    if isinstance(described, str):
-        described = "string" if described == _JSON else described
-        return {"dtype": _HUB_NAMES.get(described, described), "_type": "Value"}
-    [(name, inner)] = described.items()
+def hub_feature(description: Any) -> Any:
+    """Convert a described type to the form of the package `datasets`.
+
+    Old releases of `datasets` know the forms.
+    """
+    if isinstance(description, str):
+        name = "string" if description == _JSON else description
+        return {"dtype": _HUB_NAMES.get(name, name), "_type": "Value"}
+    [(name, inner)] = description.items()
     if name == "struct":
-        return {field: hub_feature(kind) for field, kind in inner.items()}
+        return {field: hub_feature(part) for field, part in inner.items()}
     return [hub_feature(inner)]

@@ -1,18 +1,19 @@
-"""LeRobot datasets of versions 3.0, 2.1 and 2.0 as episodes, and what GR00T adds to them.
+"""LeRobot datasets of versions 3.0, 2.1 and 2.0 as episodes, with the additions of GR00T.
 
-One rule: a row belongs to the step that its action starts. The files tell no kind of end and no observation after the
-last step, so both are unknown: `next.done` marks the last row only, and is a field like others.
+A row belongs to the step that its action starts. The files state neither how an episode ended nor
+the observation after the last step, so both are unknown. `next.done` is an ordinary field: it marks
+the last row only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,15 +46,21 @@ from .lerobot_language import ARROW_TYPES, TEXT_TYPES, describe, has_unknown
 from .lerobot_subtasks import NUMBER, SUBTASKS, TABLE_NAME, TEXT, read_subtasks
 
 MODALITY_NAME = "meta/modality.json"
+#: Group of `meta/modality.json` -> feature of its parts that name no feature; "" if there is none.
+_MODALITY_GROUPS = {"state": "observation.state", "action": "action", "video": "", "annotation": ""}
 _FRAME = "frame_index"
-_CHOICES = ("refuse", "rebuild")
 #: Kinds of features that are delivered as texts.
-_TEXTS = ("text", "language", "annotation")
+_TEXT_KINDS = ("text", "language", "annotation")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where an episode is: its rows, and camera -> video file and time of its first frame in seconds."""
+    """The place of an episode.
+
+    Attributes:
+        runs: Its rows.
+        videos: Camera -> video file, and time of the first frame in it in seconds.
+    """
 
     runs: tuple[Run, ...]
     videos: Mapping[str, tuple[str, float]]
@@ -63,150 +70,203 @@ class Reader(ForeignReader):
     """LeRobot datasets.
 
     Options:
-        on_bad_index: "refuse" a dataset whose index disagrees with its data, or "rebuild" the index from the data.
-        components: Also give the parts of state and action that a GR00T dataset names, as fields such as
-            "observation/state.arm" and "action.arm"; the metadata `components` lists them either way.
+        on_bad_index: "refuse" a dataset whose index contradicts its data, or "rebuild" the index
+            from the data.
+        components: Also deliver the parts of state and action that a GR00T dataset names, as fields
+            such as "observation/state.arm" and "action.arm". The metadata `components` lists the
+            parts in any case.
     """
 
     format = "lerobot"
     OPTIONS: ClassVar = {"on_bad_index": "refuse", "components": False}
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        choice = arguments.choice("open the dataset", "on_bad_index", self.options["on_bad_index"], _CHOICES)
-        has_components = arguments.flag("open the dataset", "components", self.options["components"])
+        has_components: Any = self.options["components"]
+        arguments.flag("open the dataset", "components", has_components)
         info = read_info(self.path)
-        self._rebuilds = choice == "rebuild"
+        self._rebuilds = self.options["on_bad_index"] == "rebuild"
         if info.content.get(UNFINISHED) is True:
             self._rebuilds = True
             advice = "Its episodes are read as they are; write the rest"
-            self.problem("open", repr(str(self.path)), "a complete set", "one whose writer has stopped", advice)
+            expected = "a complete set"
+            got = "one whose writer has stopped"
+            self.problem("open", repr(str(self.path)), expected, got, advice)
         index = Index(info, self._rebuilds)
-        self._known_videos = KnownFiles()
-        self._held: dict[str, dict[str, str]] = {}
         self.problems += index.problems
         self._files = index.files
         self._tasks = index.tasks
         self._fps = info.fps
+        self._known_videos = KnownFiles()
+        #: Video file -> details of its coding, as `summarize_video` returns them.
+        self._video_details: dict[str, dict[str, str]] = {}
+
         features = self._describe(info, index)
         subtask_types = self._read_subtasks(info, features)
-        components = self._components(features) if (self.path / MODALITY_NAME).exists() else {}
+        components: dict[str, dict[str, Feature]] = {}
+        if (self.path / MODALITY_NAME).exists():
+            components = self._read_components(features)
         if has_components:
-            features += [part for listed in components.values() for part in listed.values() if part.part]
+            for parts in components.values():
+                features += [part for part in parts.values() if part.part]
         self._features = {feature.name: feature for feature in features}
-        self.metadata = {
+        self._fields = self._fields_without(())
+
+        arrow_types = {**self._arrow_types(index), **subtask_types}
+        self.metadata = self._metadata(info, arrow_types, components)
+        self.splits = _splits(info, list(index.runs))
+        missing = self._missing_videos(info, index)
+        return [self._episode(index, number, missing.get(number, ())) for number in index.runs]
+
+    def _metadata(
+        self,
+        info: Info,
+        arrow_types: Mapping[str, Any],
+        components: Mapping[str, Mapping[str, Feature]],
+    ) -> dict[str, Any]:
+        features = self._features.values()
+        metadata: dict[str, Any] = {
             **info.content,
-            "tasks": [text for _, text in sorted(index.tasks.items())],
+            "tasks": [self._tasks[number] for number in sorted(self._tasks)],
             "lossy": sorted(feature.name for feature in features if feature.is_lossy),
             "units": {feature.name: feature.unit for feature in features if feature.unit},
         }
-        if described := {**self._arrow_types(index), **subtask_types}:
-            self.metadata[ARROW_TYPES] = described
+        if arrow_types:
+            metadata[ARROW_TYPES] = arrow_types
         if self._subtasks:
-            self.metadata[SUBTASKS] = {str(number): text for number, text in self._subtasks.items()}
+            metadata[SUBTASKS] = {str(number): text for number, text in self._subtasks.items()}
         if components:
-            self.metadata["components"] = {
-                group: {name: _place(name, feature) for name, feature in listed.items()}
-                for group, listed in components.items()
-            }
-        self.splits = _splits(info, list(index.runs))
-        self._fields = self._fields_without(())
-        missing = self._missing_videos(info, index)
-        return [self._episode(index, episode, missing.get(episode, ())) for episode in index.runs]
+            places: dict[str, dict[str, Any]] = {}
+            for group, parts in components.items():
+                places[group] = {name: _place(name, part) for name, part in parts.items()}
+            metadata["components"] = places
+        return metadata
 
     def _describe(self, info: Info, index: Index) -> list[Feature]:
-        """Describe the fields by the first row of the data, and the cameras by what is said of them."""
-        found: dict[str, Feature] = {}
+        """Return the features: of columns by the first row, of cameras by their description."""
         first = next((runs[0] for runs in index.runs.values()), None)
-        names = {**info.features, **(self._files[first.file].types if first else {})}
-        row = {}
-        if first:
-            columns = dict.fromkeys(self._files[first.file].types)
-            row = next(self._files[first.file].batches(columns, first.row, first.row + 1, 1))
-        for source in (name for name in names if name not in INDEX_COLUMNS):
-            about = info.features.get(source, {})
-            name = field_name(source, names)
-            feature: Feature | None = None
-            if about.get("dtype") == "video":
-                feature = video_feature(source, name, about)
-            elif source in row and has_picture(row[source]):
-                feature = self._describe_pictures(source, name, about, first)
-            elif source in row:
-                feature = column_feature(source, name, row[source], about)
-            if feature is None or not all(name.split("/")) or feature.name in found:
-                got = "nothing that can be read" if feature is None else f"a second {feature.name!r}"
-                kind = "" if source in row or about.get("dtype") == "video" else "description"
-                self._leave_out(source, "numbers, texts, pictures or video", got, kind)
+        columns: dict[str, Any] = {}
+        row: dict[str, Any] = {}
+        if first is not None:
+            file = self._files[first.file]
+            columns = file.types
+            row = next(file.batches(dict.fromkeys(columns), first.row, first.row + 1, 1))
+
+        features: dict[str, Feature] = {}
+        names = {**info.features, **columns}
+        for source in names:
+            if source in INDEX_COLUMNS:
                 continue
-            found[feature.name] = self._with_unit(feature, about)
-            self._compare(feature, about)
-        return list(found.values())
+            description = info.features.get(source, {})
+            name = field_name(source, names)
+            is_video = description.get("dtype") == "video"
+            feature: Feature | None = None
+            if is_video:
+                feature = video_feature(source, name, description)
+            elif source in row and _has_picture(row[source]):
+                feature = self._describe_pictures(source, name, description, first)
+            elif source in row:
+                feature = column_feature(source, name, row[source], description)
+
+            if feature is None or not all(name.split("/")) or feature.name in features:
+                expected = "numbers, texts, pictures or video"
+                got = "nothing that can be read"
+                if feature is not None:
+                    got = f"a second {feature.name!r}"
+                kind = "" if source in row or is_video else "description"
+                self._report_left_out(source, expected, got, kind)
+                continue
+            features[feature.name] = self._with_unit(feature, description)
+            self._compare(feature, description)
+        return list(features.values())
+
+    def _describe_pictures(
+        self,
+        source: str,
+        name: str,
+        description: Mapping[str, Any],
+        run: Run | None,
+    ) -> Feature | None:
+        """Return the feature of a column of pictures; None if no picture of the run is intact."""
+        assert run is not None, "a column has rows"
+        file = self._files[run.file]
+        for row in range(run.row, run.row + run.length):
+            values = next(file.batches({source: None}, row, row + 1, 1))[source]
+            with suppress(CorruptFileError):
+                data = _picture_bytes(values[0].as_py()) or b""
+                pixels = decode_picture(data, f"{source!r} of {str(self.path)!r}")
+                return picture_feature(source, name, description, pixels, data)
+        return None
 
     def _read_subtasks(self, info: Info, features: list[Feature]) -> dict[str, Any]:
-        """Read the texts of subtasks and append their field; return the description of their table by its name."""
+        """Read the texts of subtasks and append the feature of their field.
+
+        Returns:
+            Name of the table -> description of its Arrow types; empty without a readable table.
+        """
         self._subtasks: dict[int, str] = {}
         if not (self.path / TABLE_NAME).exists():
             return {}
         try:
-            self._subtasks, described = read_subtasks(info)
+            self._subtasks, description = read_subtasks(info)
         except CorruptFileError as problem:
             self.problems.append(problem.of("metadata"))
             return {}
-        numbers = [one for one in features if one.source == NUMBER and one.kind == "number" and not one.shape]
-        if numbers and all(one.name != TEXT for one in features):
+        columns = [feature for feature in features if feature.source == NUMBER]
+        numbers = [column for column in columns if column.kind == "number" and not column.shape]
+        has_texts = any(feature.name == TEXT for feature in features)
+        if numbers and not has_texts:
             features.append(replace(numbers[0], name=TEXT, kind="annotation"))
-        return {TABLE_NAME: described}
+        return {TABLE_NAME: description}
 
     def _arrow_types(self, index: Index) -> dict[str, Any]:
-        """Describe the columns of language, and those of plain texts that would get another type otherwise.
+        """Describe the columns of language, and columns of texts with a type that is not usual.
+
+        A file in which all values are missing may have no type for them. The first file without
+        such a part decides.
 
         Returns:
-            Field -> Arrow type, None if JSON cannot hold all of it. A file in which all values are missing may have
-            no type for them: the first file without such a part decides.
+            Field -> Arrow type, None if JSON cannot hold all of its values.
         """
-        found: dict[str, Any] = {}
         files = dict.fromkeys(run.file for runs in index.runs.values() for run in runs)
         types_of_files = [self._files[file].declared_types for file in files]
-        for one in self._features.values():
-            if one.kind not in ("language", "text"):
+        arrow_types: dict[str, Any] = {}
+        for feature in self._features.values():
+            source = feature.source
+            if feature.kind not in ("language", "text"):
                 continue
-            kinds = (describe(types[one.source]) for types in types_of_files if one.source in types)
-            first = next(kinds)
-            kind = next((kind for kind in chain([first], kinds) if not has_unknown(kind)), first)
-            is_default = kind != "large_string" and not one.source.startswith("language_")
-            if one.kind == "language" or (kind in TEXT_TYPES and not is_default):
-                found[one.name] = kind
-        return found
+            types = (describe(types[source]) for types in types_of_files if source in types)
+            arrow_type = _first_known(types)
+            is_usual = arrow_type != "large_string" and not source.startswith("language_")
+            is_unusual_text = arrow_type in TEXT_TYPES and not is_usual
+            if feature.kind == "language" or is_unusual_text:
+                arrow_types[feature.name] = arrow_type
+        return arrow_types
 
-    def _describe_pictures(self, source: str, name: str, about: Mapping[str, Any], run: Run | None) -> Feature | None:
-        """Describe a column of pictures by the first intact one of an episode; None if there is none."""
-        assert run is not None, "a column has rows"
-        for row in range(run.row, run.row + run.length):
-            values = next(self._files[run.file].batches({source: None}, row, row + 1, 1))[source]
-            with suppress(CorruptFileError):
-                data = encoded(values[0].as_py()) or b""
-                pixels = decode_picture(data, f"{source!r} of {str(self.path)!r}")
-                return picture_feature(source, name, about, pixels, data)
-        return None
-
-    def _compare(self, feature: Feature, about: Mapping[str, Any]) -> None:
-        """Note where the data have rows of another size, or numbers of another type, than is said."""
-        dtype = about.get("dtype")
-        shape: Any = about.get("shape")
-        is_told = isinstance(shape, list) and all(map(arguments.is_whole, shape))
+    def _compare(self, feature: Feature, description: Mapping[str, Any]) -> None:
+        """Report a description with another size of a row or another type of numbers."""
+        if feature.kind != "number":
+            return
         where = f"{feature.source!r} of {str(self.path)!r}"
-        is_number = feature.kind == "number"
-        told = [(f"rows of {shape}", f"{list(feature.shape)} in the data")]
-        told = told if is_number and is_told and np.prod(shape) != np.prod(feature.shape) else []
-        if is_number and str(dtype).startswith(("float", "int", "uint", "bool")) and dtype != feature.dtype:
-            told.append((f"{dtype} numbers", f"{feature.dtype} in the data"))
-        for expected, got in told:
-            self.problem("describe", where, expected, got, "The data are believed").of("description")
+        advice = "The data are believed"
+        shape: Any = description.get("shape")
+        is_shape = isinstance(shape, list) and all(map(arguments.is_whole, shape))
+        if is_shape and np.prod(shape) != np.prod(feature.shape):
+            got = f"{list(feature.shape)} in the data"
+            self.problem("describe", where, f"rows of {shape}", got, advice).of("description")
+        dtype = description.get("dtype")
+        is_number = str(dtype).startswith(("float", "int", "uint", "bool"))
+        if is_number and dtype != feature.dtype:
+            got = f"{feature.dtype} in the data"
+            self.problem("describe", where, f"{dtype} numbers", got, advice).of("description")
 
-    def _leave_out(self, what: str, expected: str, got: str, kind: str = "") -> None:
-        self.problem("read", f"{what!r} of {str(self.path)!r}", expected, got, "It is left out").of(kind)
+    def _report_left_out(self, name: str, expected: str, got: str, kind: str = "") -> None:
+        where = f"{name!r} of {str(self.path)!r}"
+        self.problem("read", where, expected, got, "It is left out").of(kind)
 
-    def _with_unit(self, feature: Feature, about: Mapping[str, Any]) -> Feature:
-        is_depth = feature.depth is not None or (feature.kind == "image" and len(feature.shape) == 2)
+    def _with_unit(self, feature: Feature, description: Mapping[str, Any]) -> Feature:
+        """Return a feature of depth with a unit, by its dtype if the description has none."""
+        is_depth_image = feature.kind == "image" and len(feature.shape) == 2
+        is_depth = feature.depth is not None or is_depth_image
         if not is_depth or feature.unit:
             return feature
         unit = "mm" if feature.dtype == "uint16" else "m"
@@ -215,74 +275,104 @@ class Reader(ForeignReader):
         self.advise("tell the unit of depth", where, "a depth_unit of 'm' or 'mm'", "none", advice)
         return replace(feature, unit=unit)
 
-    def _components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
-        """Return the named parts of state, action and cameras; columns of annotations become texts in `features`."""
+    def _read_components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
+        """Read the named parts of state, action and cameras from `meta/modality.json`.
+
+        Annotations in `features` become texts.
+
+        Returns:
+            Group -> name -> the part as a feature.
+        """
         content = read_object(file_inside(self.path, MODALITY_NAME), MAX_OBJECT_BYTES)
-        sources = {feature.source: number for number, feature in enumerate(features)}
-        found: dict[str, dict[str, Feature]] = {}
-        for group, default in (("state", "observation.state"), ("action", "action"), ("video", ""), ("annotation", "")):
-            listed = content.get(group)
-            for name, about in listed.items() if isinstance(listed, dict) else ():
-                about = about if isinstance(about, dict) else {}
-                key = str(about.get("original_key") or default or f"{group}.{name}")
-                feature = features[sources[key]] if key in sources else None
-                low, high = ends = about.get("start", -1), about.get("end", -1)
-                is_range = all(map(arguments.is_whole, ends)) and 0 <= low < high
-                if group == "annotation" and feature is not None and feature.dtype == "int64" and not feature.shape:
-                    features[sources[key]] = replace(feature, kind="annotation")
-                elif group == "video" and feature is not None and feature.kind in ("image", "video"):
-                    found.setdefault(group, {})[name] = feature
-                elif feature is not None and len(feature.shape) == 1 and is_range and high <= feature.shape[0]:
-                    part = replace(feature, name=f"{feature.name}.{name}", part=ends)
-                    found.setdefault(group, {})[name] = part
+        places = {feature.source: place for place, feature in enumerate(features)}
+        components: dict[str, dict[str, Feature]] = {}
+        for group, usual_source in _MODALITY_GROUPS.items():
+            parts = content.get(group)
+            if not isinstance(parts, dict):
+                continue
+            for name, part in parts.items():
+                description = part if isinstance(part, dict) else {}
+                source = description.get("original_key") or usual_source or f"{group}.{name}"
+                place = places.get(str(source))
+                feature = None if place is None else features[place]
+                component = _component(group, name, description, feature)
+                if component is not None:
+                    components.setdefault(group, {})[name] = component
+                elif place is not None and group == "annotation" and _is_integer(features[place]):
+                    features[place] = replace(features[place], kind="annotation")
                 else:
-                    self._leave_out(f"{group}.{name} of {MODALITY_NAME}", f"a part of {key!r}", repr(about)[:80])
-        return found
+                    subject = f"{group}.{name} of {MODALITY_NAME}"
+                    expected = f"a part of {str(source)!r}"
+                    self._report_left_out(subject, expected, repr(description)[:80])
+        return components
 
     def _missing_videos(self, info: Info, index: Index) -> dict[int, list[str]]:
-        """Return episode -> cameras to leave out: without a readable video, and with too short ones if rebuilding.
+        """Return episode -> cameras to leave out.
+
+        Cameras without a readable video are left out. If the index may be rebuilt, cameras with a
+        video that is too short are left out too.
 
         Raises:
-            CorruptFileError: The index names no video, or one that is too short, and is not rebuilt.
+            CorruptFileError: The index has no video, or a video that is too short, and is not
+                rebuilt.
         """
         missing: dict[int, list[str]] = {}
-        ends = lru_cache(maxsize=None)(self._end_of)
+        end_of = lru_cache(maxsize=None)(self._end_of)
         for episode, camera in product(index.runs, info.cameras):
-            length = sum(run.length for run in index.runs[episode])
-            expected = f"a video of {camera!r} with its {length} frames"
             try:
-                entry = index.entries.get(episode)
-                if entry is None or camera not in entry.videos:
-                    raise index.bad(f"episode {episode}", expected, "none in the index")
-                file, start_s = entry.videos[camera]
-                try:
-                    end_s = ends(file)
-                except (CorruptFileError, OSError) as damage:  # of one file: the others and the rows are read
-                    got = f"{damage.got} of {damage.where}" if isinstance(damage, CorruptFileError) else str(damage)
-                    where = f"{camera!r} of episode {episode}"
-                    advice = "The camera is left out of this episode"
-                    wrong = self.problem("read", where, expected, got, advice)
-                    wrong.of("undecodable", str(episode)).__cause__ = damage
-                    missing.setdefault(episode, []).append(camera)
-                    continue
-                if end_s < start_s + (length - 0.5) / info.fps:
-                    got = f"one that ends at {end_s:.3f} s, and begins at {start_s:.3f} s"
-                    raise index.bad(f"episode {episode}", expected, got)
+                is_readable = self._check_video(index, episode, camera, end_of)
             except DataFileError as problem:
                 if not self._rebuilds:
                     raise
                 self.problems.append(problem.of("undecodable", str(episode)))
+                is_readable = False
+            if not is_readable:
                 missing.setdefault(episode, []).append(camera)
         return missing
 
+    def _check_video(
+        self,
+        index: Index,
+        episode: int,
+        camera: str,
+        end_of: Callable[[str], float],
+    ) -> bool:
+        """Return whether the video of an episode is readable; report a video that is not.
+
+        Raises:
+            DataFileError: The index has no video, or a video that is too short.
+        """
+        num_frames = sum(run.length for run in index.runs[episode])
+        expected = f"a video of {camera!r} with its {num_frames} frames"
+        entry = index.entries.get(episode)
+        if entry is None or camera not in entry.videos:
+            raise index.episode_error(episode, expected, "none in the index")
+        file, start_s = entry.videos[camera]
+        try:
+            end_s = end_of(file)
+        except (CorruptFileError, OSError) as damage:
+            got = str(damage)
+            if isinstance(damage, CorruptFileError):
+                got = f"{damage.got} of {damage.where}"
+            where = f"{camera!r} of episode {episode}"
+            advice = "The camera is left out of this episode"
+            problem = self.problem("read", where, expected, got, advice)
+            problem.of("undecodable", str(episode)).__cause__ = damage
+            return False
+        # Half a frame of tolerance: times in the index are rounded.
+        if end_s < start_s + (num_frames - 0.5) / self._fps:
+            got = f"one that ends at {end_s:.3f} s, and begins at {start_s:.3f} s"
+            raise index.episode_error(episode, expected, got)
+        return True
+
     def _end_of(self, file: str) -> float:
-        """Return when a video ends in seconds; without PyAV only an empty file is known to end."""
+        """Return the end of a video in seconds; infinity if PyAV is not installed."""
         path = self._video_file(file)
         if not path.stat().st_size:
             raise CorruptFileError("read", repr(str(path)), "a video", "an empty file")
         if not find_spec("av"):
             return float("inf")
-        end_s, self._held[file] = summarize_video(path)
+        end_s, self._video_details[file] = summarize_video(path)
         return end_s
 
     def _video_file(self, file: str) -> Path:
@@ -290,44 +380,73 @@ class Reader(ForeignReader):
         self._known_videos.check(self.path / file)
         return file_inside(self.path, file)
 
-    def _episode(self, index: Index, episode: int, missing: Sequence[str]) -> EpisodeInfo:
-        runs = index.runs[episode]
-        entry = index.entries.get(episode, Entry((), 0, 0, "", {}))
-        task = index.tasks.get(runs[0].task, entry.tasks[0] if entry.tasks else "")
-        if entry.tasks and task not in entry.tasks:
-            where = f"episode {episode} of {str(self.path)!r}"
-            advice = "The rows are believed"
-            self.problem("tell the task", where, f"one of {entry.tasks}"[:200], repr(task)[:200], advice)
-        other = {name: value for name, value in entry.other.items() if name != ABSENT or value}
-        is_told = SUCCESS not in (other.get(ABSENT) or ())
-        wins = [run.success for run in runs if is_told and run.success is not None]
-        schema, texts = self._fields if not missing else self._fields_without(missing)
+    def _episode(self, index: Index, number: int, missing: Sequence[str]) -> EpisodeInfo:
+        """Return the description of an episode.
+
+        Args:
+            index: The index.
+            number: Number of the episode.
+            missing: Cameras that the episode lacks.
+        """
+        runs = index.runs[number]
+        entry = index.entries.get(number, Entry((), 0, 0, "", {}))
+        task = self._task_of(number, runs, entry)
+        metadata: dict[str, Any] = {}
+        if len(entry.tasks) > 1:
+            metadata["tasks"] = list(entry.tasks)
+        for name, value in entry.other.items():
+            if name != ABSENT or value:
+                metadata[name] = value
+        success = None
+        if SUCCESS not in (entry.other.get(ABSENT) or ()):
+            flags = [run.success for run in runs if run.success is not None]
+            success = any(flags) if flags else None
+        schema, texts = self._fields_without(missing) if missing else self._fields
         return EpisodeInfo(
-            name=str(episode),
+            name=str(number),
             length=sum(run.length for run in runs),
             schema=schema,
             texts=texts,
-            success=any(wins) if wins else None,
+            success=success,
             task=task,
-            metadata={**({"tasks": list(entry.tasks)} if len(entry.tasks) > 1 else {}), **other},
+            metadata=metadata,
             source=Source(runs, entry.videos),
         )
 
+    def _task_of(self, number: int, runs: Sequence[Run], entry: Entry) -> str:
+        """Return the task that the rows state, otherwise the first task of the entry."""
+        usual = entry.tasks[0] if entry.tasks else ""
+        task = self._tasks.get(runs[0].task, usual)
+        if entry.tasks and task not in entry.tasks:
+            where = f"episode {number} of {str(self.path)!r}"
+            expected = f"one of {entry.tasks}"[:200]
+            got = repr(task)[:200]
+            self.problem("tell the task", where, expected, got, "The rows are believed")
+        return task
+
     def _fields_without(self, cameras: Collection[str]) -> tuple[Schema, tuple[str, ...]]:
-        features = [one for one in self._features.values() if one.source not in cameras]
-        texts = [one.name for one in features if one.kind in _TEXTS]
-        return Schema(one.field for one in features if one.name not in texts), tuple(texts)
+        """Return the numeric fields and the names of text fields, without some cameras."""
+        fields = []
+        texts = []
+        for feature in self._features.values():
+            if feature.source in cameras:
+                continue
+            if feature.kind in _TEXT_KINDS:
+                texts.append(feature.name)
+            else:
+                fields.append(feature.field)
+        return Schema(fields), tuple(texts)
 
     def file_of(self, number: int, name: str, step: int) -> Path:
         source: Source = self.episodes[number].source
         feature = self._features[name]
         if feature.kind == "video":
             return self.path / source.videos[feature.source][0]
-        before = 0
+        stop = 0
         for run in source.runs:
-            if step < before + run.length:
+            stop += run.length
+            if step < stop:
                 return self.path / run.file
-            before += run.length
         return self.path
 
     def rows_read_together(self, number: int, name: str) -> int | None:
@@ -336,32 +455,44 @@ class Reader(ForeignReader):
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         return self.read_fields(number, [name], start, stop)[name]
 
-    def read_fields(self, number: int, names: Sequence[str], start: int, stop: int) -> dict[str, Any]:
-        source: Source = self.episodes[number].source
+    def read_fields(
+        self,
+        number: int,
+        names: Sequence[str],
+        start: int,
+        stop: int,
+    ) -> dict[str, Any]:
+        info = self.episodes[number]
+        source: Source = info.source
         features = [self._features[name] for name in names]
-        found: dict[str, Any] = {}
-        for one in features:
-            found[one.name] = (
-                [] if one.kind in _TEXTS else np.empty((stop - start, *one.field.shape), one.field.numpy_dtype)
-            )
-            if one.kind == "video" and start < stop:
-                file, start_s = source.videos[one.source]
-                times_s = start_s + np.arange(start, stop) / self._fps
-                found[one.name] = read_frames(self._video_file(file), times_s, one.shape, one.depth)
-        in_columns = [one for one in features if one.kind != "video"]
-        at = 0
-        texts = dict[str, str]()
+        in_columns = [feature for feature in features if feature.kind != "video"]
+        fields = {feature.name: self._output(feature, source, start, stop) for feature in features}
+        texts: dict[str, str] = {}
+        frame = start
         for batch in self._batches(source.runs, in_columns, start, stop):
-            self._check_frames(batch[_FRAME], start + at, self.episodes[number].name)
-            for one in in_columns:
-                where = f"{one.source!r}, frames from {start + at} of episode {self.episodes[number].name!r}"
-                values = self._values(one, batch[one.source], f"{where} of {str(self.path)!r}", texts)
-                if isinstance(values, list):
-                    found[one.name] += values
-                else:
-                    found[one.name][at : at + len(values)] = values
-            at += len(batch[_FRAME])
-        return found
+            frames = batch[_FRAME]
+            self._check_frames(frames, frame, info.name)
+            first = frame - start
+            last = first + len(frames)
+            for feature in in_columns:
+                where = f"{feature.source!r}, frames from {frame} of episode {info.name!r}"
+                where += f" of {str(self.path)!r}"
+                values = self._values(feature, batch[feature.source], where, texts)
+                # A list of texts grows; an array has its rows already.
+                fields[feature.name][first:last] = values
+            frame += len(frames)
+        return fields
+
+    def _output(self, feature: Feature, source: Source, start: int, stop: int) -> Any:
+        """Return the frames of a video, otherwise an output for rows: a list or an empty array."""
+        if feature.kind in _TEXT_KINDS:
+            return []
+        if feature.kind != "video" or start >= stop:
+            field = feature.field
+            return np.empty((stop - start, *field.shape), field.numpy_dtype)
+        file, start_s = source.videos[feature.source]
+        times_s = start_s + np.arange(start, stop) / self._fps
+        return read_frames(self._video_file(file), times_s, feature.shape, feature.depth)
 
     def video(self, number: int, name: str) -> VideoRange | None:
         feature = self._features.get(name)
@@ -369,53 +500,131 @@ class Reader(ForeignReader):
             return None
         info = self.episodes[number]
         file, start_s = info.source.videos[feature.source]
-        about = self.metadata["features"][feature.source]
-        held = self._held.get(file, {})
-        return VideoRange(self._video_file(file), start_s, info.length, self._fps, about, held)
+        description = self.metadata["features"][feature.source]
+        details = self._video_details.get(file, {})
+        path = self._video_file(file)
+        return VideoRange(path, start_s, info.length, self._fps, description, details)
 
     def _check_frames(self, array: Any, first: int, episode: str) -> None:
+        """Raise `CorruptFileError` if rows do not number their frames from `first` on."""
         frames = as_rows([array], (), repr(_FRAME))
         if (frames != np.arange(first, first + len(frames))).any():
             where = f"episode {episode} of {str(self.path)!r}"
-            raise CorruptFileError("read", where, f"rows of the frames from {first} on", "others", "Open it again")
+            expected = f"rows of the frames from {first} on"
+            raise CorruptFileError("read", where, expected, "others", "Open it again")
 
-    def _batches(self, runs: Sequence[Run], features: list[Feature], start: int, stop: int) -> Iterator[dict[str, Any]]:
-        widths = {one.source: int(np.prod(one.shape)) if one.kind == "number" else None for one in features}
+    def _batches(
+        self,
+        runs: Sequence[Run],
+        features: list[Feature],
+        start: int,
+        stop: int,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the columns of some features and of the frame numbers, a few rows at a time."""
+        if not features:
+            return
+        widths: dict[str, int | None] = {}
+        for feature in features:
+            is_number = feature.kind == "number"
+            widths[feature.source] = int(np.prod(feature.shape)) if is_number else None
         widths[_FRAME] = 1
-        before = 0
-        for run in runs if features else ():
-            low = max(start - before, 0)
-            high = min(stop - before, run.length)
-            if low < high and any(one.kind == "image" for one in features):
-                yield from self._files.kept_batches(run.file, widths, run.row + low, run.row + high)
+        has_pictures = any(feature.kind == "image" for feature in features)
+        first = 0
+        for run in runs:
+            low = run.row + max(start - first, 0)
+            high = run.row + min(stop - first, run.length)
+            if low < high and has_pictures:
+                yield from self._files.kept_batches(run.file, widths, low, high)
             elif low < high:
-                yield from self._files[run.file].batches(widths, run.row + low, run.row + high)
-            before += run.length
+                yield from self._files[run.file].batches(widths, low, high)
+            first += run.length
 
     def _values(self, feature: Feature, array: Any, where: str, texts: dict[str, str]) -> Any:
-        """Convert an Arrow array to the values of a field; equal texts become one object of `texts`, which grows."""
+        """Convert an Arrow array to the values of a field.
+
+        Args:
+            feature: Feature of the field.
+            array: Its rows.
+            where: Place of the rows, for errors.
+            texts: The texts so far: equal texts become one object. New texts are added.
+        """
         if feature.kind == "text":
             return shared_texts(array, texts)
         if feature.kind == "language":
-            with damage_named("read", where, "values that JSON can hold", ValueError):
-                written = [json.dumps(row.as_py(), ensure_ascii=False, default=str) for row in array]
-            return [texts.setdefault(text, text) for text in written]
+            return _json_texts(array, where, texts)
         if feature.kind == "image":
-            decoded = [decode_picture(encoded(one) or b"", where, feature.shape) for one in array.to_pylist()]
-            if any(one.dtype != feature.dtype for one in decoded):
-                raise CorruptFileError("read", where, f"pictures of {feature.dtype}", "others")
-            return np.stack(decoded)
+            return _decoded(feature, array, where)
         rows = as_rows([array], feature.shape, where)
         if rows.dtype != feature.dtype:
             raise CorruptFileError("read", where, f"numbers of {feature.dtype}", str(rows.dtype))
         if feature.kind == "annotation":
-            numbered = self._subtasks if feature.source == NUMBER else self._tasks
-            return [numbered.get(number, "") for number in rows.tolist()]
+            text_of = self._subtasks if feature.source == NUMBER else self._tasks
+            return [text_of.get(number, "") for number in rows.tolist()]
         return rows if feature.part is None else rows[:, slice(*feature.part)]
 
 
-def has_picture(row: Any) -> bool:
-    """Return whether an Arrow array of one row has the bytes of a picture, alone or in a structure with its path."""
+def _first_known(types: Iterator[Any]) -> Any:
+    """Return the first described type without an unknown part, otherwise the first of all."""
+    first = next(types)
+    if not has_unknown(first):
+        return first
+    return next((arrow_type for arrow_type in types if not has_unknown(arrow_type)), first)
+
+
+def _is_integer(feature: Feature) -> bool:
+    return feature.dtype == "int64" and not feature.shape
+
+
+def _component(
+    group: str,
+    name: str,
+    description: Mapping[str, Any],
+    feature: Feature | None,
+) -> Feature | None:
+    """Return a part that `meta/modality.json` names; None if it is no camera and no range.
+
+    Args:
+        group: "state", "action", "video" or "annotation".
+        name: Name of the part.
+        description: Its description.
+        feature: The feature that has the part; None if there is none.
+    """
+    if feature is None:
+        return None
+    if group == "video" and feature.kind in ("image", "video"):
+        return feature
+    start = description.get("start", -1)
+    end = description.get("end", -1)
+    is_vector = len(feature.shape) == 1
+    are_integers = arguments.is_whole(start) and arguments.is_whole(end)
+    if is_vector and are_integers and 0 <= start < end <= feature.shape[0]:
+        return replace(feature, name=f"{feature.name}.{name}", part=(start, end))
+    return None
+
+
+def _json_texts(array: Any, where: str, texts: dict[str, str]) -> list[str]:
+    """Return the values of an Arrow array as JSON; equal texts are one object of `texts`."""
+    with damage_named("read", where, "values that JSON can hold", ValueError):
+        rows = [json.dumps(row.as_py(), ensure_ascii=False, default=str) for row in array]
+    return [texts.setdefault(text, text) for text in rows]
+
+
+def _decoded(feature: Feature, array: Any, where: str) -> np.ndarray[Any, Any]:
+    """Decode the pictures in an Arrow array: `[n, *shape]`."""
+    pictures = []
+    for row in array.to_pylist():
+        data = _picture_bytes(row) or b""
+        pictures.append(decode_picture(data, where, feature.shape))
+    if any(picture.dtype != feature.dtype for picture in pictures):
+        raise CorruptFileError("read", where, f"pictures of {feature.dtype}", "others")
+    return np.stack(pictures)
+
+
+def _has_picture(row: Any) -> bool:
+    """Return whether an Arrow array of one row has the bytes of a picture.
+
+    They are a value, or part of a structure with the path of the picture.
+    """
     pyarrow, _ = arrow()
     if pyarrow.types.is_struct(row.type) and row.type.get_field_index("bytes") >= 0:
         row = row.field("bytes")
@@ -423,25 +632,29 @@ def has_picture(row: Any) -> bool:
     return not sizes and leaf.startswith("binary") and bool(row[0].is_valid)
 
 
-def encoded(value: Any) -> bytes | None:
-    """Return the bytes of a picture, alone or in a structure with its path; None if it is none."""
-    found = value.get("bytes") if isinstance(value, dict) else value
-    return found if isinstance(found, bytes) else None
+def _picture_bytes(value: Any) -> bytes | None:
+    """Return the bytes of a picture, also from a structure; None if the value is no picture."""
+    data = value.get("bytes") if isinstance(value, dict) else value
+    return data if isinstance(data, bytes) else None
 
 
-def _place(name: str, feature: Feature) -> dict[str, Any]:
+def _place(name: str, part: Feature) -> dict[str, Any]:
     """Return the field of a named part, and its columns; None for all columns."""
-    if feature.part is None:
-        return {"field": feature.name, "columns": None}
-    return {"field": feature.name.removesuffix(f".{name}"), "columns": list(feature.part)}
+    if part.part is None:
+        return {"field": part.name, "columns": None}
+    return {"field": part.name.removesuffix(f".{name}"), "columns": list(part.part)}
 
 
 def _splits(info: Info, episodes: Sequence[int]) -> dict[str, Sequence[str]]:
-    """Return the parts that the description names as "start:stop" of episodes."""
-    splits = info.content.get("splits")
-    found: dict[str, Sequence[str]] = {}
-    for name, text in splits.items() if isinstance(splits, dict) else ():
-        low, _, high = str(text).partition(":")
-        if low.isdecimal() and high.isdecimal() and len(low + high) < 30:
-            found[name] = [str(episode) for episode in episodes if int(low) <= episode < int(high)]
-    return found
+    """Return split -> names of its episodes, from ranges "start:stop" in the description."""
+    ranges = info.content.get("splits")
+    splits: dict[str, Sequence[str]] = {}
+    if not isinstance(ranges, dict):
+        return splits
+    for name, text in ranges.items():
+        start, _, stop = str(text).partition(":")
+        is_range = start.isdecimal() and stop.isdecimal() and len(start + stop) < 30
+        if is_range:
+            chosen = range(int(start), int(stop))
+            splits[name] = [str(episode) for episode in episodes if episode in chosen]
+    return splits

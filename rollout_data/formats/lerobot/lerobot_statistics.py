@@ -15,12 +15,13 @@ import numpy as np
 from .lerobot_features import Column
 
 Array = np.ndarray[Any, Any]
-#: Names of LeRobot's quantiles.
+#: LeRobot's name of a quantile -> share of the values below it.
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-#: Bytes of a `NumberTable` that are kept in memory; more are mapped from a temporary file.
+#: Largest `NumberTable` in bytes that is kept in memory. Larger tables are in temporary files.
 _MEMORY_BYTES = 1 << 26
 #: Values that are summarized at once.
 _NUM_SUMMED = 1 << 17
+#: Levels of a channel of uint8 pictures.
 _LEVELS = 256
 
 
@@ -30,195 +31,246 @@ class SetStatistics:
     Args:
         columns: The features.
         num_frames: Frames of the whole set, or of the longest episode if `total` is not called.
-        folder: Folder of temporary files. They take as many bytes as all numbers of the set.
+        folder: Folder of temporary files. They need as many bytes as all numbers of the set.
     """
 
     def __init__(self, columns: Sequence[Column], num_frames: int, folder: Path) -> None:
+        self._num_channels: dict[str, int] = {}
         groups: dict[tuple[np.dtype[Any], int], dict[str, tuple[int, ...]]] = defaultdict(dict)
         for column in columns:
-            if column.kind == "depth":
-                groups[column.dtype, prod(column.field.shape)][column.name] = (1, 1, 1)
-            elif not column.is_picture:
-                groups[column.dtype, 1][column.name] = column.field.shape or (1,)
-        self._tables = [
-            NumberTable(shapes, dtype, num_frames * num_pixels, folder, num_pixels)
-            for (dtype, num_pixels), shapes in groups.items()
-        ]
-        self._num_channels = {column.name: column.field.shape[2] for column in columns if column.is_picture}
+            shape = column.field.shape
+            if column.is_picture:
+                self._num_channels[column.name] = shape[2]
+            elif column.kind == "depth":
+                groups[column.dtype, prod(shape)][column.name] = (1, 1, 1)
+            else:
+                groups[column.dtype, 1][column.name] = shape or (1,)
+        self._tables = []
+        for (dtype, num_pixels), shapes in groups.items():
+            num_rows = num_frames * num_pixels
+            self._tables.append(NumberTable(shapes, dtype, num_rows, folder, num_pixels))
         self._pictures = self._new_pictures()
 
     def _new_pictures(self) -> dict[str, PictureStatistics]:
-        return {name: PictureStatistics(num_channels) for name, num_channels in self._num_channels.items()}
+        return {name: PictureStatistics(num) for name, num in self._num_channels.items()}
 
     def of_rows(self, start: int, num_frames: int) -> Statistics:
         """Return empty statistics of the frames of an episode.
 
         Args:
-            start: Place of the first frame among all frames.
+            start: Position of the first frame among all frames.
             num_frames: Frames of the episode.
         """
-        return Statistics([table.rows(start, num_frames) for table in self._tables], self._new_pictures())
+        numbers = [table.rows(start, num_frames) for table in self._tables]
+        return Statistics(numbers, self._new_pictures())
 
-    def add_levels(self, levels: Mapping[str, Iterable[Mapping[str, int]]], num_frames: int) -> None:
-        """Add the levels of the pictures of an episode, as `Statistics.levels` returned them, to those of the set."""
+    def add_levels(
+        self,
+        levels: Mapping[str, Iterable[Mapping[str, int]]],
+        num_frames: int,
+    ) -> None:
+        """Add the levels of the pictures of an episode to the levels of the set.
+
+        Args:
+            levels: Result of `Statistics.levels` of the episode.
+            num_frames: Frames of the episode.
+        """
         for name, counts in levels.items():
             self._pictures[name].add_counts(counts, num_frames)
 
     def total(self, num_frames: int) -> Statistics:
-        """Return the statistics of the first `num_frames` frames, which were added to those of episodes."""
-        return Statistics([table.rows(0, num_frames) for table in self._tables], self._pictures)
+        """Return the statistics of the first `num_frames` frames: all rows that were added."""
+        numbers = [table.rows(0, num_frames) for table in self._tables]
+        return Statistics(numbers, self._pictures)
 
 
 class Statistics:
     """Statistics of consecutive frames; made by `SetStatistics`."""
 
-    def __init__(self, numbers: Sequence[NumberStatistics], pictures: dict[str, PictureStatistics]) -> None:
+    def __init__(
+        self,
+        numbers: Sequence[NumberStatistics],
+        pictures: dict[str, PictureStatistics],
+    ) -> None:
         self._numbers = numbers
         self._pictures = pictures
-        self._owners = {name: one for one in numbers for name in one.shapes}
+        self._numbers_of = {name: group for group in numbers for name in group.shapes}
 
     def add(self, name: str, rows: Array) -> None:
         """Add rows of a feature, `[n, *shape]`."""
         if name in self._pictures:
             self._pictures[name].add(rows)
         else:
-            self._owners[name].add(name, rows)
+            self._numbers_of[name].add(name, rows)
 
     def reset(self, name: str) -> None:
         """Remove all rows of a feature of pictures."""
         self._pictures[name] = PictureStatistics(len(self._pictures[name].levels))
 
     def levels(self) -> dict[str, list[dict[str, int]]]:
-        """Return the pixels of each level of the pictures: feature -> channel -> level -> pixels."""
+        """Return how many pixels have each level: feature -> channel -> level -> pixels."""
         return {name: pictures.counts() for name, pictures in self._pictures.items()}
 
     def result(self, num_channels: int | None = None) -> dict[str, dict[str, Array]]:
-        """Return feature -> LeRobot's names -> values. Call it once, when all rows are there.
+        """Return feature -> LeRobot's names -> values. Call it once, after all rows were added.
 
         Args:
-            num_channels: Channels of pictures that the reader expects; None for those of the pictures.
+            num_channels: Channels that the reader expects; None for the channels of the pictures.
         """
-        found: dict[str, dict[str, Array]] = {}
-        for one in self._numbers:
-            found |= one.result()
+        statistics: dict[str, dict[str, Array]] = {}
+        for numbers in self._numbers:
+            statistics |= numbers.result()
         for name, pictures in self._pictures.items():
-            found[name] = pictures.result(num_channels or len(pictures.levels))
-        return found
+            statistics[name] = pictures.result(num_channels or len(pictures.levels))
+        return statistics
 
 
 class NumberTable:
-    """Values of features of one dtype by column: `[columns, rows]`, in a temporary file if they are large.
+    """Values of features of one dtype by column, `[columns, rows]`.
+
+    A large table is in a temporary file.
 
     Args:
         shapes: Feature -> shape of a row.
-        dtype: Of the numbers.
+        dtype: Dtype of the numbers.
         num_rows: Rows of all episodes.
-        folder: Where a temporary file may be created.
-        num_pixels: Rows of a frame: pixels of a depth picture, otherwise 1.
+        folder: Folder for a temporary file.
+        num_pixels: Rows of a frame: the pixels of a depth picture, otherwise 1.
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any], num_rows: int, folder: Path, num_pixels: int
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: np.dtype[Any],
+        num_rows: int,
+        folder: Path,
+        num_pixels: int,
     ) -> None:
         self._shapes = shapes
         self._num_pixels = num_pixels
         size = (sum(map(prod, shapes.values())), num_rows)
-        kept_dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype
-        num_bytes = prod(size) * kept_dtype.itemsize
+        stored_dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype
+        num_bytes = prod(size) * stored_dtype.itemsize
         self._columns: Array
         if num_bytes <= _MEMORY_BYTES:
-            self._columns = np.empty(size, kept_dtype)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder) as file:
-                if hasattr(os, "posix_fallocate"):  # otherwise a full disk ends the process with SIGBUS
-                    os.posix_fallocate(file.fileno(), 0, num_bytes)
-                self._columns = np.memmap(file, kept_dtype, "r+", shape=size)
+            self._columns = np.empty(size, stored_dtype)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            # Without reserved bytes a full disk ends the process with SIGBUS.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            self._columns = np.memmap(file, stored_dtype, "r+", shape=size)
 
     def rows(self, start: int, num_frames: int) -> NumberStatistics:
-        """Return the statistics of the frames from `start` on."""
+        """Return the statistics of the frames from `start` on. They fill a view of the table."""
         first = start * self._num_pixels
-        columns = self._columns[:, first : first + num_frames * self._num_pixels]
-        return NumberStatistics(self._shapes, columns, num_frames)
+        stop = first + num_frames * self._num_pixels
+        return NumberStatistics(self._shapes, self._columns[:, first:stop], num_frames)
 
 
 class NumberStatistics:
-    """Statistics of each dimension of features of numbers. NaN stands for a missing value and is left out.
+    """Statistics of each dimension of features of numbers. NaN is a missing value: it is left out.
 
     Args:
         shapes: Feature -> shape of a row.
-        columns: Values of the frames, `[columns, rows]`: `add` fills them, and `result` sorts each column.
+        columns: Values of the frames, `[columns, rows]`, filled by `add`, sorted by `result`.
         num_frames: Frames of the rows.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], columns: Array, num_frames: int) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        columns: Array,
+        num_frames: int,
+    ) -> None:
         self.shapes = shapes
         self._columns = columns
         self._num_frames = num_frames
         self._num_added = dict.fromkeys(shapes, 0)
-        self._places: dict[str, slice] = {}
+        self._columns_of: dict[str, slice] = {}
         first = 0
         for name, shape in shapes.items():
-            self._places[name] = slice(first, first + prod(shape))
-            first += prod(shape)
+            stop = first + prod(shape)
+            self._columns_of[name] = slice(first, stop)
+            first = stop
 
     def add(self, name: str, rows: Array) -> None:
         """Add rows of a feature, `[n, *shape]`, or depth pictures, `[n, H, W]`."""
-        columns = self._columns[self._places[name]]
+        columns = self._columns[self._columns_of[name]]
         values = rows.reshape(-1, len(columns))
         start = self._num_added[name]
-        self._num_added[name] += len(values)
-        columns[:, start : self._num_added[name]] = values.T
+        stop = start + len(values)
+        columns[:, start:stop] = values.T
+        self._num_added[name] = stop
 
     def result(self) -> dict[str, dict[str, Array]]:
-        """Return feature -> LeRobot's names -> arrays of the shape of a row; `count` is the number of frames."""
-        step = max(1, _NUM_SUMMED // max(1, self._columns.shape[1]))
-        with np.errstate(invalid="ignore"):  # the mean and deviation of infinite values
-            parts = [_summary(self._columns[start : start + step]) for start in range(0, len(self._columns), step)]
-        found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return {
-            feature: {
-                **{name: values[self._places[feature]].reshape(shape) for name, values in found.items()},
-                "count": np.array([self._num_frames]),
-            }
-            for feature, shape in self.shapes.items()
-        }
+        """Return feature -> LeRobot's names -> arrays of the shape of a row.
+
+        `count` is the number of frames.
+        """
+        num_columns, num_rows = self._columns.shape
+        step = max(1, _NUM_SUMMED // max(1, num_rows))
+        with np.errstate(invalid="ignore"):  # Infinite values have no mean and deviation.
+            starts = range(0, num_columns, step)
+            parts = [_summary(self._columns[start : start + step]) for start in starts]
+        summary = _joined(parts)
+        statistics = {}
+        for feature, shape in self.shapes.items():
+            columns = self._columns_of[feature]
+            values = {name: array[columns].reshape(shape) for name, array in summary.items()}
+            values["count"] = np.array([self._num_frames])
+            statistics[feature] = values
+        return statistics
+
+
+def _joined(parts: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _summary(columns: Array) -> dict[str, Array]:
     """Sort and summarize each row of `[d, n]`: name -> `[d]`."""
-    columns.sort(axis=1)  # three times as fast as to partition it by ten ranks
-    if columns.dtype.kind == "f" and np.isnan(columns[:, -1]).any():  # NaN comes last
-        nums_known = [int(np.searchsorted(column, np.nan)) for column in columns]
-        parts = [
-            _summary_of_sorted(column[None, :num]) if num else _unknown()
-            for column, num in zip(columns, nums_known, strict=True)
-        ]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return _summary_of_sorted(columns)
+    columns.sort(axis=1)  # Sorting is three times as fast as a partition by ten ranks.
+    has_nan = columns.dtype.kind == "f" and np.isnan(columns[:, -1]).any()  # NaN is sorted last.
+    if not has_nan:
+        return _summary_of_sorted(columns)
+    parts = []
+    for column in columns:
+        num_known = int(np.searchsorted(column, np.nan))
+        if num_known:
+            parts.append(_summary_of_sorted(column[None, :num_known]))
+        else:
+            parts.append(_unknown_summary())
+    return _joined(parts)
 
 
 def _summary_of_sorted(columns: Array) -> dict[str, Array]:
-    last = columns.shape[1] - 1
-    exact = np.float64 if columns.dtype == np.uint64 else columns.dtype
-    found = {"min": columns[:, 0].astype(exact), "max": columns[:, last].astype(exact)}
-    starts = range(0, last + 1, max(1, _NUM_SUMMED // len(columns)))
-    parts = [columns[:, start : start + starts.step] for start in starts]
-    mean = np.sum([part.sum(1, dtype=np.float64) for part in parts], axis=0) / (last + 1)
-    squares = np.zeros(len(columns))
+    num_columns, num_rows = columns.shape
+    step = max(1, _NUM_SUMMED // num_columns)
+    parts = [columns[:, start : start + step] for start in range(0, num_rows, step)]
+    mean = np.sum([part.sum(1, dtype=np.float64) for part in parts], axis=0) / num_rows
+    squares = np.zeros(num_columns)
     for part in parts:
         distance = part.astype(np.float64)
         distance -= mean[:, None]
         squares += np.einsum("dn,dn->d", distance, distance)
-    found |= {"mean": mean, "std": np.sqrt(squares / (last + 1))}
-    return found | dict(zip(QUANTILES, _quantiles(columns, last), strict=True))
+
+    exact_dtype = np.float64 if columns.dtype == np.uint64 else columns.dtype
+    return {
+        "min": columns[:, 0].astype(exact_dtype),
+        "max": columns[:, -1].astype(exact_dtype),
+        "mean": mean,
+        "std": np.sqrt(squares / num_rows),
+        **dict(zip(QUANTILES, _quantiles(columns), strict=True)),
+    }
 
 
-def _quantiles(columns: Array, last: int) -> Array:
-    """Return the quantiles of sorted columns, `[quantiles, d]`, interpolated between neighbours.
+def _quantiles(columns: Array) -> Array:
+    """Return the quantiles of sorted columns, `[quantiles, d]`, interpolated between neighbors.
 
-    Equal neighbours stay as they are, and an infinite one is the result.
+    Equal neighbors are the result, as is an infinite neighbor.
     """
+    last = columns.shape[1] - 1
     places = np.array(list(QUANTILES.values())) * last
     ranks = places.astype(np.int64)
     shares = (places - ranks)[:, None]
@@ -227,23 +279,25 @@ def _quantiles(columns: Array, last: int) -> Array:
     is_finite = np.isfinite(low) & np.isfinite(high)
     with np.errstate(invalid="ignore"):
         between = np.where(is_finite, low + (high - low) * shares, low + high)
-    found: Array = np.where((low == high) | (shares == 0), low, between)
-    return found
+    quantiles: Array = np.where((low == high) | (shares == 0), low, between)
+    return quantiles
 
 
-def _unknown() -> dict[str, Array]:
+def _unknown_summary() -> dict[str, Array]:
     return {name: np.full(1, np.nan) for name in ("min", "max", "mean", "std", *QUANTILES)}
 
 
 class PictureStatistics:
-    """Statistics of each channel of uint8 pictures over all pixels, from 0 to 1, by counting their levels.
+    """Statistics of each channel of uint8 pictures over all pixels, from 0 to 1.
+
+    Levels are counted, so memory does not grow with the number of pictures.
 
     Args:
         num_channels: Channels of a picture.
 
     Attributes:
         levels: int64 `[num_channels, 256]`: pixels of each level.
-        num_frames: Pictures that were counted.
+        num_frames: Number of counted pictures.
     """
 
     def __init__(self, num_channels: int) -> None:
@@ -257,7 +311,7 @@ class PictureStatistics:
             levels += np.bincount(pictures[..., channel].reshape(-1), minlength=_LEVELS)
 
     def add_counts(self, levels: Iterable[Mapping[str, int]], num_frames: int) -> None:
-        """Add what `counts` returned for other pictures."""
+        """Add the levels that `counts` returned for other pictures."""
         self.num_frames += num_frames
         for channel, counts in enumerate(levels):
             for level, count in counts.items():
@@ -265,13 +319,24 @@ class PictureStatistics:
 
     def counts(self) -> list[dict[str, int]]:
         """Return the pixels of each level that occurs, by channel."""
-        return [{str(level): int(levels[level]) for level in np.flatnonzero(levels).tolist()} for levels in self.levels]
+        return [_nonzero(levels) for levels in self.levels]
 
     def result(self, num_channels: int) -> dict[str, Array]:
-        """Return LeRobot's names -> `[num_channels, 1, 1]`; one channel is repeated for readers that expect three."""
+        """Return LeRobot's names -> `[num_channels, 1, 1]`.
+
+        A single channel is repeated for readers that expect three.
+        """
         parts = [_summary_of_levels(levels) for levels in self.levels]
-        found = {name: np.resize([part[name] for part in parts], num_channels) for name in parts[0]}
-        return {**{name: values[:, None, None] for name, values in found.items()}, "count": np.array([self.num_frames])}
+        statistics: dict[str, Array] = {}
+        for name in parts[0]:
+            values = np.resize([part[name] for part in parts], num_channels)
+            statistics[name] = values[:, None, None]
+        statistics["count"] = np.array([self.num_frames])
+        return statistics
+
+
+def _nonzero(levels: Array) -> dict[str, int]:
+    return {str(level): int(levels[level]) for level in np.flatnonzero(levels).tolist()}
 
 
 def _summary_of_levels(levels: Array) -> dict[str, float]:
@@ -280,11 +345,17 @@ def _summary_of_levels(levels: Array) -> dict[str, float]:
     num_pixels = int(stops[-1])
     present = np.flatnonzero(levels)
     mean = float(levels @ values) / num_pixels
-    std = float(np.sqrt(levels @ (values - mean) ** 2 / num_pixels))
-    found = {"min": float(values[present[0]]), "max": float(values[present[-1]]), "mean": mean, "std": std}
+    variance = levels @ (values - mean) ** 2 / num_pixels
+    summary = {
+        "min": float(values[present[0]]),
+        "max": float(values[present[-1]]),
+        "mean": mean,
+        "std": float(np.sqrt(variance)),
+    }
     for name, share in QUANTILES.items():
         place = share * (num_pixels - 1)
-        ranks = [int(place), min(int(place) + 1, num_pixels - 1)]
+        rank = int(place)
+        ranks = [rank, min(rank + 1, num_pixels - 1)]
         low, high = values[np.searchsorted(stops, ranks, "right")]
-        found[name] = float(low + (high - low) * (place - int(place)))
-    return found
+        summary[name] = float(low + (high - low) * (place - rank))
+    return summary

@@ -1,4 +1,4 @@
-"""The texts of subtasks: a table that numbers them, and the field of numbers of each frame."""
+"""Texts of subtasks: a table that numbers them, and a field with the number for each frame."""
 
 from __future__ import annotations
 
@@ -15,46 +15,67 @@ from .lerobot_info import Info
 from .lerobot_language import arrow_type, describe
 
 TABLE_NAME = "meta/subtasks.parquet"
-#: Field of the numbers; the field of their texts, which is also a column of the table.
-NUMBER, TEXT = "subtask_index", "subtask"
+#: Field of the numbers, and column of the table.
+NUMBER = "subtask_index"
+#: Field of the texts, and column of the table.
+TEXT = "subtask"
 #: Metadata key of a recording: number as text -> text, in the order of the table.
 SUBTASKS = "subtasks"
 Array = np.ndarray[Any, Any]
 
 
 def read_subtasks(info: Info) -> tuple[dict[int, str], Any]:
-    """Read the table of a set: number -> text, and the description of its Arrow types.
+    """Read the table of a set.
+
+    Returns:
+        Number -> text, and the description of the Arrow types of the table.
 
     Raises:
-        CorruptFileError: It is damaged, has other columns, or has a number twice.
+        CorruptFileError: The table is damaged, has other columns, or has a number twice.
     """
     file = ParquetFile(file_inside(info.path, TABLE_NAME))
     others = [name for name in file.types if name != NUMBER]
     if len(others) != 1 or "string" not in str(file.types[others[0]]):
         expected = f"the columns {NUMBER!r} and {TEXT!r}"
         raise CorruptFileError("read", repr(str(file.path)), expected, str(list(file.types)))
-    numbers = file.integers([NUMBER])[NUMBER].tolist()
+    subtasks = numbered_texts(file, NUMBER, others[0])
+    if len(subtasks) != file.num_rows:
+        raise CorruptFileError("read", repr(str(file.path)), f"each {NUMBER} once", "one twice")
+    types = {name: describe(kind) or "string" for name, kind in file.declared_types.items()}
+    return subtasks, {"struct": types}
+
+
+def numbered_texts(file: ParquetFile, number_column: str, text_column: str) -> dict[int, str]:
+    """Read a table of numbers and texts: number -> text. The last text of a number counts."""
+    numbers = file.integers([number_column])[number_column].tolist()
     known: dict[str, str] = {}
     texts: list[str] = []
-    for batch in file.batches({others[0]: None}, 0, file.num_rows):
-        texts += shared_texts(batch[others[0]], known)
-    subtasks = dict(zip(numbers, texts, strict=True))
-    if len(subtasks) != len(numbers):
-        raise CorruptFileError("read", repr(str(file.path)), f"each {NUMBER} once", "one twice")
-    kinds = {name: describe(kind) or "string" for name, kind in file.declared_types.items()}
-    return subtasks, {"struct": kinds}
+    for batch in file.batches({text_column: None}, 0, file.num_rows):
+        texts += shared_texts(batch[text_column], known)
+    return dict(zip(numbers, texts, strict=True))
 
 
 def stated_subtasks(metadata: Mapping[str, Any]) -> dict[int, str]:
-    """Return the table in metadata of a recording: number -> text; empty without one."""
+    """Return the table in metadata of a recording: number -> text; empty without a valid table."""
     stated = metadata.get(SUBTASKS)
-    items = list(stated.items()) if isinstance(stated, Mapping) else []
-    is_table = all(str(number).lstrip("-").isdecimal() and isinstance(text, str) for number, text in items)
-    return {int(number): text for number, text in items} if is_table else {}
+    if not isinstance(stated, Mapping):
+        return {}
+    for number, text in stated.items():
+        is_number = str(number).lstrip("-").isdecimal()
+        if not is_number or not isinstance(text, str):
+            return {}
+    return {int(number): text for number, text in stated.items()}
 
 
 def with_pairs(subtasks: Mapping[int, str], pairs: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Return a table with the texts of some frames; a text whose number is taken gets the next free one."""
+    """Return a table that also has the texts of some frames.
+
+    A text whose number belongs to another text gets the next free number.
+
+    Args:
+        subtasks: Number -> text.
+        pairs: Number and text of each frame.
+    """
     table = dict(subtasks)
     for number, text in dict.fromkeys(pairs):
         if table.get(number, "") == text or text in table.values():
@@ -65,29 +86,40 @@ def with_pairs(subtasks: Mapping[int, str], pairs: Iterable[tuple[int, str]]) ->
 
 
 def numbers_of(subtasks: Mapping[int, str], texts: Iterable[str], recorded: Array) -> Array:
-    """Return the number of each text, of the dtype of `recorded`, whose numbers stay where they are right.
+    """Return the number of each text.
 
-    Numbers without a text, such as -1, stay where the text is empty.
+    A recorded number stays if the table has the text under it. Numbers without a text, such as -1,
+    stay where the text is empty.
+
+    Args:
+        subtasks: Number -> text.
+        texts: Text of each frame.
+        recorded: Number of each frame.
+
+    Returns:
+        A new array of the shape and dtype of `recorded`.
     """
     number_of: dict[str, int] = {}
     for number, text in subtasks.items():
         number_of.setdefault(text, number)
-    pairs = zip(recorded.reshape(-1).tolist(), texts, strict=True)
-    found = [number if subtasks.get(number, "") == text else number_of[text] for number, text in pairs]
-    numbers: Array = np.array(found, recorded.dtype).reshape(recorded.shape)
-    return numbers
+    numbers = []
+    for number, text in zip(recorded.reshape(-1).tolist(), texts, strict=True):
+        is_right = subtasks.get(number, "") == text
+        numbers.append(number if is_right else number_of[text])
+    result: Array = np.array(numbers, recorded.dtype).reshape(recorded.shape)
+    return result
 
 
-def subtask_table(subtasks: Mapping[int, str], described: Any) -> Any:
+def subtask_table(subtasks: Mapping[int, str], description: Any) -> Any:
     """Return the Arrow table of numbers and texts.
 
     Args:
         subtasks: Number -> text.
-        described: Description of its Arrow types; None for those that LeRobot writes.
+        description: Description of the Arrow types; None for the types that LeRobot writes.
     """
     pyarrow, _ = arrow()
     columns = {}
-    for field in arrow_type(described or {"struct": {NUMBER: "int64", TEXT: "string"}}):
+    for field in arrow_type(description or {"struct": {NUMBER: "int64", TEXT: "string"}}):
         values = list(subtasks) if field.name == NUMBER else list(subtasks.values())
         columns[field.name] = pyarrow.array(values, field.type)
     return pyarrow.table(columns)
