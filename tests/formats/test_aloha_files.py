@@ -1,4 +1,4 @@
-"""ALOHA's and ManiSkill's files: their rows as stored, with what their files tell of ends and pictures."""
+"""The readers of ALOHA and ManiSkill files: rows as stored, ends and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.formats.hdf5_files import LENGTHS, actions, edited, halves, jpeg, pix
 
 
 def aloha(folder: Path, kind: str = "raw") -> Path:
-    """`episode_<n>.hdf5` of `LENGTHS`, with two cameras: raw, padded (rows of one length) or ragged (gzip)."""
+    """Write `episode_<n>.hdf5` of `LENGTHS` with two cameras: raw, padded to equal lengths, or ragged (gzip)."""
     folder.mkdir()
     for number, length in LENGTHS.items():
         with h5py.File(folder / f"episode_{number}.hdf5", "w") as file:
@@ -66,7 +66,7 @@ def test_episodes_of_aloha_come_in_numeric_order_with_their_pictures(tmp_path: P
     assert recording.metadata.get("color_order") == (None if kind == "raw" else "unknown")
 
 
-def test_pictures_with_blue_first_are_turned_on_request(tmp_path: Path) -> None:
+def test_bgr_pictures_are_converted_to_rgb_on_request(tmp_path: Path) -> None:
     path = aloha(tmp_path / "x", "padded")
     stored = rollout_data.open(path)[2].observation["images/left"]
     turned = rollout_data.open(path, bgr=True)
@@ -92,7 +92,7 @@ ALOHA_DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", ALOHA_DAMAGE)
-def test_damage_of_one_file_costs_that_episode_only(tmp_path: Path, what: str) -> None:
+def test_a_damaged_file_leaves_out_its_episode_only(tmp_path: Path, what: str) -> None:
     change, said = ALOHA_DAMAGE[what]
     folder = aloha(tmp_path / "x", "padded")
     edited(folder / "episode_9.hdf5", change)
@@ -102,7 +102,7 @@ def test_damage_of_one_file_costs_that_episode_only(tmp_path: Path, what: str) -
         raise recording.problems[0]
 
 
-def test_a_truncated_file_of_aloha_costs_that_episode_only(tmp_path: Path) -> None:
+def test_a_truncated_aloha_file_leaves_out_its_episode_only(tmp_path: Path) -> None:
     folder = aloha(tmp_path / "x")
     os.truncate(folder / "episode_10.hdf5", 3000)
     recording = rollout_data.open(folder)
@@ -196,7 +196,7 @@ def test_flags_before_the_last_step_are_reported_and_cut_nothing(tmp_path: Path)
     assert recording.problems == []
 
 
-def test_a_list_of_other_trajectories_is_refused_unless_it_is_rebuilt(tmp_path: Path) -> None:
+def test_a_json_of_other_trajectories_is_refused_unless_the_index_is_rebuilt(tmp_path: Path) -> None:
     path = edited(maniskill(tmp_path / "x.h5"), lambda file: file.pop("traj_9"))
     with pytest.raises(CorruptFileError, match=r"expected the 2 trajectories of 'x\.h5', got 3, of which 2 are there"):
         rollout_data.open(path)
@@ -204,7 +204,7 @@ def test_a_list_of_other_trajectories_is_refused_unless_it_is_rebuilt(tmp_path: 
     assert [one.id for one in recording] == ["traj_2", "traj_10"] and len(recording.problems) == 1
 
 
-def test_a_file_of_maniskill_without_its_list_tells_less(tmp_path: Path) -> None:
+def test_a_maniskill_file_without_its_json_is_read_and_reported(tmp_path: Path) -> None:
     shutil.copy(next((ROOT / "maniskill").glob("*.h5")), tmp_path / "x.h5")
     recording = rollout_data.open(tmp_path / "x.h5")
     assert [one.success for one in recording] == [True, False, True] and "x.json" in str(recording.problems[0])
@@ -218,7 +218,7 @@ def test_a_file_of_maniskill_without_its_list_tells_less(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "rows"), [("obs/agent/qpos", 4), ("rewards", 5), ("terminated", 3)])
-def test_wrong_rows_of_a_trajectory_cost_that_one_only(tmp_path: Path, name: str, rows: int) -> None:
+def test_a_trajectory_with_wrong_rows_is_left_out_alone(tmp_path: Path, name: str, rows: int) -> None:
     change = values(10, rows) if name.startswith("obs") else np.zeros(rows)
     path = edited(maniskill(tmp_path / "x.h5"), lambda file: replace(file, f"traj_10/{name}", change))
     recording = rollout_data.open(path)

@@ -1,4 +1,4 @@
-"""D4RL's files, humenv's motions and BFM-Zero's rings: where episodes end, and that rows of others never come in."""
+"""The readers of D4RL, humenv and BFM-Zero: ends of episodes. No episode has rows of another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOPS = np.cumsum([length for length, _ in EPISODES])
 
 
 def flat(path: Path, timeouts: bool = True, nexts: bool = False, wide: bool = False) -> Path:
-    """D4RL's layout, of `EPISODES`; `wide` gives rewards and flags a second axis."""
+    """Write `EPISODES` in the layout of D4RL. `wide` adds a second axis to rewards and flags."""
     rows = int(STOPS[-1])
     flags = {name: np.zeros(rows, bool) for name in ("terminals", "timeouts")}
     for (_, end), stop in zip(EPISODES, STOPS, strict=True):
@@ -56,7 +56,7 @@ def check_flat(recording: rollout_data.Recording, has_final: bool = False) -> No
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("nexts", [False, True])
-def test_flags_cut_episodes_and_only_next_observations_give_a_final_one(
+def test_flags_cut_episodes_and_only_next_observations_are_final_observations(
     tmp_path: Path, nexts: bool, wide: bool
 ) -> None:
     recording = rollout_data.open(flat(tmp_path / "x.hdf5", nexts=nexts, wide=wide))
@@ -66,7 +66,7 @@ def test_flags_cut_episodes_and_only_next_observations_give_a_final_one(
     np.testing.assert_array_equal(recording[2]["infos/qpos"], values(0, 10, 2)[4:8])
 
 
-def test_without_timeouts_the_user_says_how_long_episodes_are(tmp_path: Path) -> None:
+def test_files_without_timeouts_require_the_length_of_episodes(tmp_path: Path) -> None:
     path = flat(tmp_path / "x.hdf5", timeouts=False)
     with pytest.raises(UsageError, match="max_episode_steps"):
         rollout_data.open(path)
@@ -77,7 +77,7 @@ def test_without_timeouts_the_user_says_how_long_episodes_are(tmp_path: Path) ->
     np.testing.assert_array_equal(recording[3].reward, [9])
 
 
-def test_terminals_that_mark_goals_end_nothing_on_request(tmp_path: Path) -> None:
+def test_terminals_that_mark_goals_end_no_episode_on_request(tmp_path: Path) -> None:
     recording = rollout_data.open(flat(tmp_path / "x.hdf5"), terminals_end=False)
     assert [len(one) for one in recording] == [4, 4, 2]
     assert [one.terminated for one in recording] == [None] * 3
@@ -85,7 +85,7 @@ def test_terminals_that_mark_goals_end_nothing_on_request(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_joined", [False, True])
-def test_parts_of_a_chunked_set_are_one_row_after_the_other(tmp_path: Path, is_joined: bool) -> None:
+def test_groups_of_a_chunked_set_are_read_one_after_the_other(tmp_path: Path, is_joined: bool) -> None:
     flat(tmp_path / "whole.hdf5")
     with h5py.File(tmp_path / "whole.hdf5") as whole, h5py.File(tmp_path / "x.hdf5", "w") as file:
         names = ["observations", "actions", "rewards", "terminals", "timeouts", "infos/qpos"]
@@ -100,7 +100,7 @@ def test_parts_of_a_chunked_set_are_one_row_after_the_other(tmp_path: Path, is_j
     np.testing.assert_array_equal(recording[2]["infos/qpos"], values(0, 10, 2)[4:8])
 
 
-def test_more_ends_than_memory_has_episodes_for_are_refused(tmp_path: Path) -> None:
+def test_more_episodes_than_fit_in_memory_are_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.hdf5", "w") as file:
         ones = np.ones(((1 << 20) + 1, 1), "u1")
         for name in ("observations", "actions", "rewards", "terminals", "timeouts"):
@@ -109,21 +109,21 @@ def test_more_ends_than_memory_has_episodes_for_are_refused(tmp_path: Path) -> N
         rollout_data.open(tmp_path / "x.hdf5")
 
 
-def test_a_file_that_may_have_several_formats_needs_its_name(tmp_path: Path) -> None:
+def test_a_file_that_matches_several_formats_needs_the_name_of_its_format(tmp_path: Path) -> None:
     path = edited(flat(tmp_path / "x.hdf5"), lambda file: file.create_dataset("traj_0/actions", data=[[1], [2]]))
     with pytest.raises(ForeignFileError, match=r"expected one format, got what may be maniskill or d4rl\. Name its"):
         rollout_data.open(path)
     assert len(rollout_data.open(path, "d4rl")) == len(EPISODES) and len(rollout_data.open(path, "maniskill")) == 1
 
 
-def test_a_folder_of_recordings_tells_what_is_in_it(tmp_path: Path) -> None:
+def test_the_error_of_a_folder_of_recordings_lists_its_content(tmp_path: Path) -> None:
     for name in ("walk-v10", "walk-v9"):
         shutil.copytree(ROOT / "minari" / "cartpole-hdf5-v0", tmp_path / name)
     with pytest.raises(UsageError, match=r"holds 2 recordings \('walk-v9', 'walk-v10'\)\. Name one of them"):
         rollout_data.open(tmp_path)
 
 
-def test_real_files_of_d4rl_are_cut_where_their_flags_say() -> None:
+def test_real_files_of_d4rl_are_cut_at_their_flags() -> None:
     recording = rollout_data.open(ROOT / "d4rl" / "hopper_scripted.hdf5")
     assert [len(one) for one in recording] == [24, 24, 24, 24, 12, 12]
     recording = rollout_data.open(ROOT / "d4rl" / "hopper_no_timeouts.hdf5", max_episode_steps=24)
@@ -152,7 +152,7 @@ def test_links_and_empty_files_are_refused(tmp_path: Path) -> None:
 
 
 def ring(folder: Path, at: int, is_full: bool, flags: str = "", capacity: int = 10) -> Path:
-    """Steps 0, 1, 2 ... of an endless run, the newest before `at`; an episode ends at every fourth step."""
+    """Write a ring of the steps 0, 1, 2 ..., the newest before `at`. Every fourth step ends an episode."""
     folder.mkdir()
     newest = at + capacity * is_full  # steps that were ever written
     steps = np.array([place if place < at else place - capacity for place in range(capacity)]) + newest - at
@@ -177,7 +177,7 @@ def ring(folder: Path, at: int, is_full: bool, flags: str = "", capacity: int = 
     ],
 )
 @pytest.mark.parametrize("flags", ["", "next-"])
-def test_a_ring_is_given_in_the_order_of_writing(
+def test_a_ring_is_read_in_the_order_of_writing(
     tmp_path: Path, at: int, is_full: bool, expected: list[list[int]], flags: str
 ) -> None:
     recording = rollout_data.open(ring(tmp_path / "x", at, is_full, flags))
@@ -215,7 +215,7 @@ def test_motions_of_a_list_are_named_by_their_files(tmp_path: Path) -> None:
     np.testing.assert_array_equal(alone[0].observation, recording[1].observation)
 
 
-def test_a_list_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+def test_a_list_of_files_outside_of_its_folder_is_refused(tmp_path: Path) -> None:
     shutil.copytree(ROOT.parent / "humenv", tmp_path / "x")
     shutil.copy(tmp_path / "x" / "0-CMU_01_01_poses.hdf5", tmp_path)
     for line in ("../0-CMU_01_01_poses.hdf5", str(tmp_path / "0-CMU_01_01_poses.hdf5")):

@@ -1,4 +1,4 @@
-"""HDF5 files that declare, or unpack to, more than they hold are refused before memory is taken."""
+"""HDF5 files that declare or unpack to too much data are refused before memory is allocated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_declared_sizes_take_no_memory(tmp_path: Path) -> None:
 
 
 def _chunk(data: bytes, **storage: Any) -> Any:
-    """Give a change that makes an observation of one chunk, whatever it unpacks to."""
+    """Return a change that writes an observation of one chunk with any data."""
 
     def change(file: h5py.File) -> None:
         dataset = file.create_dataset("data/demo_9/obs/bomb", (1, 6), "f8", chunks=(1, 6), **storage)
@@ -39,7 +39,7 @@ def _chunk(data: bytes, **storage: Any) -> Any:
 
 
 def _zeros(file: h5py.File) -> None:
-    """A gigabyte of zeros in small chunks that say what they hold."""
+    """A gigabyte of zeros in small chunks of the stated size."""
     dataset = file.create_dataset("data/demo_9/obs/bomb", (1, 1 << 30), "u1", chunks=(1, 1 << 23), compression="gzip")
     for place in range(0, 1 << 30, 1 << 23):
         dataset.id.write_direct_chunk((0, place), zlib.compress(bytes(1 << 23), 9))
@@ -65,7 +65,7 @@ BOMBS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_what_unpacks_to_too_much_is_refused_before_it_is_unpacked(tmp_path: Path, what: str) -> None:
+def test_data_that_unpack_to_too_much_are_refused_before_they_are_unpacked(tmp_path: Path, what: str) -> None:
     change, said = BOMBS[what]
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))
     with pytest.raises(CorruptFileError, match=said):
@@ -73,7 +73,7 @@ def test_what_unpacks_to_too_much_is_refused_before_it_is_unpacked(tmp_path: Pat
     check_demo(recording[0], 2, 3)
 
 
-def test_large_chunks_that_are_honest_are_read(tmp_path: Path) -> None:
+def test_valid_large_chunks_are_read(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (1, 600_000), "u1")
     storage = {"compression": "gzip", "chunks": noise.shape, "shuffle": True, "fletcher32": True}
     path = robomimic(tmp_path / "x.hdf5")

@@ -1,4 +1,4 @@
-"""LeRobot datasets: each sentence of the layout."""
+"""The reader of LeRobot datasets: each sentence of the layout."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_actions_in_words_are_texts_and_never_numbers(tmp_path: Path) -> None:
     assert episode["action_text"] == ["left", "right"]
 
 
-def test_success_is_told_by_its_column(tmp_path: Path) -> None:
+def test_success_comes_from_its_column(tmp_path: Path) -> None:
     about = feature("bool", [1])
     for version in ("v3.0", "v2.1"):
         columns = {"next.success": (about, lambda e, n: (np.arange(n) == n - 1) & (e % 2 == 0))}
@@ -170,7 +170,7 @@ def test_encoded_pictures_are_rows_by_columns_by_channels_whatever_is_declared(t
         assert np.abs(episode.observation["images.jpeg"].astype(int) - expected).mean() < 20
 
 
-def test_a_damaged_picture_costs_the_reading_of_its_frame_only(tmp_path: Path) -> None:
+def test_only_the_frame_of_a_damaged_picture_cannot_be_read(tmp_path: Path) -> None:
     def broken(episode: int, length: int) -> Any:
         rows = pictures("png")(episode, length).to_pylist()
         if episode == FIRST + 1:
@@ -193,7 +193,7 @@ def sample(tmp_path: Path, name: str) -> Path:
 @pytest.mark.each_value
 @pytest.mark.parametrize("damage", ["missing", "a folder", "empty", "a playlist", "cut", "another codec", "flipped"])
 @pytest.mark.parametrize("version", ["lerobot_v3/video_h264", "lerobot_v21/groot_video"])
-def test_a_damaged_video_costs_its_camera_in_its_episodes_only(tmp_path: Path, version: str, damage: str) -> None:
+def test_a_damaged_video_leaves_out_its_camera_in_its_episodes_only(tmp_path: Path, version: str, damage: str) -> None:
     pytest.importorskip("av", reason="the extra `video` is missing")
     path = sample(tmp_path, version)
     whole = rollout_data.open(path)
@@ -257,7 +257,7 @@ def test_a_short_video_of_version_2_is_found_when_the_set_is_opened(tmp_path: Pa
     assert ["observation/images.ego_view" in episode.schema for episode in recording] == [False, True]
 
 
-def test_any_range_of_a_video_is_that_of_the_whole(tmp_path: Path) -> None:
+def test_a_range_of_a_video_equals_the_same_frames_of_the_whole_video(tmp_path: Path) -> None:
     pytest.importorskip("av", reason="the extra `video` is missing")
     recording = rollout_data.open(ROOT / "lerobot_v3/video_h264")
     assert len(recording.metadata["lossy"]) == 3
@@ -294,7 +294,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
 # GR00T.
 
 
-def test_the_parts_of_a_groot_set_are_offered_and_annotations_become_texts() -> None:
+def test_parts_of_a_groot_set_are_delivered_on_request_and_annotations_become_texts() -> None:
     path = ROOT / "lerobot_v21/groot_video"
     recording = rollout_data.open(path)
     parts = recording.metadata["components"]

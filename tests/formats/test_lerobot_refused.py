@@ -1,4 +1,4 @@
-"""LeRobot datasets: indices that disagree with the rows, and files made to harm."""
+"""LeRobot datasets: an index that contradicts the rows, and malicious files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ WRONG_3 = {
 
 
 @pytest.mark.parametrize("name", WRONG_3)
-def test_an_index_of_version_3_that_disagrees_is_refused_and_rebuilt(tmp_path: Path, name: str) -> None:
+def test_an_index_of_version_3_that_contradicts_its_data_is_refused_or_rebuilt(tmp_path: Path, name: str) -> None:
     change, named = WRONG_3[name]
     made = LeRobotSet(tmp_path / "set", LENGTHS, files=[0, 0, 1, 1])
     change(made)
@@ -90,7 +90,7 @@ WRONG_2 = {
 
 
 @pytest.mark.parametrize("name", WRONG_2)
-def test_an_index_of_version_2_that_disagrees_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_index_of_version_2_that_contradicts_its_data_is_refused(tmp_path: Path, name: str) -> None:
     change, named = WRONG_2[name]
     made = LeRobotSet(tmp_path / "set", LENGTHS, "v2.1")
     del made.info["total_frames"]
@@ -123,7 +123,7 @@ def test_a_set_without_an_index_can_be_rebuilt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "name"), [("v3.0", "tasks.parquet"), ("v2.1", "tasks.jsonl")])
-def test_tasks_are_those_of_the_index_where_their_file_is_missing(tmp_path: Path, version: str, name: str) -> None:
+def test_tasks_come_from_the_index_if_their_file_is_missing(tmp_path: Path, version: str, name: str) -> None:
     path = LeRobotSet(tmp_path / "set", LENGTHS, version).write()
     (path / "meta" / name).unlink()
     recording = rollout_data.open(path)
@@ -132,7 +132,7 @@ def test_tasks_are_those_of_the_index_where_their_file_is_missing(tmp_path: Path
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
-def test_a_damaged_file_of_one_episode_costs_that_episode(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_leaves_out_its_only_episode(tmp_path: Path, damage: str) -> None:
     path = LeRobotSet(tmp_path / "set", LENGTHS, "v2.1").write()
     file = path / "data" / "chunk-000" / "episode_000002.parquet"
     data = file.read_bytes()
@@ -146,7 +146,7 @@ def test_a_damaged_file_of_one_episode_costs_that_episode(tmp_path: Path, damage
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
 @pytest.mark.parametrize("choice", ["refuse", "rebuild"])
-def test_a_damaged_file_of_several_episodes_costs_these_episodes(tmp_path: Path, damage: str, choice: str) -> None:
+def test_a_damaged_file_leaves_out_all_of_its_episodes(tmp_path: Path, damage: str, choice: str) -> None:
     path = LeRobotSet(tmp_path / "set", LENGTHS, files=[0, 1, 1, 2]).write()
     file = path / "data" / "chunk-000" / "file-001.parquet"
     data = file.read_bytes()
@@ -171,7 +171,7 @@ def test_a_conversion_notes_the_episode_whose_rows_are_damaged(tmp_path: Path) -
     assert done.num_episodes == 2 and [problem.episode for problem in done.problems] == ["1"]
 
 
-def test_a_task_that_rows_and_index_tell_differently_is_reported(tmp_path: Path) -> None:
+def test_a_task_that_differs_between_rows_and_index_is_reported(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "set", LENGTHS)
     made.entries[1]["tasks"] = ["another"]
     recording = rollout_data.open(made.write())
@@ -198,7 +198,7 @@ def test_a_task_that_rows_and_index_tell_differently_is_reported(tmp_path: Path)
         "data/{chunk_index:{file_index}}.parquet",
     ],
 )
-def test_a_template_makes_names_inside_the_folder_and_nothing_else(tmp_path: Path, template: str) -> None:
+def test_a_template_only_makes_names_inside_the_folder(tmp_path: Path, template: str) -> None:
     made = LeRobotSet(tmp_path / "set", [2])
     made.info["data_path"] = template
     path = made.write()
@@ -210,7 +210,7 @@ def test_a_template_makes_names_inside_the_folder_and_nothing_else(tmp_path: Pat
             rollout_data.open(path, on_bad_index=choice)
 
 
-def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     path = LeRobotSet(tmp_path / "set", [2]).write()
     file = path / "data" / "chunk-000" / "file-000.parquet"
     file.rename(tmp_path / "elsewhere")
@@ -239,14 +239,14 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
         ({"data_path": 3}, CorruptFileError),
     ],
 )
-def test_a_description_that_cannot_be_is_refused(tmp_path: Path, change: dict, error: type[Exception]) -> None:
+def test_an_invalid_description_is_refused(tmp_path: Path, change: dict, error: type[Exception]) -> None:
     made = LeRobotSet(tmp_path / "set", [2])
     made.info |= change
     with pytest.raises(error):
         rollout_data.open(made.write())
 
 
-def test_declared_shapes_cost_nothing_and_the_data_are_believed(tmp_path: Path) -> None:
+def test_declared_shapes_take_no_memory_and_the_shapes_of_the_data_count(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "set", [2])
     made.info["features"]["observation.state"]["shape"] = [1 << 30, 1 << 30]
     made.info["features"]["action"]["shape"] = [-1, "x"]
@@ -254,7 +254,7 @@ def test_declared_shapes_cost_nothing_and_the_data_are_believed(tmp_path: Path) 
     check(rollout_data.open(made.write()), [2])
 
 
-def test_a_row_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
+def test_a_row_that_unpacks_to_too_much_is_refused(tmp_path: Path) -> None:
     zeros = pa.array(np.zeros(1 << 24, "float32"))
     made = LeRobotSet(tmp_path / "set", [2])
     bomb = pa.ListArray.from_arrays(pa.array([0, 3, 1 << 24], pa.int32()), zeros)
@@ -292,7 +292,7 @@ def test_rows_of_another_shape_or_without_a_value_are_refused_by_their_episode(t
     assert recording[1].action.shape == (2, 2)
 
 
-def test_every_truncated_or_changed_file_is_refused_or_gives_the_same(tmp_path: Path) -> None:
+def test_every_truncated_or_changed_file_is_refused_or_read_as_before(tmp_path: Path) -> None:
     path = LeRobotSet(tmp_path / "set", [3, 2]).write()
     expected = [episode.action for episode in rollout_data.open(path)]
     random = np.random.default_rng(0)
@@ -327,7 +327,7 @@ def test_more_rows_than_a_file_can_hold_are_refused_before_they_are_read(tmp_pat
 
 
 def test_no_flipped_bit_of_a_footer_ends_the_process(tmp_path: Path) -> None:
-    """Arrow throws where nothing catches it when types, counts and histograms of a footer contradict each other."""
+    """Arrow ends the process if types, counts and histograms of a footer contradict each other."""
     path = LeRobotSet(tmp_path / "set", [1]).write()
     tasks = path / "meta" / "tasks.parquet"
     raw = tasks.read_bytes()
@@ -357,7 +357,7 @@ def test_a_picture_that_unpacks_to_more_than_its_file_is_refused(tmp_path: Path)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a child of its own is measured")
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_one_long_text_for_all_frames_takes_no_memory_for_each_of_them(tmp_path: Path, version: str) -> None:
+def test_a_long_text_of_all_frames_is_in_memory_once(tmp_path: Path, version: str) -> None:
     text, num_frames = "x" * (1 << 20), 700
     note = feature("string", [1]), lambda _, length: pa.array([text] * length)
     path = LeRobotSet(tmp_path / "a", [num_frames], version=version, columns={"note": note}).write()

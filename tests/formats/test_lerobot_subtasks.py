@@ -20,7 +20,7 @@ TABLE = "meta/subtasks.parquet"
 
 
 def subtask_set(folder: Path, table: dict[int, str], text_type: Any) -> Path:
-    """Write a set whose frames go through the subtasks of a table."""
+    """Write a set with a table of subtasks and the number of a subtask for each frame."""
     made = LeRobotSet(folder, LENGTHS)
     numbers = list(table)
     for episode, rows in enumerate(made.tables):
@@ -53,7 +53,7 @@ def test_the_table_of_subtasks_keeps_its_types_and_values(tmp_path: Path, versio
     assert numbers_of_set(tmp_path / "set") == numbers_of_set(source)
 
 
-def test_windows_and_streams_of_a_set_have_subtasks_as_those_of_our_copy(tmp_path: Path) -> None:
+def test_windows_and_streams_have_the_same_subtasks_in_a_set_and_in_our_copy(tmp_path: Path) -> None:
     table = {0: "reach", 1: "lift", 2: "place"}
     source = subtask_set(tmp_path / "source", table, pa.string())
     rollout_data.convert(source, tmp_path / "own", progress=False)
@@ -67,7 +67,7 @@ def test_windows_and_streams_of_a_set_have_subtasks_as_those_of_our_copy(tmp_pat
         assert [stream.texts[number] for number in numbers] == expected
 
 
-def test_merged_sets_with_other_tables_get_one_table_and_keep_their_texts(tmp_path: Path) -> None:
+def test_merged_sets_get_a_joint_table_of_subtasks_and_keep_their_texts(tmp_path: Path) -> None:
     first = subtask_set(tmp_path / "first", {0: "reach", 1: "lift"}, pa.string())
     second = subtask_set(tmp_path / "second", {0: "lift", 1: "place"}, pa.string())
     rollout_data.merge([first, second], tmp_path / "merged", progress=False)

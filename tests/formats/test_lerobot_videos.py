@@ -1,4 +1,4 @@
-"""Video of LeRobot sets stays video: packets are copied where they can, and the report names what is encoded again."""
+"""Video of LeRobot sets stays video: packets are copied if possible. The report lists videos that are encoded again."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def encode(
 
 
 def share_one_file(target: Path, key_frames: list[int], options: dict[str, str], encoder: str = "libx264") -> None:
-    """Put all episodes of a set of version 3 into one video file."""
+    """Move all episodes of a set of version 3 into one video file."""
     video = target / "videos" / CAMERA / "chunk-000"
     for file in video.iterdir():
         file.unlink()
@@ -184,7 +184,7 @@ def test_statistics_of_copied_video_are_those_of_its_frames(tmp_path: Path) -> N
     np.testing.assert_allclose(np.ravel(got["mean"]), pixels.mean((0, 1, 2)))
 
 
-def test_png_and_another_codec_are_written_when_asked(tmp_path: Path) -> None:
+def test_png_and_another_codec_are_written_on_request(tmp_path: Path) -> None:
     rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
     source = rollout_data.open(tmp_path / "set")
     done = rollout_data.convert(source, tmp_path / "png", "lerobot", video="", progress=False)
@@ -212,7 +212,7 @@ def test_a_groot_set_has_all_cameras_as_video_or_is_refused(tmp_path: Path) -> N
             )
 
 
-def test_video_of_depth_becomes_pictures_of_the_same_depth_and_is_named(tmp_path: Path) -> None:
+def test_video_of_depth_becomes_pictures_of_the_same_depth_and_is_reported(tmp_path: Path) -> None:
     codes = np.arange(7 * 48 * 64).reshape(7, 48, 64) % 4096
     rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
     info_path = tmp_path / "set/meta/info.json"
@@ -262,7 +262,7 @@ def test_a_copy_states_the_codec_and_the_pixels_that_its_video_files_hold(tmp_pa
     assert again.num_present == 4
 
 
-def test_video_of_another_codec_than_the_first_is_encoded_again_and_named(tmp_path: Path) -> None:
+def test_video_of_another_codec_than_the_first_is_encoded_again_and_reported(tmp_path: Path) -> None:
     rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
     file = sorted((tmp_path / "set").rglob("*.mp4"))[2]
     encode(file, pictures(2, LENGTHS[2]), [0], {"crf": "10", "b:v": "0"}, "libvpx-vp9")
@@ -276,7 +276,7 @@ def test_video_of_another_codec_than_the_first_is_encoded_again_and_named(tmp_pa
     assert digests(tmp_path / "copy")[:2] == digests(tmp_path / "set")[:2]
 
 
-def test_a_damaged_video_costs_the_camera_of_a_copy_or_the_episode_by_a_filter(tmp_path: Path) -> None:
+def test_a_copy_lacks_the_camera_of_a_damaged_video_or_with_a_filter_its_episode(tmp_path: Path) -> None:
     rollout_data.convert(record(tmp_path / "own"), tmp_path / "set", "lerobot", video="h264", progress=False)
     file = sorted((tmp_path / "set").rglob("*.mp4"))[1]
     file.write_bytes(file.read_bytes()[:100])

@@ -1,4 +1,4 @@
-"""What is written as a LeRobot dataset comes back by our reader and by lerobot, also after a kill."""
+"""Our reader and lerobot read the LeRobot datasets that we write, also after the writer was killed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def written(source: Any, target: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_kind_of_field_comes_back(tmp_path: Path, version: str) -> None:
+def test_a_copy_has_fields_of_every_kind_as_recorded(tmp_path: Path, version: str) -> None:
     columns = {
         "observation.fine": (feature("float64", [2]), lambda e, n: lists(state(e, n, 2, "float64") + 1e-9)),
         "observation.grid": (
@@ -65,7 +65,7 @@ def test_every_kind_of_field_comes_back(tmp_path: Path, version: str) -> None:
     assert not list((tmp_path / "set").rglob(".*"))
 
 
-def test_pictures_and_depth_come_back_as_they_were(tmp_path: Path) -> None:
+def test_a_copy_has_pictures_and_depth_as_recorded(tmp_path: Path) -> None:
     source = rollout_data.open(ROOT / "lerobot_v3/images")
     back, changes = written(source, tmp_path / "set")
     assert changes == {}
@@ -85,7 +85,7 @@ def test_pictures_and_depth_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "video"), [("v3.0", "h264"), ("v2.1", "h264"), ("v3.0", "av1")])
-def test_pictures_become_video_when_asked(tmp_path: Path, version: str, video: str) -> None:
+def test_pictures_become_video_on_request(tmp_path: Path, version: str, video: str) -> None:
     pytest.importorskip("av", reason="the extra `video` is missing")
 
     def smooth(episode: int, length: int) -> Any:
@@ -257,7 +257,7 @@ def test_the_texts_of_tasks_are_the_index_that_pandas_reads(tmp_path: Path) -> N
 
 
 def record_unlike(folder: Path) -> Any:
-    """Record three episodes; each lacks what the others have, and two are unfinished."""
+    """Record three episodes. Each lacks fields of the others, and two are unfinished."""
     from rollout_data import RolloutWriter
 
     paths = []
@@ -287,7 +287,7 @@ class Together(list):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_flags_become_false_and_floats_nan_where_episodes_lack_them_and_nothing_else_is_made_up(
+def test_missing_flags_are_false_and_missing_floats_nan_and_other_fields_are_left_out(
     tmp_path: Path, version: str
 ) -> None:
     episodes = Together(one for path in record_unlike(tmp_path) for one in rollout_data.open(path))
@@ -319,7 +319,7 @@ def test_flags_become_false_and_floats_nan_where_episodes_lack_them_and_nothing_
     assert "effort" not in own[2].schema and "effort" in own[1].schema
 
 
-def test_fields_that_would_become_one_feature_are_refused(tmp_path: Path) -> None:
+def test_fields_with_the_same_feature_are_refused(tmp_path: Path) -> None:
     from rollout_data import RolloutWriter
 
     with RolloutWriter(tmp_path / "own", 1, durable=False, metadata={"frame_rate_hz": 10}) as writer:
@@ -330,7 +330,7 @@ def test_fields_that_would_become_one_feature_are_refused(tmp_path: Path) -> Non
 
 
 def speaking(lengths: list[int], folder: Path) -> LeRobotSet:
-    """Make a set with LeRobot's columns of language."""
+    """Write a set with LeRobot's columns of language."""
     said = [("role", pa.string()), ("content", pa.string()), ("style", pa.string())]
     shown = [("camera", pa.string()), ("tool_calls", pa.list_(pa.string()))]
     events = pa.list_(pa.struct([*said, *shown]))
@@ -389,9 +389,7 @@ UNUSUAL_LANGUAGE: dict[str, Callable[[int, int], pa.Array]] = {
 @pytest.mark.parametrize("is_through_ours", [False, True])
 @pytest.mark.parametrize("name", ["language_events", "subtask"])
 @pytest.mark.parametrize("kind", UNUSUAL_LANGUAGE)
-def test_columns_of_language_of_other_types_keep_them(
-    tmp_path: Path, kind: str, name: str, is_through_ours: bool
-) -> None:
+def test_columns_of_language_keep_unusual_types(tmp_path: Path, kind: str, name: str, is_through_ours: bool) -> None:
     lengths, files = [4, 1, 3], [0, 1, 2]
     made = LeRobotSet(tmp_path / "source", lengths, files=files)
     columns = [UNUSUAL_LANGUAGE[kind](episode, length) for episode, length in enumerate(lengths)]
@@ -408,7 +406,7 @@ def test_columns_of_language_of_other_types_keep_them(
         assert [one.to_pylist() for one in got] == [one.to_pylist() for one in columns]
 
 
-def test_a_key_of_merged_language_without_a_field_is_refused_and_not_lost(tmp_path: Path) -> None:
+def test_a_key_of_merged_language_without_a_field_is_refused(tmp_path: Path) -> None:
     rows = [{"role": "user", "content": "stop"}]
     for name, row in (("one", rows), ("other", [{**rows[0], "speaker": "Ann"}])):
         made = LeRobotSet(tmp_path / name, [2])
@@ -419,7 +417,7 @@ def test_a_key_of_merged_language_without_a_field_is_refused_and_not_lost(tmp_pa
         written(tmp_path / "merged", tmp_path / "set")
 
 
-def test_a_column_of_times_that_python_cannot_hold_is_left_out_and_named(tmp_path: Path) -> None:
+def test_a_column_of_times_that_python_cannot_hold_is_left_out_and_reported(tmp_path: Path) -> None:
     made = LeRobotSet(tmp_path / "source", [4, 3])
     times = [pa.array([10**18 + 1] * length, pa.timestamp("ns")) for length in made.lengths]
     made.tables = [table.append_column("when", column) for table, column in zip(made.tables, times, strict=True)]
@@ -498,7 +496,7 @@ REPORTED: dict[str, tuple[Callable[[LeRobotSet], None], dict[str, list[str]]]] =
 
 
 @pytest.mark.parametrize("name", REPORTED)
-def test_what_is_changed_of_episodes_is_in_the_report(tmp_path: Path, name: str) -> None:
+def test_changes_of_episodes_are_in_the_report(tmp_path: Path, name: str) -> None:
     change, expected = REPORTED[name]
     made = LeRobotSet(tmp_path / "source", [3, 2])
     change(made)
@@ -526,7 +524,7 @@ def test_episodes_without_actions_are_refused(tmp_path: Path) -> None:
         written(ROOT / "motion_npz/clips", tmp_path / "set")
 
 
-def test_a_folder_of_others_is_not_written_over_and_a_refused_option_leaves_nothing(tmp_path: Path) -> None:
+def test_foreign_folders_are_not_overwritten_and_a_refused_option_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").touch()
     with pytest.raises(UsageError, match=r"a folder without 'rollout_conversion\.jsonl'"):
@@ -545,7 +543,7 @@ convert(sys.argv[1], sys.argv[2], "lerobot", progress=False, version=sys.argv[3]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_killed_writer_leaves_whole_episodes_and_goes_on(tmp_path: Path, version: str) -> None:
+def test_a_killed_writer_leaves_complete_episodes_and_resumes(tmp_path: Path, version: str) -> None:
     lengths = [3, 1, 4, 2] * 20
     source, target = LeRobotSet(tmp_path / "source", lengths).write(), tmp_path / "set"
     command = [sys.executable, "-c", KILLED, str(source), str(target), version]
@@ -584,7 +582,7 @@ def test_lerobot_reads_what_is_written(tmp_path: Path) -> None:
             assert got["task"] == mine.task
 
 
-def test_windows_and_streams_of_a_set_have_its_language_as_numbers_of_texts_as_those_of_our_copy(
+def test_windows_and_streams_have_the_same_numbered_language_in_a_set_and_in_our_copy(
     tmp_path: Path,
 ) -> None:
     source = speaking([4, 1, 3], tmp_path / "source").write()
@@ -634,7 +632,7 @@ def test_statistics_leave_out_nan_and_keep_infinite_neighbours_infinite(tmp_path
         ),
     ],
 )
-def test_a_column_of_language_whose_values_json_cannot_hold_is_left_out_and_named(
+def test_a_column_of_language_whose_values_json_cannot_hold_is_left_out_and_reported(
     tmp_path: Path, values: list[dict[str, Any]], kind: Any
 ) -> None:
     made = LeRobotSet(tmp_path / "source", [4, 3])

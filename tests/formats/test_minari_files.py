@@ -1,4 +1,4 @@
-"""Minari datasets: T steps and T + 1 observations, whatever the kind of their files."""
+"""The reader of Minari datasets: T steps and T + 1 observations in HDF5, Arrow and Parquet files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def in_groups(root: Path, is_jpeg: bool = False, **changes: Any) -> Path:
 
 
 def in_tables(root: Path, kind: str, is_jpeg: bool = False, num_parts: int = 1, **changes: Any) -> Path:
-    """One table an episode, in `num_parts` files of two batches."""
+    """Write a table per episode, in `num_parts` files of two batches."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     describe(root / "data", kind, **{"jpeg_encoding": is_jpeg, **changes})
     for number, length in LENGTHS.items():
@@ -121,7 +121,7 @@ def check_all(recording: rollout_data.Recording, is_jpeg: bool = False, names: M
 
 
 @pytest.mark.parametrize("is_jpeg", [False, True])
-def test_groups_give_steps_and_final_observations(tmp_path: Path, is_jpeg: bool) -> None:
+def test_groups_have_steps_and_final_observations(tmp_path: Path, is_jpeg: bool) -> None:
     recording = rollout_data.open(in_groups(tmp_path / "lab" / "x-v0", is_jpeg))
     check_all(recording, is_jpeg)
     assert recording[0].metadata["options/goal"] == 3
@@ -129,13 +129,13 @@ def test_groups_give_steps_and_final_observations(tmp_path: Path, is_jpeg: bool)
 
 @pytest.mark.parametrize("is_jpeg", [False, True])
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])
-def test_tables_give_what_groups_give(tmp_path: Path, kind: str, is_jpeg: bool) -> None:
+def test_tables_and_groups_of_the_same_data_are_read_alike(tmp_path: Path, kind: str, is_jpeg: bool) -> None:
     names = {number: str(number) for number in LENGTHS}
     check_all(rollout_data.open(in_tables(tmp_path / "one", kind, is_jpeg)), is_jpeg, names)
     check_all(rollout_data.open(in_tables(tmp_path / "two", kind, is_jpeg, num_parts=2) / "data"), is_jpeg, names)
 
 
-def test_jpeg_is_taken_for_granted_but_raw_pictures_are_told_by_their_axes(tmp_path: Path) -> None:
+def test_encoded_pictures_are_jpeg_by_default_and_raw_pictures_are_recognized_by_their_axes(tmp_path: Path) -> None:
     check_all(rollout_data.open(in_groups(tmp_path / "raw", jpeg_encoding=None)))
     check_all(rollout_data.open(in_groups(tmp_path / "jpeg", True, jpeg_encoding=None)), True)
 
@@ -182,7 +182,7 @@ def test_shades_of_grey_have_the_shape_of_their_space(tmp_path: Path, kind: str)
 @pytest.mark.parametrize(
     ("kind", "what"), [("hdf5", "data"), ("hdf5", "data/main_data.hdf5"), ("parquet", "data"), ("arrow", "data")]
 )
-def test_links_that_lead_out_of_the_dataset_are_refused(tmp_path: Path, kind: str, what: str) -> None:
+def test_links_out_of_the_dataset_are_refused(tmp_path: Path, kind: str, what: str) -> None:
     root = in_groups(tmp_path / "x") if kind == "hdf5" else in_tables(tmp_path / "x", kind)
     (root / what).rename(tmp_path / "out")
     (root / what).symlink_to(tmp_path / "out")
@@ -190,7 +190,7 @@ def test_links_that_lead_out_of_the_dataset_are_refused(tmp_path: Path, kind: st
         rollout_data.open(root)
 
 
-def test_short_rows_of_bytes_are_no_pictures_where_the_space_says_so(tmp_path: Path) -> None:
+def test_short_rows_of_bytes_are_no_pictures_if_the_space_says_so(tmp_path: Path) -> None:
     space = {"type": "Box", "dtype": "uint8", "shape": [5], "low": 0, "high": 255}
     root = in_groups(tmp_path / "x", jpeg_encoding=True, observation_space=json.dumps(space))
     row = np.array([0xFF, 0xD8, 0xFF, 0, 1], "u1")
@@ -221,7 +221,7 @@ def test_tuples_and_texts_are_observations_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["total_episodes", "total_steps"])
 @pytest.mark.parametrize("kind", ["hdf5", "parquet"])
-def test_counts_that_disagree_are_refused_unless_they_are_rebuilt(tmp_path: Path, kind: str, name: str) -> None:
+def test_wrong_totals_are_refused_unless_the_index_is_rebuilt(tmp_path: Path, kind: str, name: str) -> None:
     root = in_groups(tmp_path / "x", **{name: 11}) if kind == "hdf5" else in_tables(tmp_path / "x", kind, **{name: 11})
     with pytest.raises(CorruptFileError, match=f"{name}.*expected 11"):
         rollout_data.open(root)
@@ -239,7 +239,7 @@ GROUP_DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", GROUP_DAMAGE)
-def test_damage_of_one_group_costs_that_episode_only(tmp_path: Path, what: str) -> None:
+def test_a_damaged_group_leaves_out_its_episode_only(tmp_path: Path, what: str) -> None:
     change, said = GROUP_DAMAGE[what]
     root = in_groups(tmp_path / "x")
     edited(root / "data" / "main_data.hdf5", lambda file: change(file["episode_9"]))
@@ -251,7 +251,7 @@ def test_damage_of_one_group_costs_that_episode_only(tmp_path: Path, what: str) 
 
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])
 @pytest.mark.parametrize("what", ["cut", "other steps", "no metadata", "a link", "empty"])
-def test_damage_of_one_table_costs_that_episode_only(tmp_path: Path, kind: str, what: str) -> None:
+def test_a_damaged_table_leaves_out_its_episode_only(tmp_path: Path, kind: str, what: str) -> None:
     root = in_tables(tmp_path / "x", kind)
     folder = root / "data" / "9"
     path = folder / f"part-0.{kind}"

@@ -1,4 +1,4 @@
-"""robomimic, LIBERO and Isaac Lab: what their files tell is given, and nothing that they do not tell."""
+"""The readers of robomimic, LIBERO and Isaac Lab files: they deliver the content and make nothing up."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_user_block_before_the_file_moves_every_row(tmp_path: Path) -> None:
     check_all(rollout_data.open(tmp_path / "y.hdf5"))
 
 
-def test_big_endian_numbers_are_given_in_our_order(tmp_path: Path) -> None:
+def test_big_endian_numbers_are_delivered_in_native_byte_order(tmp_path: Path) -> None:
     path = edited(
         robomimic(tmp_path / "x.hdf5"), lambda file: replace(file, "data/demo_2/obs/low", values(2, 3, dtype=">f8"))
     )
@@ -139,7 +139,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_damage_of_one_demo_costs_that_demo_only(tmp_path: Path, what: str) -> None:
+def test_a_damaged_demo_leaves_out_that_demo_only(tmp_path: Path, what: str) -> None:
     change, said = DAMAGE[what]
     recording = rollout_data.open(edited(robomimic(tmp_path / "x.hdf5"), change))
     check_all(recording, {2: 3, 10: 4})
@@ -160,7 +160,7 @@ def test_a_demo_after_the_first_hundreds_is_checked_when_it_is_read(tmp_path: Pa
 
 
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
-def test_attributes_of_other_exporters_mean_the_same(tmp_path: Path, libver: str) -> None:
+def test_attributes_of_other_exporters_have_the_same_meaning(tmp_path: Path, libver: str) -> None:
     text = json.dumps({"env_name": "Lift", "type": 1})
     written = {"str": text, "bytes": np.bytes_(text), "one": np.array([text], object)}
     for kind, value in written.items():
@@ -251,7 +251,7 @@ def test_fields_that_are_no_steps_are_metadata_or_left_out_by_name(tmp_path: Pat
     np.testing.assert_array_equal(episode["other/action"], np.arange(3))
 
 
-def test_next_observations_that_are_others_are_reported_and_can_be_read(tmp_path: Path) -> None:
+def test_next_observations_that_differ_from_the_next_rows_are_reported_and_can_be_read(tmp_path: Path) -> None:
     path = edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_10/next_obs/low"].__setitem__((1, 0), 7))
     recording = rollout_data.open(path)
     check_demo(recording[2], 10, 4)
@@ -278,7 +278,7 @@ def test_next_observations_of_later_demos_are_compared_when_they_are_read(tmp_pa
         _ = recording[59].final_observation
 
 
-def test_nan_in_both_is_no_difference(tmp_path: Path) -> None:
+def test_nan_equals_nan_in_the_comparison_of_next_observations(tmp_path: Path) -> None:
     def spoil(file: h5py.File) -> None:
         file["data/demo_10/obs/low"][2, 1] = file["data/demo_10/next_obs/low"][1, 1] = np.nan
 
@@ -286,7 +286,7 @@ def test_nan_in_both_is_no_difference(tmp_path: Path) -> None:
     assert recording.problems == [] and np.isnan(recording[2].observation["low"][2, 1])
 
 
-def test_dones_are_an_end_only_if_the_user_says_so(tmp_path: Path) -> None:
+def test_dones_end_an_episode_only_on_request(tmp_path: Path) -> None:
     path = edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data/demo_10/dones"].__setitem__(3, 1))
     assert [one.terminated for one in rollout_data.open(path)] == [None, None, None]
     assert [one.terminated for one in rollout_data.open(path, terminated_from_dones=True)] == [False, True, True]
@@ -300,7 +300,7 @@ def test_a_wrong_total_is_reported(tmp_path: Path) -> None:
     assert "expected 8 steps, as the demos have, got 9" in str(recording.problems[0])
 
 
-def test_the_controller_says_what_actions_are(tmp_path: Path) -> None:
+def test_the_controller_determines_the_control_mode(tmp_path: Path) -> None:
     kwargs = {"controller_configs": {"type": "OSC_POSE", "control_delta": True}}
     text = json.dumps({"env_name": "Lift", "type": 1, "env_kwargs": kwargs})
     path = edited(robomimic(tmp_path / "x.hdf5"), lambda file: file["data"].attrs.update(env_args=text))
@@ -334,7 +334,7 @@ def test_observations_of_libero_move_only_on_request(tmp_path: Path) -> None:
             np.testing.assert_array_equal(new[name], old[name][1:])
 
 
-def test_moving_observations_of_libero_leaves_the_total_true(tmp_path: Path) -> None:
+def test_the_total_stays_valid_if_observations_of_libero_are_moved(tmp_path: Path) -> None:
     path = Path(shutil.copy(ROOT / "libero" / "KITCHEN_SCENE_put_the_cube_demo.hdf5", tmp_path))
     edited(path, lambda file: (file["data"].pop("demo_1"), file["data"].attrs.update(total=7)))
     assert rollout_data.open(path, shift_obs=True).problems == []
@@ -411,7 +411,7 @@ def test_real_demos_without_next_observations_have_no_final_one(tmp_path: Path) 
     assert os.listdir(tmp_path) == ["layout_no_next_obs.hdf5"]
 
 
-def test_groups_that_are_linked_again_and_again_are_refused_soon(tmp_path: Path) -> None:
+def test_circular_links_of_groups_are_refused_early(tmp_path: Path) -> None:
     def change(file: h5py.File) -> None:
         for number in range(1000):
             file[f"data/demo_2/obs/k{number}"] = h5py.Empty("f4")

@@ -1,1 +1,1 @@
-"""Files that we write, read by the other systems' own classes; `make test-readers` installs each in an environment."""
+"""The classes of other systems read files that we write. `make test-readers` installs each in an environment."""

@@ -1,4 +1,4 @@
-"""Libraries that read our files cache nothing in the home folder of the user, and look nothing up."""
+"""Keep libraries that read our files from caching in the user's home folder and from network access."""
 
 from __future__ import annotations
 

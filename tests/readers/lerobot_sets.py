@@ -1,4 +1,4 @@
-"""LeRobot's own dataset class reads our sets under its default configuration; shared by the tests of its releases."""
+"""LeRobot's own dataset class reads our sets with default settings. The tests of all releases share this file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPERATORS = ("nms", "qnms")
 
 
 def declare_operators() -> Any:
-    """Declare operators of torchvision that reading does not call; return what has to be kept."""
+    """Declare operators of torchvision that reading does not call. Keep the returned object."""
     library = torch.library.Library("torchvision", "DEF")
     for name in _OPERATORS:
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -27,7 +27,7 @@ def declare_operators() -> Any:
 
 
 def record(folder: Path) -> Any:
-    """Record three episodes of two cameras under one name; the last one is open and tells no success."""
+    """Record three episodes of two cameras under one name. The last episode is open, without success."""
     about = {"frame_rate_hz": FPS}
     with RolloutWriter(folder, 1, durable=False, metadata=about) as writer:
         for episode, length in enumerate(LENGTHS):
@@ -71,7 +71,7 @@ def check_set(kind: Any, folder: Path, version: str) -> None:
 
 
 def check_statistics(kind: Any, folder: Path, names: tuple[str, ...]) -> None:
-    """Compare the statistics that LeRobot's class gives with those of the frames; call `check_set` before."""
+    """Compare the statistics of LeRobot's class with those of the frames, after `check_set`."""
     found = kind("tests/set", root=folder / "set").meta.stats
     frames = [10 * episode + frame for episode, length in enumerate(LENGTHS) for frame in range(length)]
     expected = {"mean": np.mean(frames), "std": np.std(frames), "min": min(frames), "max": max(frames)}
@@ -82,7 +82,7 @@ def check_statistics(kind: Any, folder: Path, names: tuple[str, ...]) -> None:
 
 
 def check_gaps(kind: Any, folder: Path, version: str) -> None:
-    """Read a set of which one episode lacks a float and a flag, and compare every frame with the source."""
+    """Read a set with an episode that lacks a float and a flag, and compare every frame with the source."""
     source = record_with_gaps(folder / "gaps.hdf5")
     conversion = rollout_data.convert(source, folder / "gaps", "lerobot", version=version, fps=FPS, progress=False)
     read = kind("tests/gaps", root=folder / "gaps")
@@ -122,7 +122,7 @@ def moving(episode: int, length: int) -> dict[str, np.ndarray]:
 
 
 def decode(path: Any, times_s: list[float], tolerance_s: float, backend: Any = None) -> torch.Tensor:
-    """Decode frames by their times with PyAV alone: torchvision has no decoder any more."""
+    """Decode frames by their times with PyAV: torchvision no longer has a decoder."""
     av = importlib.import_module("av")
     with av.open(str(path)) as container:
         frames = {frame.time: frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)}
@@ -135,7 +135,7 @@ def decode(path: Any, times_s: list[float], tolerance_s: float, backend: Any = N
 
 
 def check_video(kind: Any, folder: Path, version: str) -> None:
-    """Compare the pixels of videos, written once and once more without an episode, with those of the source."""
+    """Compare the pixels of videos of all episodes, and of all but one, with those of the source."""
     lengths = (9, 4, 7)
     with RolloutWriter(folder / "own", 1, durable=False, metadata={"frame_rate_hz": FPS}) as writer:
         for episode, length in enumerate(lengths):

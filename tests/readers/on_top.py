@@ -1,4 +1,4 @@
-"""Let an environment import the packages of the one that runs this: its own packages come first."""
+"""Let an environment also import the packages of the running environment, after its own."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def record(folder: Path, is_open: bool = False) -> Any:
 
 
 def record_with_gaps(path: Path) -> Any:
-    """Write demos of which the second one lacks a flag, a float and an integer."""
+    """Write demos. The second demo lacks a flag, a float and an integer."""
     with h5py.File(path, "w") as file:
         file.create_group("data").attrs["env_args"] = json.dumps({"env_name": "Lift", "type": 1, "env_kwargs": {}})
         for number, length in enumerate(LENGTHS):

@@ -75,7 +75,7 @@ def test_demonstrations_without_observations_are_read(tmp_path, load):
 
 
 @pytest.mark.parametrize("kind", ["hdf5", "arrow", "parquet"])
-def test_what_minari_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_our_reader_reads_minari_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     gymnasium = pytest.importorskip("gymnasium")
     buffers = pytest.importorskip("minari.data_collector.episode_buffer")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))

@@ -1,6 +1,7 @@
-"""Files of ALOHA and ACT: one episode each, `action` beside `observations/qpos` and `observations/images/<camera>`.
+"""Reader of ALOHA and ACT files: one episode each, `action` beside `observations`.
 
-One rule: rows are given as stored, although the robot's recorder pairs an observation with the action before it.
+Rows are delivered as stored, although the recorder of the robot pairs an observation with the
+action before it.
 """
 
 from __future__ import annotations
@@ -21,35 +22,42 @@ _IMAGES = "observations/images/"
 
 
 class Reader(Hdf5Reader):
-    """One file, or all `episode_<n>.hdf5` of a folder in the order of their numbers. No reward, no end.
+    """One file, or all `episode_<n>.hdf5` of a folder in the order of their numbers.
+
+    The files have no reward and no end.
 
     Options:
-        bgr: Encoded pictures hold blue first, as those that OpenCV was given do: turn them.
+        bgr: Convert encoded pictures from BGR to RGB. OpenCV stores pictures that it got as RGB in
+            this order.
     """
 
     format = "aloha"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"bgr": False}
     STEPS: ClassVar[Mapping[str, str]] = {"action": "action", "observations": "observation"}
-    ASIDE = ("compress_len",)  # the end of each picture says as much
+    METADATA = ("compress_len",)  # Lengths of the pictures. Each picture has an end of its own.
     COUNTED = "action"
 
     def scan(self) -> Sequence[EpisodeInfo]:
         episodes: list[EpisodeInfo] = []
         for path in aloha_files(self.path):
-            num_before = len(self.problems)
+            num_problems = len(self.problems)
             try:
-                episodes += [replace(info, name=path.stem) for info in self.collect(path, "", [""])]
+                for info in self.collect(path, "", [""]):
+                    episodes.append(replace(info, name=path.stem))
             except DataFileError as cause:
                 self.problems.append(cause)
-            for problem in self.problems[num_before:]:
+            for problem in self.problems[num_problems:]:
                 problem.of("", path.stem)
         if self.metadata["lossy"]:
-            self.metadata["color_order"] = "rgb, turned from bgr" if self.options["bgr"] else "unknown"
+            color_order = "rgb, turned from bgr" if self.options["bgr"] else "unknown"
+            self.metadata["color_order"] = color_order
         return self.checked_some(episodes, "an episode")
 
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
-        return path.startswith(_IMAGES) and is_encoded(maker.found[path])
+        return path.startswith(_IMAGES) and is_encoded(maker.datasets[path])
 
-    def rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
-        rows = super().rows(info, column, start, stop)
-        return np.ascontiguousarray(rows[..., ::-1]) if column.is_picture and self.options["bgr"] else rows
+    def read_rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
+        rows = super().read_rows(info, column, start, stop)
+        if column.is_picture and self.options["bgr"]:
+            rows = np.ascontiguousarray(rows[..., ::-1])
+        return rows

@@ -1,6 +1,8 @@
-"""Ring buffers that BFM-Zero saves: flat datasets in `buffer.hdf5`, the place of the next write in `config.json`.
+"""Reader of ring buffers that BFM-Zero saves.
 
-One rule: rows are given in the order in which they were written; what the configuration names is not imported.
+`buffer.hdf5` has flat datasets, and `config.json` the position of the next write. Rows are
+delivered in the order in which they were written. Classes that the configuration names are not
+imported.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from ..format_detection import BFM_ZERO_BUFFER, BFM_ZERO_CONFIG
 from ..input_checks import file_inside, read_object
 from .flat_episodes import FlatReader, Part, ends_of, our_name
 
-#: What belongs to a step although it is kept with the next observation.
-_OF_THE_STEP = ("next/reward", "next/terminated", "next/truncated")
+#: Fields of a step that the buffer keeps beside the next observation.
+_FIELDS_OF_STEP = ("next/reward", "next/terminated", "next/truncated")
 
 
 class Reader(FlatReader):
-    """Episodes by their place; the first one may lack its beginning if the ring is full, the last one its end."""
+    """Episodes by their position. In a full ring the first episode may lack its beginning."""
 
     format = "bfm_zero"
 
@@ -35,27 +37,44 @@ class Reader(FlatReader):
         self.metadata = {**config, **self.metadata}
         separator = str(config.get("nested_key_separator", "")) or "-"
         with self.files.use(self.file_path) as file:
-            found = file.survey("")
-            names = {path: our_name(path.replace(separator, "/")) for path in self.usable(found)}
+            datasets = file.datasets("")
+            names = _names(self.usable(datasets), separator)
             if not names:
                 raise CorruptFileError("read", file.where, "datasets of steps", "none")
-            for path in [one for one, name in names.items() if name in _OF_THE_STEP]:
-                if (own := names[path].removeprefix("next/")) not in names.values():
-                    names[path] = own
-            for part in _written(config, max(found[path].shape[0] for path in names), file.where):
-                self.take(found, names, "", part)
-        ends = {name: self.flags(name) for name in ("terminated", "truncated")}
-        told = [flags if name in self.columns else None for name, flags in ends.items()]
-        return self.cut(ends_of(ends["terminated"] | ends["truncated"]), *told)
+            capacity = max(datasets[path].shape[0] for path in names)
+            for part in _written_parts(config, capacity, file.where):
+                self.add_group(datasets, names, "", part)
+        terminated = self.flags("terminated")
+        truncated = self.flags("truncated")
+        return self.cut(
+            ends_of(terminated | truncated),
+            terminated if "terminated" in self.columns else None,
+            truncated if "truncated" in self.columns else None,
+        )
 
 
-def _written(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
-    """Return which rows were written, the oldest first."""
-    at = config.get("_idx")
+def _names(paths: Sequence[str], separator: str) -> dict[str, str]:
+    """Return dataset -> our name."""
+    names = {path: our_name(path.replace(separator, "/")) for path in paths}
+    for path, name in list(names.items()):
+        own_name = name.removeprefix("next/")
+        if name in _FIELDS_OF_STEP and own_name not in names.values():
+            names[path] = own_name
+    return names
+
+
+def _written_parts(config: Mapping[str, Any], capacity: int, where: str) -> list[Part]:
+    """Return the rows that were written, the oldest first."""
+    position: Any = config.get("_idx")
     is_full = config.get("_is_full")
     stated = config.get("capacity", capacity)
-    if type(at) is not int or type(is_full) is not bool or not 0 <= at <= capacity or stated != capacity:
-        got = f"_idx {at!r}, _is_full {is_full!r}, capacity {stated!r}"
+    is_position = type(position) is int and 0 <= position <= capacity
+    if not is_position or type(is_full) is not bool or stated != capacity:
+        got = f"_idx {position!r}, _is_full {is_full!r}, capacity {stated!r}"
         raise CorruptFileError("read", where, f"a place to write in {capacity} rows", got)
-    older = [Part("", at, capacity - at)] if is_full and at < capacity else []
-    return [*older, *([Part("", 0, at)] if at else [])]
+    parts = []
+    if is_full and position < capacity:
+        parts.append(Part("", position, capacity - position))
+    if position:
+        parts.append(Part("", 0, position))
+    return parts

@@ -1,6 +1,7 @@
-"""D4RL's files: `observations`, `actions`, `rewards`, `terminals` and perhaps `timeouts`, of all episodes in a row.
+"""Reader of D4RL files: flat datasets with the steps of all episodes.
 
-One rule: an episode ends where the file says so, or where the user does; the row after an end is no final observation.
+The datasets are `observations`, `actions`, `rewards`, `terminals` and perhaps `timeouts`. An
+episode ends where the file or the user says so. The row after an end is no final observation.
 """
 
 from __future__ import annotations
@@ -23,15 +24,25 @@ from .flat_episodes import FlatReader, ends_of, our_name
 from .hdf5_datasets import OpenFile
 
 _METADATA = "metadata/"
-_STEPS = ("observations", "actions", "rewards", "terminals", "timeouts", "next_observations")
+_NOTE = f"{_METADATA}{NOTE_DATASET}"
+#: Datasets of a step. A dataset with another name may also be metadata.
+_STEPS = (
+    "observations",
+    "actions",
+    "rewards",
+    "terminals",
+    "timeouts",
+    "next_observations",
+)
 
 
 class Reader(FlatReader):
-    """Episodes by their place in the file.
+    """Episodes by their position in the file.
 
     Options:
-        max_episode_steps: Length at which episodes were cut; needed where the file has no `timeouts`.
-        terminals_end: False where `terminals` marks goals that were reached, as in antmaze: then only `timeouts` end.
+        max_episode_steps: Length at which episodes were cut. Required without `timeouts`.
+        terminals_end: False if `terminals` marks reached goals, as in antmaze. Then only `timeouts`
+            ends episodes.
     """
 
     format = "d4rl"
@@ -44,47 +55,68 @@ class Reader(FlatReader):
     def scan(self) -> Sequence[EpisodeInfo]:
         with self.files.use(self.path) as file:
             for group in d4rl_groups(file):
-                self._take_group(file, group)
-        noted = parse_attribute(self.metadata.pop(ABSENT, None), ABSENT)
-        return [_without_absent(info, noted.get(info.name)) for info in self._cut()]
+                self._read_group(file, group)
+        absent = parse_attribute(self.metadata.pop(ABSENT, None), ABSENT)
+        return [_without_absent(info, absent.get(info.name)) for info in self._cut()]
 
-    def _take_group(self, file: OpenFile, group: str) -> None:
-        found = {path: one for path, one in file.survey(group).items() if path != f"{_METADATA}{NOTE_DATASET}"}
-        told = {path: file.whole(f"{group}/{path}", one) for path, one in found.items() if path.startswith(_METADATA)}
-        known = {path.removeprefix(_METADATA): one for path, one in told.items() if one is not None}
-        self.metadata = {**known, **self.metadata}
-        names = {path: our_name(path) for path in self.usable(found) if path not in told}
+    def _read_group(self, file: OpenFile, group: str) -> None:
+        """Read the metadata of a group and append its rows to the steps."""
+        datasets = dict(file.datasets(group))
+        datasets.pop(_NOTE, None)
+        metadata = {}
+        for path, info in datasets.items():
+            if path.startswith(_METADATA):
+                value = file.read_small(f"{group}/{path}", info)
+                if value is not None:
+                    metadata[path.removeprefix(_METADATA)] = value
+        self.metadata = {**metadata, **self.metadata}
+
+        names = {}
+        for path in self.usable(datasets):
+            if not path.startswith(_METADATA):
+                names[path] = our_name(path)
         if "observations" not in names or "terminals" not in names:
-            raise CorruptFileError("read", file.where, "observations and terminals of numbers", f"{sorted(names)}")
+            expected = "observations and terminals of numbers"
+            raise CorruptFileError("read", file.where, expected, f"{sorted(names)}")
         if not self.options["terminals_end"]:
             names["terminals"] = "terminals"
-        num_rows = found["terminals"].shape[0]
-        for path in [one for one in names if one not in _STEPS and found[one].shape[0] != num_rows]:
-            self.problem("read", f"{path!r} of {file.where}", f"{num_rows} rows", f"{found[path].shape[0]}").of(
-                "counts"
-            )
-            del names[path]
-        self.take(found, names, group)
+        num_rows = datasets["terminals"].shape[0]
+        for path in list(names):
+            got = datasets[path].shape[0]
+            if path not in _STEPS and got != num_rows:
+                where = f"{path!r} of {file.where}"
+                self.problem("read", where, f"{num_rows} rows", f"{got}").of("counts")
+                del names[path]
+        self.add_group(datasets, names, group)
 
     def _cut(self) -> list[EpisodeInfo]:
-        most = self.options["max_episode_steps"]
         terminated = self.flags("terminated")
         truncated = self.flags("truncated")
         if "truncated" not in self.columns:
-            if most is None:
-                advice = "Open it with max_episode_steps=..., the length at which they were cut"
-                raise UsageError("cut into episodes", repr(str(self.path)), "'timeouts'", "none", advice)
-            truncated = _timeouts(terminated, arguments.whole("cut into episodes", "max_episode_steps", most, 1))
+            truncated = _timeouts(terminated, self._checked_length())
         if not self.options["terminals_end"]:
             return self.cut(ends_of(truncated), None, truncated)
         return self.cut(ends_of(terminated | truncated), terminated, truncated)
 
+    def _checked_length(self) -> int:
+        """Return the option `max_episode_steps`; raise `UsageError` without a valid length."""
+        length = self.options["max_episode_steps"]
+        action = "cut into episodes"
+        if length is None:
+            advice = "Open it with max_episode_steps=..., the length at which they were cut"
+            raise UsageError(action, repr(str(self.path)), "'timeouts'", "none", advice)
+        return arguments.whole(action, "max_episode_steps", length, 1)
+
 
 def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
-    """Return an episode with the names of fields that it lacked when it was written, and without flags that it lacked.
+    """Return an episode without the flags that it lacked when it was written.
 
-    A timeout that is noted as absent only separates the episode from the next one: the end is open, or unknown if the
-    note names `terminals` too.
+    A timeout that is noted as absent only separates the episode from the next one. The end is
+    unknown if `terminals` is noted too, otherwise open.
+
+    Args:
+        info: Description of the episode.
+        names: Names of the fields and flags that it lacked; they become metadata.
     """
     if not isinstance(names, list):
         return info
@@ -94,12 +126,15 @@ def _without_absent(info: EpisodeInfo, names: Any) -> EpisodeInfo:
     return replace(info, metadata={**info.metadata, ABSENT: names})
 
 
-def _timeouts(terminated: np.ndarray[Any, Any], most: int) -> np.ndarray[Any, Any]:
-    """Mark each step that is the last of `most` since the start or the last end, and no end itself."""
-    found: np.ndarray[Any, Any] = np.zeros_like(terminated)
+def _timeouts(terminated: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
+    """Return the steps at which episodes of `length` steps were cut: bool `[rows]`.
+
+    Steps are counted from the start or the last end. A step that terminates is not cut.
+    """
+    timeouts: np.ndarray[Any, Any] = np.zeros_like(terminated)
     start = 0
     for stop in [*(np.flatnonzero(terminated) + 1).tolist(), len(terminated)]:
-        found[start + most - 1 : stop : most] = True
+        timeouts[start + length - 1 : stop : length] = True
         start = stop
-    found[terminated] = False
-    return found
+    timeouts[terminated] = False
+    return timeouts

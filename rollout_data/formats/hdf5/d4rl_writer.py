@@ -1,13 +1,12 @@
-"""Writing D4RL's files: all episodes one after the other, in flat arrays.
+"""Writer of D4RL files: the steps of all episodes in a row, in flat datasets.
 
-One rule: every episode has the same fields; a reward that is missing is refused, never made up.
+Every episode has the same fields. Missing rewards are refused without the option `missing_reward`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,167 +16,214 @@ from storage.errors import UsageError
 
 from ...sources.episode_reader import ABSENT
 from ...writing.conversion_record import NOTE_DATASET, ConversionNote
-from ..episode_writer import Array, EpisodeToWrite, finals_of, has_open_end, has_unknown_end, shared_fields
-from .hdf5_writer import Hdf5Writer, Rows, written_dtype
+from ..episode_writer import (
+    Array,
+    EpisodeToWrite,
+    finals_of,
+    has_open_end,
+    has_unknown_end,
+    shared_fields,
+)
+from .hdf5_writer import Form, Hdf5Writer, Rows, has_number, without_left_out, written_dtype
 
-_FLAT = {"observation": "observations", "action": "actions", "reward": "rewards"}
+#: Our name of a group of fields -> its dataset.
+_DATASETS = {"observation": "observations", "action": "actions", "reward": "rewards"}
+_FLAGS = ("terminals", "timeouts")
 
 
 class Writer(Hdf5Writer):
-    """`observations`, `actions`, `rewards`, `terminals`, `timeouts`, `next_observations` if all have a final one.
+    """The datasets `observations`, `actions`, `rewards`, `terminals` and `timeouts`.
+
+    There is also `next_observations` if all episodes have a final observation.
 
     Options:
-        missing_reward: What episodes without rewards get; None refuses them.
+        missing_reward: Reward of episodes without rewards; None refuses these.
     """
 
     format = "d4rl"
-    #: A group that readers of this format do not take for steps.
+    #: Readers of the format do not take this group for steps.
     NOTE: ClassVar[str] = f"metadata/{NOTE_DATASET}"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"missing_reward": None}
 
     @classmethod
     def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
-        lengths = {one["id"]: one["length"] for one in note.episodes}
-        found = dict[str, Rows]()
+        lengths = {episode["id"]: episode["length"] for episode in note.episodes}
+        rows = {}
         first = 0
         for name in note.written_ids():
-            found[name] = Rows("", first, lengths[name])
+            rows[name] = Rows("", first, lengths[name])
             first += lengths[name]
-        return found
+        return rows
 
     def begin(self) -> set[str]:
-        num_rows = sum(episode.length for episode in self.episodes)
-        self._first = {name: rows.start for name, rows in self.rows_of(self.conversion).items()}
+        rows = self.rows_of(self.conversion)
+        self._first = {name: part.start for name, part in rows.items()}
         self._fields = shared_fields(self.episodes)
         if self.options["missing_reward"] is not None:
-            left_out = {name: why for name, why in self._fields.left_out.items() if name != "reward"}
-            self._fields = replace(self._fields, left_out=left_out)
-        form = self._form() if len(self.episodes) else {}
+            self._fields = without_left_out(self._fields, ["reward"])
         self._has_next = all(bool(episode.final) for episode in self.episodes)
-        flags = {name: (np.dtype(bool), ()) for name in ("terminals", "timeouts")}
-        following = {"next_observations": form["observations"]} if form and self._has_next else {}
-        rows = {**form, **flags, **following}
-        datasets = {name: (dtype, (num_rows, *shape)) for name, (dtype, shape) in rows.items()}
-        absent = {number: self._absent(episode) for number, episode in enumerate(self.episodes)}
-        noted = json.dumps({str(number): names for number, names in absent.items() if names})
-        contents = {f"metadata/{ABSENT}": np.bytes_(noted.encode())} if any(absent.values()) else {}
+
+        forms = self._forms() if len(self.episodes) else {}
+        has_observations = bool(forms)
+        for name in _FLAGS:
+            forms[name] = (np.dtype(bool), ())
+        if has_observations and self._has_next:
+            forms["next_observations"] = forms["observations"]
+        num_rows = sum(episode.length for episode in self.episodes)
+        datasets = {name: (dtype, (num_rows, *shape)) for name, (dtype, shape) in forms.items()}
+
+        absent = {}
+        for number, episode in enumerate(self.episodes):
+            names = self._absent(episode)
+            if names:
+                absent[str(number)] = names
+        contents = {}
+        if absent:
+            contents[f"metadata/{ABSENT}"] = np.bytes_(json.dumps(absent).encode())
         return self.make_file(datasets, contents, {"/": {}})
 
     def _absent(self, episode: EpisodeToWrite) -> list[str]:
-        """Return the fields and flags that an episode lacks; a timeout that only separates episodes is none."""
-        flags = ["terminals", "timeouts"] if has_unknown_end(episode) else []
+        """Return the fields and flags that an episode lacks.
+
+        A timeout that only separates the episode from the next one counts as absent.
+        """
+        flags: tuple[str, ...] = ()
         if has_open_end(episode):
-            flags = ["timeouts"]
+            flags = ("timeouts",)
+        elif has_unknown_end(episode):
+            flags = _FLAGS
         return [*self._fields.absent(episode, self._read_name), *flags]
 
     def _read_name(self, name: str) -> str:
-        """Return the name under which a field is read; joined parts of an observation or action keep theirs."""
+        """Return the name under which a field is read.
+
+        Joined parts of an observation or action keep their names.
+        """
         head = name.partition("/")[0]
-        if head not in _FLAT:
+        if head not in _DATASETS:
             return _info(self._fields.schema[name])
         return name if len(self._fields.schema.below(head)) > 1 else head
 
-    def _form(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Return dtype and shape of a row of each dataset.
+    def _forms(self) -> dict[str, Form]:
+        """Return dataset -> dtype and shape of a row.
 
         Raises:
-            UsageError: There are no observations, actions or rewards that all episodes have.
+            UsageError: Not all episodes have an observation, an action or a reward.
         """
-        form: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-        for head, at in _FLAT.items():
-            fields = list(self._fields.schema.below(head).values())
+        schema = self._fields.schema
+        forms: dict[str, Form] = {}
+        for head, dataset in _DATASETS.items():
+            fields = list(schema.below(head).values())
             if len(fields) == 1:
                 is_number = head == "reward" and fields[0].num_elements == 1
-                form[at] = written_dtype(fields[0]), () if is_number else fields[0].shape
+                shape = () if is_number else fields[0].shape
+                forms[dataset] = (written_dtype(fields[0]), shape)
             elif fields:
-                form[at] = np.result_type(*map(written_dtype, fields)), (sum(field.num_elements for field in fields),)
-        for field in _others(self._fields.schema):
-            form[_info(field)] = written_dtype(field), field.shape
-        if "rewards" not in form and self.options["missing_reward"] is not None:
-            form["rewards"] = np.dtype("<f4"), ()
-        for head, at in _FLAT.items():
-            if at not in form:
-                reasons = [why for name, why in self._fields.left_out.items() if name.partition("/")[0] == head]
-                lacking = [episode.id for episode in self.episodes if not episode.schema.below(head)]
-                got = f"none in episode {lacking[0]!r}" if lacking else reasons[0]
-                advice = "Select episodes of one kind" + (", or say missing_reward=" if head == "reward" else "")
-                raise UsageError("write", f"{str(self.path)!r} as D4RL", f"{at} in all episodes", got, advice)
-        return form
+                dtype = np.result_type(*map(written_dtype, fields))
+                forms[dataset] = (dtype, (sum(field.num_elements for field in fields),))
+        for field in _others(schema):
+            forms[_info(field)] = (written_dtype(field), field.shape)
+        if "rewards" not in forms and self.options["missing_reward"] is not None:
+            forms["rewards"] = (np.dtype("<f4"), ())
+        for head, dataset in _DATASETS.items():
+            if dataset not in forms:
+                raise self._missing(head, dataset)
+        return forms
+
+    def _missing(self, head: str, dataset: str) -> UsageError:
+        """Return the error of a group of fields that not all episodes share."""
+        lacking = [episode.id for episode in self.episodes if not episode.schema.below(head)]
+        if lacking:
+            got = f"none in episode {lacking[0]!r}"
+        else:
+            left_out = self._fields.left_out.items()
+            got = next(why for name, why in left_out if name.partition("/")[0] == head)
+        advice = "Select episodes of one kind"
+        if head == "reward":
+            advice += ", or say missing_reward="
+        where = f"{str(self.path)!r} as D4RL"
+        return UsageError("write", where, f"{dataset} in all episodes", got, advice)
 
     def add(self, episode: EpisodeToWrite) -> None:
+        schema = self._fields.schema
         first = self._first[episode.id]
-        for head, at in _FLAT.items():
-            names = list(self._fields.schema.below(head))
+        for head, dataset in _DATASETS.items():
+            names = list(schema.below(head))
             if len(names) == 1:
-                self.copy(episode, names[0], at, first)
+                self.copy(episode, names[0], dataset, first)
+                change = f"{names[0]!r} is called {dataset!r}"
+                self.changed(change, episode, names[0] != head)
             elif names:
-                self._file.write(
-                    at, self._joined(episode, {name: self._fields.read(episode, name) for name in names}), first
-                )
+                parts = {name: self._fields.read(episode, name) for name in names}
+                self._file.write(dataset, self._joined(episode, parts), first)
             else:
-                self._write_rewards(episode, first)
-            self.changed(f"{''.join(names)!r} is called {at!r}", episode, len(names) == 1 and names[0] != head)
-        for field in _others(self._fields.schema):
-            self.copy(episode, field.name, _info(field), first)
-            self.changed("other fields are called infos/<name>", episode, field.name != _info(field))
+                self.write_rewards(episode, dataset, first)
+        for field in _others(schema):
+            dataset = _info(field)
+            self.copy(episode, field.name, dataset, first)
+            change = "other fields are called infos/<name>"
+            self.changed(change, episode, field.name != dataset)
         for change in self._fields.changes(episode):
             self.changed(change, episode)
-        if "reward" in self._fields.schema and self._fields.schema["reward"].num_elements == 1:
+        if "reward" in schema and has_number(episode, "reward"):
             self.reshaped("reward", (), episode)
         self._write_ends(episode, first)
+        self._write_next_observations(episode, first)
+        self._report(episode)
         self.note(episode)
 
-    def _write_rewards(self, episode: EpisodeToWrite, first: int) -> None:
-        """Write the rewards of an episode of a recording in which not all have some."""
-        field = episode.schema.get("reward")
-        if field is not None and field.num_elements == 1:
-            rewards = self.cast(episode.read("reward"), np.dtype("<f4"), "reward", episode)
-            self._file.write("rewards", rewards.reshape(-1), first)
-            return
-        self._file.write("rewards", np.full(episode.length, self.options["missing_reward"]), first)
-        self.changed("rewards are made up by missing_reward", episode)
-
-    def _joined(self, episode: EpisodeToWrite, rows: Mapping[str, Array]) -> Array:
-        """Put parts of rows side by side, as numbers in a row; a single part stays as it is."""
-        if len(rows) == 1:
-            return next(iter(rows.values()))
-        dtype = np.result_type(*(written_dtype(self._fields.schema[name]) for name in rows))
-        return self.join(rows, dtype, episode)
+    def _joined(self, episode: EpisodeToWrite, parts: Mapping[str, Array]) -> Array:
+        """Return parts of an observation or action side by side. A single part stays as it is."""
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        dtype = np.result_type(*(written_dtype(self._fields.schema[name]) for name in parts))
+        return self.join(parts, dtype, episode)
 
     def _write_ends(self, episode: EpisodeToWrite, first: int) -> None:
-        last = np.zeros(episode.length, bool)
-        ends = bool(episode.terminated)
-        last[-1] = True
-        self._file.write("terminals", last & ends, first)
-        self._file.write("timeouts", last & ~np.bool_(ends), first)
-        names = list(self._fields.schema.below("observation"))
-        if self._has_next:
-            finals = finals_of(episode)
-            rows = {name: self._following(episode, name, finals.get(name)) for name in names}
-            self._file.write("next_observations", self._joined(episode, rows), first)
-        lost = "the observation after the last step is left out, as not all episodes have one"
-        self.changed(lost, episode, episode.final and not self._has_next)
-        self.changed("the end, which is unknown, is written as a timeout", episode, has_unknown_end(episode))
-        self.changed("the open end is written as a timeout", episode, has_open_end(episode))
-        for head in _FLAT:
-            parts = list(self._fields.schema.below(head))
-            self.changed(f"the parts of the {head} are joined: {', '.join(parts)}", episode, len(parts) > 1)
-        lost = "texts and metadata of episodes are left out"
-        self.changed(lost, episode, episode.texts or episode.metadata or episode.task)
+        """Write the flags of the end. An episode that did not terminate ends with a timeout."""
+        is_terminated = bool(episode.terminated)
+        is_last = np.zeros(episode.length, bool)
+        is_last[-1] = True
+        self._file.write("terminals", is_last & is_terminated, first)
+        self._file.write("timeouts", is_last & (not is_terminated), first)
+
+    def _write_next_observations(self, episode: EpisodeToWrite, first: int) -> None:
+        if not self._has_next:
+            return
+        finals = finals_of(episode)
+        parts = {}
+        for name in self._fields.schema.below("observation"):
+            parts[name] = self._following(episode, name, finals.get(name))
+        self._file.write("next_observations", self._joined(episode, parts), first)
 
     def _following(self, episode: EpisodeToWrite, name: str, final: Array | None) -> Array:
         """Return the observations after each step: `[T, *shape]`."""
         rows = self._fields.read(episode, name)
         if final is None:
-            self.changed("the last observation is written again where a part of the final one is missing", episode)
+            change = "the last observation is written again"
+            self.changed(f"{change} where a part of the final one is missing", episode)
             final = rows[-1]
         return np.concatenate([rows[1:], final[None]])
 
+    def _report(self, episode: EpisodeToWrite) -> None:
+        change = "the observation after the last step is left out, as not all episodes have one"
+        self.changed(change, episode, episode.final and not self._has_next)
+        change = "the end, which is unknown, is written as a timeout"
+        self.changed(change, episode, has_unknown_end(episode))
+        self.changed("the open end is written as a timeout", episode, has_open_end(episode))
+        for head in _DATASETS:
+            parts = list(self._fields.schema.below(head))
+            change = f"the parts of the {head} are joined: {', '.join(parts)}"
+            self.changed(change, episode, len(parts) > 1)
+        change = "texts and metadata of episodes are left out"
+        self.changed(change, episode, episode.texts or episode.metadata or episode.task)
+
 
 def _others(schema: Schema) -> list[Field]:
-    return [field for name, field in schema.items() if name.split("/")[0] not in _FLAT]
+    """Return the fields that are no observation, action or reward."""
+    return [field for name, field in schema.items() if name.split("/")[0] not in _DATASETS]
 
 
 def _info(field: Field) -> str:
-    """Name the dataset of a field that D4RL has no place of its own for."""
+    """Return the dataset of such a field."""
     return f"infos/{field.name.removeprefix('infos/')}"

@@ -1,7 +1,8 @@
-"""Episodes in HDF5 files: which datasets hold their fields, and where.
+"""Episodes in groups of HDF5 files: the datasets of their fields.
 
-One rule: a reader says once, in `layout`, what the datasets of an episode mean. Every episode is checked against it,
-the first ones when the file is opened and the others when they are first read, as opening a dataset takes 40 us.
+`Hdf5Reader.layout` is the only place that gives datasets a meaning. Every episode is compared with
+it: the first episodes when the file is opened, the others when they are first read. To open a
+dataset takes 40 us.
 """
 
 from __future__ import annotations
@@ -23,32 +24,33 @@ from storage.saving.hdf5_files import reported
 from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
 from ..encoded_images import decode_picture, picture_shape
 from ..input_checks import parse_json
-from .hdf5_datasets import Files, Found, OpenFile
+from .hdf5_datasets import DatasetInfo, Files, OpenFile
 
-#: Datasets that are checked while a file is opened.
+#: Datasets that are checked when a file is opened.
 _CHECKED_AT_ONCE = 600
-#: What is metadata may be this large.
-_MAX_ASIDE_BYTES = 1 << 20
+#: Largest dataset of metadata that is read, in bytes.
+_MAX_METADATA_BYTES = 1 << 20
 #: Rows of at least this size, such as pictures, are read by the chunks of the file.
 _LARGE_ROW_BYTES = 16 << 10
-#: Of large rows that are not in chunks, about so many bytes are read at once: nothing is decoded there.
+#: Bytes of large rows that are read at once without chunks: nothing is decoded there.
 _UNCHUNKED_BYTES = 1 << 18
-#: Of more steps only the last is looked at.
+#: Truth values of an episode that are all read. Of more, only the last is read.
 _MAX_FLAGS = 1 << 16
-#: Names of ours, not to be taken by other datasets.
-_JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
-_OURS = ("action", "observation", "reward", "terminated", "truncated")
+_JPEG_START = b"\xff\xd8"
+_JPEG_END = b"\xff\xd9"
+#: Our names of fields. Other datasets of these names get the prefix "other/".
+_RESERVED = ("action", "observation", "reward", "terminated", "truncated")
 
 
 class Column(NamedTuple):
-    """Where the rows of a field lie.
+    """The dataset of a field.
 
     Attributes:
-        path: Of the dataset, below the episode's group.
-        shape: Of a row as it is given; of as many numbers as the file's.
-        kind: Key of `DTYPES` as it is given, or "text".
-        first: Row of step 0; of a final observation, its row counted from T.
-        is_picture: Rows are files of pictures.
+        path: Path of the dataset below the group of the episode.
+        shape: Shape of a delivered row. It has as many elements as a row of the dataset.
+        kind: Key of `DTYPES` of the delivered rows, or "text".
+        first: Row of step 0. For a final observation its row, counted from T.
+        is_picture: Whether rows are encoded pictures.
     """
 
     path: str
@@ -60,21 +62,25 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the datasets of an episode mean.
+    """The meaning of the datasets of an episode.
 
     Attributes:
-        columns: Its fields.
-        final: The fields of the observation after the last step.
-        aside: Datasets that are metadata -> which row is, counted from the end; None for all.
+        columns: Field -> its dataset.
+        final: Field of the observation after the last step -> its dataset.
+        metadata: Dataset of metadata -> its row, counted from the end; None for all rows.
     """
 
     columns: dict[str, Column] = field(default_factory=dict)
     final: dict[str, Column] = field(default_factory=dict)
-    aside: dict[str, int | None] = field(default_factory=dict)
+    metadata: dict[str, int | None] = field(default_factory=dict)
 
     @cached_property
     def schema(self) -> Schema:
-        return _schema(self.columns)
+        fields = []
+        for name, column in self.columns.items():
+            if column.kind != "text":
+                fields.append(Field(name, column.shape, column.kind))
+        return Schema(fields)
 
     @cached_property
     def final_schema(self) -> Schema:
@@ -85,16 +91,26 @@ class Layout:
         return tuple(name for name, column in self.columns.items() if column.kind == "text")
 
 
+def _final_field(name: str, column: Column) -> Field:
+    is_text = column.kind == "text"
+    return Field(name, column.shape, "int64" if is_text else column.kind, is_text=is_text)
+
+
 class Source(NamedTuple):
-    """Where an episode lies."""
+    """The place of an episode: file, group, and meaning of the datasets in it."""
 
     path: Path
     group: str
     layout: Layout
 
 
-class Told(Mapping[str, Any]):
-    """Metadata of an episode, of which the most is read when it is first asked for."""
+class LazyMetadata(Mapping[str, Any]):
+    """Metadata of an episode. Values that are not known are read at the first request.
+
+    Args:
+        known: Values that are known. They take precedence over the others.
+        load: Function that reads the others.
+    """
 
     def __init__(self, known: Mapping[str, Any], load: Callable[[], dict[str, Any]]) -> None:
         self._known = known
@@ -115,116 +131,141 @@ class Told(Mapping[str, Any]):
 
 
 class Hdf5Reader(ForeignReader):
-    """Reads episodes that are groups of HDF5 files; a format says in a few tables what their datasets are."""
+    """Reader of episodes that are groups of HDF5 files. A format states its names in tables."""
 
-    #: Dataset or group of an episode -> our name; it has a row per step.
+    #: Dataset or group of an episode -> our name. It has a row per step.
     STEPS: ClassVar[Mapping[str, str]] = {}
-    #: Those of `STEPS` with one row more, the final observation. Where a format has some, the datasets that no table
-    #: names may have one row more too, which is metadata.
-    AFTER: ClassVar[tuple[str, ...]] = ()
-    #: Dataset of a truth value per step -> attribute of the episode that the last one is.
+    #: Names in `STEPS` with another row, the final observation. If there are some, datasets that no
+    #: table names may have T + 1 rows too. Their last row is metadata.
+    WITH_FINAL: ClassVar[tuple[str, ...]] = ()
+    #: Dataset with a truth value per step -> attribute of the episode with the last of them.
     ENDS: ClassVar[Mapping[str, str]] = {}
-    #: Datasets and groups that are metadata.
-    ASIDE: ClassVar[tuple[str, ...]] = ()
-    #: Dataset, or group of some, whose rows are the steps, and the attribute that tells their number too.
+    #: Datasets and groups of metadata.
+    METADATA: ClassVar[tuple[str, ...]] = ()
+    #: Dataset, or group of datasets, whose rows are the steps.
     COUNTED: ClassVar[str] = "actions"
+    #: Attribute with the number of steps; "" if there is none.
     STATED: ClassVar[str] = ""
-    #: Groups whose members, beside those of the episode, tell episodes of different fields apart.
+    #: Groups whose members tell episodes of different fields apart, beside those of the episode.
     GROUPS: ClassVar[tuple[str, ...]] = ()
-    #: Attributes of episodes, besides `STATED`, that are given otherwise than by their names.
-    KNOWN: ClassVar[tuple[str, ...]] = ()
+    #: Attributes of episodes that are no metadata by their names, besides `STATED`.
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path, options: Mapping[str, Any]) -> None:
-        self.files, self.unread = Files(), set[str]()  # those of no type that is read, named once
+        self.files = Files()
+        #: Datasets of other types, reported once for all episodes.
+        self.unread = set[str]()
         super().__init__(path, options)
 
     def num_rows(self, file: OpenFile, node: Any) -> int:
-        """Return the rows of an episode's datasets.
+        """Return the number of rows of the datasets of an episode.
 
         Raises:
-            CorruptFileError: There are none, or its attribute tells another number.
+            CorruptFileError: There are no rows, or an attribute states another number.
         """
         counted = file.open(self.COUNTED, node)
         while isinstance(counted, h5py.h5g.GroupID):
             members = file.members(counted)
             counted = file.open(members[0], counted) if members else None
+        where = file.place(node)
         if not getattr(counted, "shape", ()):
-            raise CorruptFileError("read", file.place(node), f"the dataset {self.COUNTED!r}", "none")
-        rows = int(counted.shape[0])
+            raise CorruptFileError("read", where, f"the dataset {self.COUNTED!r}", "none")
+        num_rows = int(counted.shape[0])
         stated = file.attribute(node, self.STATED) if self.STATED else None
-        if stated is not None and stated != rows:
-            expected = f"{rows} steps, as it has {self.COUNTED}"
-            raise CorruptFileError("read", file.place(node), expected, f"{self.STATED} {stated}").of("counts")
-        return rows
+        if stated is not None and stated != num_rows:
+            expected = f"{num_rows} steps, as it has {self.COUNTED}"
+            got = f"{self.STATED} {stated}"
+            raise CorruptFileError("read", where, expected, got).of("counts")
+        return num_rows
 
     def length(self, file: OpenFile, node: Any) -> int:
-        """Return the steps of an episode by a quick look at its group."""
+        """Return the number of steps of an episode without reading its layout."""
         return self.num_rows(file, node)
 
-    def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
-        """Return how many steps the episode in a group has, and what its datasets mean.
+    def layout(
+        self,
+        file: OpenFile,
+        group: str,
+        datasets: Mapping[str, DatasetInfo],
+    ) -> tuple[int, Layout]:
+        """Return the number of steps of the episode in a group, and the meaning of its datasets.
 
         Raises:
-            DataFileError: They contradict each other.
+            DataFileError: The datasets contradict each other.
         """
-        maker = LayoutMaker(self, file, group, found)
-        for path in found:
-            self.put(maker, path)
+        maker = LayoutMaker(self, file, group, datasets)
+        for path in datasets:
+            self.add_dataset(maker, path)
         return maker.length, maker.layout
 
-    def put(self, maker: LayoutMaker, path: str) -> None:
+    def add_dataset(self, maker: LayoutMaker, path: str) -> None:
         """Add a dataset to the layout."""
         head, _, rest = path.partition("/")
-        name = f"{self.STEPS.get(head, '')}/{rest}".rstrip("/")
-        if head in self.ASIDE:
-            maker.layout.aside[path] = None
-        elif head not in self.STEPS:
+        if head in self.METADATA:
+            maker.layout.metadata[path] = None
+            return
+        if head not in self.STEPS:
             if head not in self.ENDS:
-                maker.add_other(path, has_last=bool(self.AFTER))
-        elif self.is_picture(maker, path, name):
-            maker.add_pictures(name, path, has_last=head in self.AFTER)
+                maker.add_other(path, has_final=bool(self.WITH_FINAL))
+            return
+        name = f"{self.STEPS[head]}/{rest}".rstrip("/")
+        has_final = head in self.WITH_FINAL
+        if self.is_picture(maker, path, name):
+            maker.add_pictures(name, path, has_final)
         else:
-            maker.add(name, path, has_last=head in self.AFTER)
+            maker.add(name, path, has_final)
 
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
-        """Return whether the rows of a dataset are files of pictures."""
+        """Return whether the rows of a dataset are encoded pictures."""
         return False
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a field of pictures, which are `[H, W, C]`."""
+        """Return the delivered shape of a field of pictures, which are `[H, W, C]`."""
         return shape
 
-    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        """Return the rest of `EpisodeInfo` for the episode in a group; "metadata" is completed by its attributes.
+    def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        """Return other attributes of `EpisodeInfo` for the episode in a group.
 
-        "repeated" names fields of the final observation that only repeat the last one.
+        The attributes of the group complete "metadata". "repeated" names the fields of the final
+        observation that only repeat the last observation.
         """
-        return {ours: self.flag(file, node, name, length) for name, ours in self.ENDS.items()}
+        return {name: self.flag(file, node, path, length) for path, name in self.ENDS.items()}
 
     def flag(self, file: OpenFile, node: Any, name: str, length: int) -> bool | None:
-        """Return the last of the truth values of an episode's steps, `[T]` or `[T, 1]`; None if there are none.
+        """Return the last truth value of a dataset, `[T]` or `[T, 1]`; None without the dataset.
 
         Raises:
-            CorruptFileError: There are more or fewer.
+            CorruptFileError: The dataset has another shape.
         """
-        if not isinstance(dataset := file.open(name, node), h5py.h5d.DatasetID):
+        dataset = file.open(name, node)
+        if not isinstance(dataset, h5py.h5d.DatasetID):
             return None
-        found = file.describe(dataset)
-        if found.kind not in DTYPES or found.shape not in ((length,), (length, 1)):
-            where = f"{name!r} of {file.place(node)}"
-            raise CorruptFileError("read", where, f"{length} truth values", f"{found.kind} {found.shape}").of("counts")
-        values = file.rows("", found, 0 if length <= _MAX_FLAGS else length - 1, length, dataset).astype(bool)
+        info = file.describe(dataset)
+        where = f"{name!r} of {file.place(node)}"
+        if info.kind not in DTYPES or info.shape not in ((length,), (length, 1)):
+            expected = f"{length} truth values"
+            got = f"{info.kind} {info.shape}"
+            raise CorruptFileError("read", where, expected, got).of("counts")
+        start = 0 if length <= _MAX_FLAGS else length - 1
+        values = file.rows("", info, start, length, dataset).astype(bool)
         if values[:-1].any() and name != "success":
-            where = f"{name!r} of {file.place(node)}"
             step = int(np.argmax(values))
-            wrong = self.advise("cut the episode", where, "true for its last step only", f"true for step {step}")
-            wrong.of("inside", file.name(node).rpartition("/")[2]).advice = "It is kept"
+            expected = "true for its last step only"
+            got = f"true for step {step}"
+            remark = self.advise("cut the episode", where, expected, got, "It is kept")
+            remark.of("inside", file.name(node).rpartition("/")[2])
         return bool(values[-1])
 
     def collect(self, path: Path, parent: str, names: Iterable[str]) -> list[EpisodeInfo]:
-        """List the episodes in groups of a file; one that is damaged is left out, and a problem."""
+        """Return the episodes in groups of a file. Damaged episodes are left out as problems.
+
+        Args:
+            path: The file.
+            parent: Group above the episodes.
+            names: Groups of the episodes below `parent`.
+        """
         episodes: list[EpisodeInfo] = []
-        known: dict[tuple[str, ...], Layout] = {}
+        layouts: dict[tuple[str, ...], Layout] = {}
         with self.files.use(path) as file:
             above = file.group(parent)
             for name in names:
@@ -232,73 +273,120 @@ class Hdf5Reader(ForeignReader):
                 try:
                     with reported(f"{group!r} of {file.where}"):
                         node = file.group(name, above)
-                        length, layout = self._layout_of(file, group, node, known)
-                        about, source = self.about(file, node, length), Source(path, group, layout)
-                        about["metadata"] = Told(about.get("metadata", {}), partial(self.aside, source))
-                        repeated = about.pop("repeated", ())
-                        final = [one for one in layout.final_schema.values() if one.name not in repeated]
-                        parts = layout.schema, layout.texts, Schema(final)
-                        episodes.append(EpisodeInfo(name, length, *parts, source=source, **about))
+                        episodes.append(self._episode(file, group, name, node, layouts))
                 except DataFileError as cause:
                     if file.num_links_left < 0:
                         raise
                     self.problems.append(cause.of("", name))
         return episodes
 
+    def _episode(
+        self,
+        file: OpenFile,
+        group: str,
+        name: str,
+        node: Any,
+        layouts: dict[tuple[str, ...], Layout],
+    ) -> EpisodeInfo:
+        """Return the description of the episode in a group.
+
+        Args:
+            file: The file.
+            group: Path of the group.
+            name: Name of the episode.
+            node: The open group.
+            layouts: Names in an episode -> its layout. A new layout is added.
+        """
+        length, layout = self._layout_of(file, group, node, layouts)
+        source = Source(file.path, group, layout)
+        facts = self.facts(file, node, length)
+        load = partial(self.read_metadata, source)
+        facts["metadata"] = LazyMetadata(facts.get("metadata", {}), load)
+        repeated = facts.pop("repeated", ())
+        final = [field for field in layout.final_schema.values() if field.name not in repeated]
+        return EpisodeInfo(
+            name=name,
+            length=length,
+            schema=layout.schema,
+            texts=layout.texts,
+            final=Schema(final),
+            source=source,
+            **facts,
+        )
+
     def _layout_of(
-        self, file: OpenFile, group: str, node: Any, known: dict[tuple[str, ...], Layout]
+        self,
+        file: OpenFile,
+        group: str,
+        node: Any,
+        layouts: dict[tuple[str, ...], Layout],
     ) -> tuple[int, Layout]:
-        """Return the length and layout of an episode, of the first ones by all their datasets; `known` grows."""
-        same = self._names(file, node)
-        if len(file.checked) * len(same) < _CHECKED_AT_ONCE or same not in known:
-            length, layout = self.layout(file, group, file.survey(group))
+        """Return the length and layout of an episode. The first episodes are checked in full."""
+        names = self._names(file, node)
+        num_checked = len(file.checked) * len(names)
+        if num_checked < _CHECKED_AT_ONCE or names not in layouts:
+            length, layout = self.layout(file, group, file.datasets(group))
             file.checked.add(group)
-            known[same] = layout = known[same] if known.get(same) == layout else layout
+            if layouts.get(names) == layout:
+                layout = layouts[names]  # Equal layouts are one object.
+            layouts[names] = layout
         else:
             length = self.length(file, node)
-            layout = known[same]
+            layout = layouts[names]
         if length < 1:
             raise CorruptFileError("read", file.place(node), "at least 1 step", str(length))
         return length, layout
 
     def _names(self, file: OpenFile, node: Any) -> tuple[str, ...]:
-        """Name the members of an episode and of its `GROUPS`, which tell its fields."""
+        """Return the members of an episode and of its `GROUPS`. They determine its fields."""
         names = file.members(node)
-        for name in [name for name in self.GROUPS if name in names]:
-            below = file.open(name, node)
-            names += [f"{name}/{one}" for one in (file.members(below) if hasattr(below, "links") else ())]
+        for group in self.GROUPS:
+            below = file.open(group, node) if group in names else None
+            if isinstance(below, h5py.h5g.GroupID):
+                names += [f"{group}/{name}" for name in file.members(below)]
         return tuple(names)
 
-    def aside(self, source: Source) -> dict[str, Any]:
-        """Read the attributes of an episode, and the datasets that are metadata."""
+    def read_metadata(self, source: Source) -> dict[str, Any]:
+        """Read the attributes of an episode, and its datasets of metadata."""
         with self.files.use(source.path) as file:
-            found = file.survey(source.group)
-            told = file.attributes(file.group(source.group), (*self.KNOWN, self.STATED))
-            told |= absent_fields(told.get(ABSENT))
-            for name, row in source.layout.aside.items():
+            datasets = file.datasets(source.group)
+            node = file.group(source.group)
+            metadata = file.attributes(node, (*self.ATTRIBUTES, self.STATED))
+            metadata |= absent_fields(metadata.get(ABSENT))
+            for name, row in source.layout.metadata.items():
                 path = f"{source.group}/{name}"
-                one = found[name]
+                info = datasets[name]
                 if row is not None:
-                    last = one.shape[0] + row
-                    told[f"final/{name}"] = file.rows(path, one, last, last + 1)[0]
-                elif (whole := file.whole(path, one, _MAX_ASIDE_BYTES)) is not None:
-                    told[name] = whole
-        return told
+                    start = info.shape[0] + row
+                    metadata[f"final/{name}"] = file.rows(path, info, start, start + 1)[0]
+                    continue
+                value = file.read_small(path, info, _MAX_METADATA_BYTES)
+                if value is not None:
+                    metadata[name] = value
+        return metadata
 
-    def check(self, file: OpenFile, info: EpisodeInfo) -> dict[str, Found]:
-        """Find the datasets of an episode, and see at its first reading whether they are as was assumed."""
-        _, group, layout = info.source
-        found = file.survey(group)
-        if group not in file.checked:
-            where = f"{group!r} of {file.where}"
-            length, now = self.layout(file, group, found)
-            if length != info.length:
-                raise CorruptFileError("read", where, f"{info.length} steps", str(length)).of("counts")
-            if now != layout:
-                got = layout.schema.difference(now.schema) or "other final observations"
-                raise CorruptFileError("read", where, "fields as in the episodes before it", got).of("fields")
-            file.checked.add(group)
-        return found
+    def checked_datasets(self, file: OpenFile, info: EpisodeInfo) -> dict[str, DatasetInfo]:
+        """Return the datasets of an episode. The first call compares them with its layout.
+
+        Raises:
+            CorruptFileError: The episode has another length or other fields.
+        """
+        group = info.source.group
+        layout = info.source.layout
+        datasets = file.datasets(group)
+        if group in file.checked:
+            return datasets
+        where = f"{group!r} of {file.where}"
+        length, actual = self.layout(file, group, datasets)
+        if length != info.length:
+            expected = f"{info.length} steps"
+            raise CorruptFileError("read", where, expected, str(length)).of("counts")
+        if actual != layout:
+            expected = "fields as in the episodes before it"
+            got = layout.schema.difference(actual.schema) or "other final observations"
+            raise CorruptFileError("read", where, expected, got).of("fields")
+        file.checked.add(group)
+        return datasets
 
     def file_of(self, number: int, name: str, step: int) -> Path:
         path: Path = self.episodes[number].source.path
@@ -307,132 +395,178 @@ class Hdf5Reader(ForeignReader):
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         info = self.episodes[number]
         column = info.source.layout.columns[name]
-        return self.rows(info, column, column.first + start, column.first + stop)
+        return self.read_rows(info, column, column.first + start, column.first + stop)
 
     def rows_read_together(self, number: int, name: str) -> int | None:
         info = self.episodes[number]
         column = info.source.layout.columns[name]
         if column.is_picture:
             return 1
-        if info.schema[name].row_bytes < _LARGE_ROW_BYTES or column.first:
+        row_bytes = info.schema[name].row_bytes
+        if row_bytes < _LARGE_ROW_BYTES or column.first:
             return None
         with self.files.use(info.source.path) as file:
-            chunk_rows = self.check(file, info)[column.path].chunk_rows
-        return chunk_rows or max(1, _UNCHUNKED_BYTES // info.schema[name].row_bytes)
+            chunk_rows = self.checked_datasets(file, info)[column.path].chunk_rows
+        return chunk_rows or max(1, _UNCHUNKED_BYTES // row_bytes)
 
     def read_final(self, number: int, name: str) -> Any:
         info = self.episodes[number]
         column = info.source.layout.final[name]
         row = info.length + column.first
-        value = self.rows(info, column, row, row + 1)[0]
+        value = self.read_rows(info, column, row, row + 1)[0]
         return value if column.kind == "text" else np.asarray(value)
 
-    def rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
-        """Read rows of the dataset of a field, counted in the dataset."""
+    def read_rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
+        """Read rows of a field. `start` and `stop` are rows of its dataset."""
         path, group, _ = info.source
         with self.files.use(path) as file:
-            found = self.check(file, info)[column.path]
-            rows = file.rows(f"{group}/{column.path}", found, start, stop)
+            dataset = self.checked_datasets(file, info)[column.path]
+            rows = file.rows(f"{group}/{column.path}", dataset, start, stop)
+        if column.kind == "text":
+            return rows
         if column.is_picture:
             where = f"{column.path!r} of {info.name!r} of {str(path)!r}"
-            size = (*column.shape, 1)[:3]
-            pictures = [decode_picture(_cut(row, where), where, size) for row in rows]
-            rows = np.stack(pictures) if pictures else np.empty((0, *size), np.uint8)
-        return rows if column.kind == "text" else rows.reshape(len(rows), *column.shape)
+            rows = _decoded(rows, (*column.shape, 1)[:3], where)
+        return rows.reshape(len(rows), *column.shape)
 
 
 class LayoutMaker:
-    """Sorts the datasets of one episode into a layout.
+    """Builds the layout of an episode, dataset by dataset.
 
     Args:
-        reader: Notes what is not read.
-        file: It is in this one.
-        group: Of the episode.
-        found: The datasets.
+        reader: Reader that keeps the problems.
+        file: File of the episode.
+        group: Group of the episode.
+        datasets: The datasets in the group.
+
+    Attributes:
+        layout: The layout so far.
+        length: Number of steps.
     """
 
-    def __init__(self, reader: Hdf5Reader, file: OpenFile, group: str, found: Mapping[str, Found]) -> None:
+    def __init__(
+        self,
+        reader: Hdf5Reader,
+        file: OpenFile,
+        group: str,
+        datasets: Mapping[str, DatasetInfo],
+    ) -> None:
         node = file.group(group)
         self.file = file
         self.group = group
-        self.found = found
+        self.datasets = datasets
         self.layout = Layout()
+        self.length = reader.num_rows(file, node)
         self._reader = reader
         self._where = file.place(node)
-        self.length = reader.num_rows(file, node)
 
-    def check_rows(self, path: str, rows: int = 0) -> None:
-        """Compare the rows of a dataset with the steps, and `rows` more.
+    def check_rows(self, path: str, num_extra: int = 0) -> None:
+        """Compare the rows of a dataset with the number of steps, and `num_extra` more.
 
         Raises:
-            CorruptFileError: It has more or fewer.
+            CorruptFileError: The dataset has more or fewer rows.
         """
-        shape = self.found[path].shape
-        if not shape or shape[0] != self.length + rows:
-            expected = f"{self.length + rows} rows of {path!r}"
+        shape = self.datasets[path].shape
+        num_rows = self.length + num_extra
+        if not shape or shape[0] != num_rows:
+            expected = f"{num_rows} rows of {path!r}"
             raise CorruptFileError("read", self._where, expected, f"shape {shape}").of("counts")
 
-    def add(self, name: str, path: str, has_last: bool = False) -> None:
-        """Make a dataset a field, if its type is read; with a row more that one is the final observation."""
-        self.check_rows(path, int(has_last))
-        if self._put(self.layout.columns, name, path) and has_last:
-            self._put(self.layout.final, name, path)
+    def add(self, name: str, path: str, has_final: bool = False) -> None:
+        """Add a dataset as a field, if its type can be read.
 
-    def add_pictures(self, name: str, path: str, has_last: bool) -> None:
-        """Make a dataset of encoded pictures a field; the header of the first one tells their shape.
+        Args:
+            name: Name of the field.
+            path: The dataset.
+            has_final: Whether it has another row, the final observation.
+        """
+        self.check_rows(path, int(has_final))
+        is_added = self._add(self.layout.columns, name, path)
+        if is_added and has_final:
+            self._add(self.layout.final, name, path)
+
+    def add_pictures(self, name: str, path: str, has_final: bool) -> None:
+        """Add a dataset of encoded pictures as a field. The first picture determines the shape.
 
         Raises:
-            CorruptFileError: It has more or fewer rows, or the first one is no picture.
+            CorruptFileError: It has more or fewer rows, or the first row is no picture.
         """
-        self.check_rows(path, int(has_last))
+        self.check_rows(path, int(has_final))
         where = f"{path!r} of {self._where}"
         lossy = self._reader.metadata["lossy"]
-        first = self.file.rows(f"{self.group}/{path}", self.found[path], 0, min(self.length + has_last, 1))
-        shape = picture_shape(_cut(first[0], where), where) if len(first) else (0, 0, 3)
-        self.layout.columns[name] = Column(path, self._reader.shape_of(name, shape), "uint8", is_picture=True)
-        if has_last:
-            self.layout.final[name] = self.layout.columns[name]
-        if len(first) and bytes(first[0][:2]) == _JPEG_START and name not in lossy:
-            lossy.append(name)
+        num_rows = min(self.length + has_final, 1)
+        first = self.file.rows(f"{self.group}/{path}", self.datasets[path], 0, num_rows)
+        shape: tuple[int, ...] = (0, 0, 3)
+        if len(first):
+            shape = picture_shape(_without_padding(first[0], where), where)
+            is_jpeg = bytes(first[0][:2]) == _JPEG_START
+            if is_jpeg and name not in lossy:
+                lossy.append(name)
+        column = Column(path, self._reader.shape_of(name, shape), "uint8", is_picture=True)
+        self.layout.columns[name] = column
+        if has_final:
+            self.layout.final[name] = column
 
     def add_final(self, name: str, path: str, row: int) -> None:
-        """Make a row of a dataset, counted from T, a field of the final observation."""
-        self._put(self.layout.final, name, path, row)
+        """Add a row of a dataset, counted from T, as a field of the final observation."""
+        self._add(self.layout.final, name, path, row)
 
-    def add_other(self, path: str, has_last: bool = False) -> None:
-        """Make a dataset a field by its own name if it has a row per step, otherwise metadata.
+    def add_other(self, path: str, has_final: bool = False) -> None:
+        """Add a dataset as a field under its own name if it has a row per step, else as metadata.
 
-        With `has_last` it may also have T + 1 rows, of which the last is metadata.
+        Args:
+            path: The dataset.
+            has_final: Whether it may also have T + 1 rows. The last row is metadata then.
         """
-        found = self.found[path]
-        own = f"other/{path}" if path.split("/")[0] in _OURS else path
-        rows = found.shape[0] - self.length if found.shape and own not in self.layout.columns else -1
-        if rows == 1 and has_last and found.kind in DTYPES:
-            self._put(self.layout.columns, path, path)
-            self.layout.aside[path] = -1
-        elif rows == 0:
-            self._put(self.layout.columns, own, path)
+        info = self.datasets[path]
+        is_reserved = path.split("/")[0] in _RESERVED
+        name = f"other/{path}" if is_reserved else path
+        is_step_field = bool(info.shape) and name not in self.layout.columns
+        num_extra = info.shape[0] - self.length if is_step_field else -1
+        if num_extra == 1 and has_final and info.kind in DTYPES:
+            self._add(self.layout.columns, path, path)
+            self.layout.metadata[path] = -1
+        elif num_extra == 0:
+            self._add(self.layout.columns, name, path)
         else:
-            self.layout.aside[path] = None
+            self.layout.metadata[path] = None
 
-    def _put(self, columns: dict[str, Column], name: str, path: str, first: int = 0) -> bool:
-        found = self.found[path]
-        if found.kind in ("", "bytes") or (found.kind == "text" and len(found.shape) != 1):
-            if path not in self._reader.unread:
-                self._reader.unread.add(path)
-                where = f"{path!r} of {self._where}"
-                expected = "numbers or texts"
-                self._reader.problem("read the dataset", where, expected, "another type", "It is left out")
+    def _add(self, columns: dict[str, Column], name: str, path: str, first: int = 0) -> bool:
+        """Add a column and return whether the type of the dataset can be read."""
+        info = self.datasets[path]
+        is_text_table = info.kind == "text" and len(info.shape) != 1
+        if info.kind in ("", "bytes") or is_text_table:
+            self._report_unread(path)
             return False
         if len(columns) >= MAX_FIELDS:
             raise CorruptFileError("read", self._where, f"at most {MAX_FIELDS} fields", "more")
-        shape = () if name == "reward" and found.shape[1:] == (1,) else found.shape[1:]
-        columns[name] = Column(path, shape, found.kind, first)
+        columns[name] = Column(path, row_shape(name, info), info.kind, first)
         return True
+
+    def _report_unread(self, path: str) -> None:
+        if path in self._reader.unread:
+            return
+        self._reader.unread.add(path)
+        where = f"{path!r} of {self._where}"
+        expected = "numbers or texts"
+        self._reader.problem("read the dataset", where, expected, "another type", "It is left out")
+
+
+def row_shape(name: str, info: DatasetInfo) -> tuple[int, ...]:
+    """Return the shape of a row of a field. A reward `[T, 1]` becomes a number per step."""
+    shape = info.shape[1:]
+    return () if name == "reward" and shape == (1,) else shape
 
 
 def absent_fields(text: Any) -> dict[str, list[str]]:
-    """Parse the names of fields that an episode lacked when it was written, a JSON list; {} if there is none."""
+    """Parse the names of fields that an episode lacked when it was written.
+
+    Args:
+        text: A JSON list of names.
+
+    Returns:
+        `ABSENT` -> the names; empty if the text is no such list.
+    """
     with suppress(CorruptFileError):
         names = parse_json(text, Path(ABSENT)) if isinstance(text, str) else None
         if isinstance(names, list):
@@ -440,25 +574,31 @@ def absent_fields(text: Any) -> dict[str, list[str]]:
     return {}
 
 
-def is_encoded(found: Found) -> bool:
-    """Return whether the rows of a dataset can be files of pictures, perhaps with zeros after them."""
-    return (found.kind == "bytes" and len(found.shape) == 1) or (found.kind == "uint8" and len(found.shape) == 2)
+def is_encoded(info: DatasetInfo) -> bool:
+    """Return whether the rows of a dataset may be encoded pictures, perhaps padded with zeros."""
+    has_bytes = info.kind == "bytes" and len(info.shape) == 1
+    has_padded_bytes = info.kind == "uint8" and len(info.shape) == 2
+    return has_bytes or has_padded_bytes
 
 
-def _cut(row: Any, where: str) -> bytes:
-    """Remove what follows a picture."""
+def _decoded(rows: Any, shape: tuple[int, ...], where: str) -> np.ndarray[Any, Any]:
+    """Decode pictures: `[n, *shape]`."""
+    if not len(rows):
+        return np.empty((0, *shape), np.uint8)
+    return np.stack([decode_picture(_without_padding(row, where), where, shape) for row in rows])
+
+
+def _without_padding(row: Any, where: str) -> bytes:
+    """Return the bytes of a picture without the bytes after it.
+
+    Raises:
+        CorruptFileError: The picture is a truncated JPEG.
+    """
     data = bytes(row).rstrip(b"\0")
     if data[:2] != _JPEG_START:
         return data
-    if (end := data.rfind(_JPEG_END)) < 0:
-        raise CorruptFileError("decode the picture", where, "an intact picture", "a JPEG that breaks off")
-    return data[: end + 2]
-
-
-def _final_field(name: str, column: Column) -> Field:
-    is_text = column.kind == "text"
-    return Field(name, column.shape, "int64" if is_text else column.kind, is_text=is_text)
-
-
-def _schema(columns: Mapping[str, Column]) -> Schema:
-    return Schema(Field(name, one.shape, one.kind) for name, one in columns.items() if one.kind != "text")
+    end = data.rfind(_JPEG_END)
+    if end < 0:
+        got = "a JPEG that breaks off"
+        raise CorruptFileError("decode the picture", where, "an intact picture", got)
+    return data[: end + len(_JPEG_END)]

@@ -1,6 +1,7 @@
-"""Motions of humenv: `ep_<i>` with a row per step, in one file or in those that a text file lists.
+"""Reader of humenv motions: groups `ep_<i>` with a row per step.
 
-One rule: T rows, of which none is a final observation; files of motion capture have no action.
+They are in one file, or in the files that a text file lists. No row is a final observation. Files
+of motion capture have no action.
 """
 
 from __future__ import annotations
@@ -18,29 +19,40 @@ from .hdf5_episodes import Hdf5Reader
 
 
 class Reader(Hdf5Reader):
-    """A file, a list of files or a folder of them; named "<file>/ep_<i>" if there are several."""
+    """A file, a list of files or a folder of them.
+
+    Of several files, episodes are named "<file>/ep_<i>".
+    """
 
     format = "humenv"
-    STEPS: ClassVar[Mapping[str, str]] = {name: name for name in ("observation", "action", "reward")}
-    ENDS: ClassVar[Mapping[str, str]] = {name: name for name in ("terminated", "truncated")}
+    STEPS: ClassVar[Mapping[str, str]] = {
+        "observation": "observation",
+        "action": "action",
+        "reward": "reward",
+    }
+    ENDS: ClassVar[Mapping[str, str]] = {"terminated": "terminated", "truncated": "truncated"}
     COUNTED = "observation"
     STATED = "length"
 
     def scan(self) -> Sequence[EpisodeInfo]:
         episodes: list[EpisodeInfo] = []
-        for name, path in humenv_files(self.path).items():
+        for file_name, path in humenv_files(self.path).items():
             try:
-                found = self._of_file(path)
+                infos = self._episodes_of(path)
             except DataFileError as cause:
                 self.problems.append(cause.of("", path.stem))
                 continue
-            episodes += [replace(one, name=f"{name}/{one.name}") for one in found] if name else found
+            if file_name:
+                infos = [replace(info, name=f"{file_name}/{info.name}") for info in infos]
+            episodes += infos
         return self.checked_some(episodes, "an episode")
 
-    def _of_file(self, path: Path) -> list[EpisodeInfo]:
+    def _episodes_of(self, path: Path) -> list[EpisodeInfo]:
+        """Return the episodes of a file."""
         with self.files.use(path) as file:
             names = file.numbered("", HUMENV_EPISODE)
             stated = file.attribute(file.open(""), "num_episodes")
             if stated is not None and stated != len(names):
-                self.problem("believe", f"'num_episodes' of {file.where}", str(len(names)), str(stated)).of("counts")
+                where = f"'num_episodes' of {file.where}"
+                self.problem("believe", where, str(len(names)), str(stated)).of("counts")
             return self.collect(path, "", names)

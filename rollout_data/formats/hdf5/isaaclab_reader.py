@@ -1,6 +1,7 @@
-"""Isaac Lab's files: robomimic's tree without rewards and ends; `states` follow the step, `initial_state` has one row.
+"""Reader of Isaac Lab files: the groups of robomimic without rewards and ends.
 
-One rule: quaternions are given as stored, unless their order is asked for.
+A row of `states` is the state after its step, and `initial_state` has one row. Quaternions are
+delivered as stored unless an order is requested.
 """
 
 from __future__ import annotations
@@ -18,55 +19,65 @@ from .hdf5_episodes import Column, LayoutMaker, Source
 from .robomimic_reader import Reader as RobomimicReader
 
 _ORDERS = ("wxyz", "xyzw")
+#: End of the names of poses: a position, and a quaternion at 3:7 of the last axis.
 _POSE = "root_pose"
+_POSE_SIZE = 7
 
 
 class Reader(RobomimicReader):
-    """Demos with the numbers that the file gives them; `success` and `seed` are what their attributes say.
+    """Demos with the numbers of the file. Success and seed come from attributes.
 
     Options:
-        quaternions: "wxyz" or "xyzw": the order in which those of `root_pose` are given; None keeps what is stored,
-            which `metadata["quaternion_order"]` tells.
+        quaternions: Delivered order of the quaternions of `root_pose`: "wxyz" or "xyzw". None keeps
+            the stored order. `metadata["quaternion_order"]` is the delivered order.
     """
 
     format = "isaaclab"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"quaternions": None}
-    ASIDE = ("initial_state",)
-    KNOWN = ("success", "task")
+    METADATA = ("initial_state",)
+    ATTRIBUTES = ("success", "task")
 
-    def describe(self, file: OpenFile, data: Any) -> None:
-        super().describe(file, data)
+    def read_file_metadata(self, file: OpenFile, data: Any) -> None:
+        super().read_file_metadata(file, data)
         root = file.attributes(file.open(""))
         self.metadata = {**root, **self.metadata}
         stored = "xyzw" if root.get("format_version", 0) else "wxyz"
         wanted = self.options["quaternions"]
         if wanted not in (None, *_ORDERS):
-            raise UsageError("open", repr(str(self.path)), f"quaternions of {', '.join(_ORDERS)}", repr(wanted))
-        self._turns = wanted not in (None, stored)
+            expected = f"quaternions of {', '.join(_ORDERS)}"
+            raise UsageError("open", repr(str(self.path)), expected, repr(wanted))
+        self._is_reordered = wanted not in (None, stored)
         self.metadata["quaternion_order"] = wanted or stored
 
-    def put(self, maker: LayoutMaker, path: str) -> None:
-        if path.startswith("obs/datagen_info/"):  # Mimic keeps it for itself: no observation
+    def add_dataset(self, maker: LayoutMaker, path: str) -> None:
+        if path.startswith("obs/datagen_info/"):  # Isaac Lab Mimic's own data, no observation.
             maker.add_other(path)
         else:
-            super().put(maker, path)
+            super().add_dataset(maker, path)
 
-    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+    def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
         success = file.attribute(node, "success")
-        task = file.attribute(node, "task")  # not Isaac Lab's, but what our writer adds
-        return {"success": None if success is None else bool(success), "task": task if isinstance(task, str) else ""}
+        task = file.attribute(node, "task")  # Our writer adds it. Isaac Lab has no such attribute.
+        return {
+            "success": None if success is None else bool(success),
+            "task": task if isinstance(task, str) else "",
+        }
 
-    def aside(self, source: Source) -> dict[str, Any]:
-        told = super().aside(source)
-        return {name: self._turned(value) if name.endswith(_POSE) else value for name, value in told.items()}
+    def read_metadata(self, source: Source) -> dict[str, Any]:
+        metadata = super().read_metadata(source)
+        for name, value in metadata.items():
+            if name.endswith(_POSE):
+                metadata[name] = self._reordered(value)
+        return metadata
 
-    def rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
-        rows = super().rows(info, column, start, stop)
-        return self._turned(rows) if column.path.endswith(_POSE) else rows
+    def read_rows(self, info: EpisodeInfo, column: Column, start: int, stop: int) -> Any:
+        rows = super().read_rows(info, column, start, stop)
+        return self._reordered(rows) if column.path.endswith(_POSE) else rows
 
-    def _turned(self, poses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Bring the quaternions, at 3:7 of the last axis, into the order that is asked for."""
-        if not self._turns or poses.shape[-1:] != (7,):
+    def _reordered(self, poses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return poses with quaternions in the requested order."""
+        if not self._is_reordered or poses.shape[-1:] != (_POSE_SIZE,):
             return poses
         shift = -1 if self.metadata["quaternion_order"] == "xyzw" else 1
-        return np.concatenate([poses[..., :3], np.roll(poses[..., 3:], shift, axis=-1)], axis=-1)
+        quaternions = np.roll(poses[..., 3:], shift, axis=-1)
+        return np.concatenate([poses[..., :3], quaternions], axis=-1)

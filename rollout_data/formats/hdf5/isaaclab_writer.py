@@ -1,6 +1,6 @@
-"""Writing Isaac Lab's recorder files, which are robomimic's with other attributes.
+"""Writer of the files of Isaac Lab's recorder: robomimic files with other attributes.
 
-One rule: quaternions are written as the recording has them, and the file says in which order that is.
+Quaternions are written as recorded, and the file states their order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ...sources.source_kind import ORDER_KEY
 from ..episode_writer import Array, EpisodeToWrite
 from . import robomimic_writer
 
-#: Isaac Lab's number for its own environments.
+#: Isaac Lab's number of its own environments.
 _ISAAC = 2
+#: First part of the names of metadata with the initial state.
 _INITIAL = "initial_state/"
 
 
@@ -27,50 +28,62 @@ class Writer(robomimic_writer.Writer):
     """Demos with `success`, `seed` and other plain metadata as attributes.
 
     Options:
-        env_name: Of `env_args`, where the recording does not say it.
+        env_name: Name of the environment in `env_args`, if the recording does not state it.
     """
 
     format = "isaaclab"
     HOLDS = frozenset(("env", "env_args", "env_name", "format_version", ORDER_KEY, "total"))
     OPTIONS: ClassVar[Mapping[str, Any]] = {"env_name": ""}
-    but_dones = ""  # there are none
+    ends_exception = ""
+    writes_dones = False
 
     @property
     def _order(self) -> str:
         """The order of quaternions that the file states."""
         return "xyzw" if self.metadata.get(ORDER_KEY) == "xyzw" else "wxyz"
 
-    def about_root(self) -> dict[str, Any]:
+    def root_attributes(self) -> dict[str, Any]:
         return {"format_version": int(self._order == "xyzw")}
 
-    def about(self) -> dict[str, Any]:
-        given = self.metadata.get("env_args")
-        name = (given.get("env_name") if isinstance(given, dict) else "") or self.options["env_name"]
-        env_args = {"env_name": name or str(self.metadata.get("env", "")), "type": _ISAAC}
-        return {"total": sum(episode.length for episode in self.episodes), "env_args": json.dumps(env_args)}
+    def data_attributes(self) -> dict[str, Any]:
+        stated = self.metadata.get("env_args")
+        name = stated.get("env_name") if isinstance(stated, dict) else ""
+        name = name or self.options["env_name"] or str(self.metadata.get("env", ""))
+        total = sum(episode.length for episode in self.episodes)
+        env_args = {"env_name": name, "type": _ISAAC}
+        return {"total": total, "env_args": json.dumps(env_args)}
 
-    def about_episode(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        plain = {name: value for name, value in episode.metadata.items() if isinstance(value, (str, int, float))}
-        lost = [name for name in episode.metadata if name not in plain and not name.startswith(_INITIAL)]
-        lost = sorted(name for name in lost if name != ABSENT)
-        what = f"metadata of episodes are left out unless they are texts or numbers: {', '.join(lost)}"
-        self.changed(what, episode, lost)
+    def episode_attributes(self, episode: EpisodeToWrite) -> dict[str, Any]:
+        attributes: dict[str, Any] = {}
+        lost = []
+        for name, value in episode.metadata.items():
+            if isinstance(value, (str, int, float)):
+                attributes[name] = value
+            elif name != ABSENT and not name.startswith(_INITIAL):
+                lost.append(name)
+        change = "metadata of episodes are left out unless they are texts or numbers"
+        self.changed(f"{change}: {', '.join(sorted(lost))}", episode, lost)
         order = episode.metadata.get(ORDER_KEY, self.metadata.get(ORDER_KEY))
-        what = f"quaternions of the order {order!r} stand in a file that states {self._order!r}"
-        self.changed(what, episode, order not in (None, self._order))
-        absent = self._fields.absent(episode)
-        told = {"task": episode.task or None, "success": episode.success}
-        told[ABSENT] = json.dumps(absent) if absent else None
-        given = {**plain, **{name: value for name, value in told.items() if value is not None}}
-        return self.fitting(given, MAX_HEAP_BYTES, episode)
+        change = f"quaternions of the order {order!r} stand in a file that states {self._order!r}"
+        self.changed(change, episode, order not in (None, self._order))
 
-    @property
-    def writes_dones(self) -> bool:
-        return False
+        absent = self._fields.absent(episode)
+        if episode.task:
+            attributes["task"] = episode.task
+        if episode.success is not None:
+            attributes["success"] = episode.success
+        if absent:
+            attributes[ABSENT] = json.dumps(absent)
+        return self.fitting(attributes, MAX_HEAP_BYTES, episode)
 
     def key(self, name: str) -> str:
-        return name  # Isaac Lab reads nested groups
+        return name  # Isaac Lab reads nested groups.
 
     def extras(self, episode: EpisodeToWrite) -> dict[str, Array]:
-        kept = {name: np.asarray(value) for name, value in episode.metadata.items() if name.startswith(_INITIAL)}
-        return {name: value for name, value in kept.items() if value.dtype.kind in "fiub"}
+        arrays = {}
+        for name, value in episode.metadata.items():
+            if name.startswith(_INITIAL):
+                array = np.asarray(value)
+                if array.dtype.kind in "fiub":
+                    arrays[name] = array
+        return arrays

@@ -1,7 +1,7 @@
-"""LIBERO's files: robomimic's tree, with the task in the attributes of `data`.
+"""Reader of LIBERO files: the groups of robomimic, with the task in the attributes of `data`.
 
-One rule: `rewards` and `dones` are constants, 1 in the last row, so they are fields and tell no end; a row of `obs` is
-what was seen after the action of its row.
+`rewards` and `dones` are 1 in the last row whatever happened, so they are fields and state no end.
+A row of `obs` was observed after the action of its row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from storage.errors import CorruptFileError
 
 from ...sources.episode_reader import EpisodeInfo
 from ..input_checks import parse_attribute
-from .hdf5_datasets import Found, OpenFile
+from .hdf5_datasets import DatasetInfo, OpenFile
 from .hdf5_episodes import Layout
 from .robomimic_reader import Reader as RobomimicReader
 
@@ -22,46 +22,60 @@ class Reader(RobomimicReader):
     """Demos of one task.
 
     Options:
-        shift_obs: Give each observation with the action that followed it: T is one less, as no observation was made
-            before the first action, and the last one is the final observation. Otherwise rows are given as stored.
+        shift_obs: Deliver each observation with the action after it. T is one less, as there is no
+            observation before the first action. The last observation becomes the final one. False
+            delivers rows as stored.
     """
 
     format = "libero"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"shift_obs": False}
-    KNOWN = ()
+    ATTRIBUTES = ()
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._task = ""
+        self._num_shifted = int(bool(self.options["shift_obs"]))
         episodes = super().scan()
-        if not self.options["shift_obs"]:
+        if not self._num_shifted:
             where = f"the observations of {str(self.path)!r}"
-            advice = "Open it with shift_obs=True to move them"
-            self.advise("move", where, "observations before the actions", "those after them, as stored", advice)
+            expected = "observations before the actions"
+            got = "those after them, as stored"
+            self.advise("move", where, expected, got, "Open it with shift_obs=True to move them")
         return episodes
 
-    def describe(self, file: OpenFile, data: Any) -> None:
-        super().describe(file, data)
+    def read_file_metadata(self, file: OpenFile, data: Any) -> None:
+        super().read_file_metadata(file, data)
         problem = parse_attribute(self.metadata.get("problem_info"), "problem_info")
-        told = problem.get("language_instruction", "")
-        self._task = told if isinstance(told, str) else ""
+        instruction = problem.get("language_instruction", "")
+        self._task = instruction if isinstance(instruction, str) else ""
         self.metadata["problem_info"] = problem
 
-    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        told = {"language_instruction": self._task} if self._task else {}
-        return {"metadata": told, "task": self._task}
+    def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        metadata = {"language_instruction": self._task} if self._task else {}
+        return {"metadata": metadata, "task": self._task}
 
-    def layout(self, file: OpenFile, group: str, found: Mapping[str, Found]) -> tuple[int, Layout]:
-        length, layout = super().layout(file, group, found)
-        if not self.options["shift_obs"]:
-            return length, layout
+    def layout(
+        self,
+        file: OpenFile,
+        group: str,
+        datasets: Mapping[str, DatasetInfo],
+    ) -> tuple[int, Layout]:
+        length, stored = super().layout(file, group, datasets)
+        if not self._num_shifted:
+            return length, stored
         if length < 2:
-            raise CorruptFileError("move the observations", f"of {group!r} of {file.where}", "2 steps", str(length))
-        seen = [name for name in layout.columns if name.split("/")[0] == "observation"]
-        columns = {name: one if name in seen else one._replace(first=1) for name, one in layout.columns.items()}
-        return length - 1, Layout(columns, {name: layout.columns[name] for name in seen}, layout.aside)
+            where = f"of {group!r} of {file.where}"
+            raise CorruptFileError("move the observations", where, "2 steps", str(length))
+        shifted = Layout(metadata=stored.metadata)
+        for name, column in stored.columns.items():
+            if name.split("/")[0] == "observation":
+                shifted.columns[name] = column
+                shifted.final[name] = column
+            else:
+                shifted.columns[name] = column._replace(first=1)
+        return length - 1, shifted
 
     def num_steps(self, episodes: Sequence[EpisodeInfo]) -> int:
-        return super().num_steps(episodes) + len(episodes) * bool(self.options["shift_obs"])
+        return super().num_steps(episodes) + len(episodes) * self._num_shifted
 
     def length(self, file: OpenFile, node: Any) -> int:
-        return super().length(file, node) - bool(self.options["shift_obs"])
+        return super().length(file, node) - self._num_shifted

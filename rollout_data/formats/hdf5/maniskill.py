@@ -1,6 +1,6 @@
-"""ManiSkill's files: `traj_<id>` in `<name>.h5`, and what happened in them in `<name>.json`.
+"""Reader of ManiSkill files: groups `traj_<id>` in `<name>.h5`, described in `<name>.json`.
 
-One rule: observations and states have T + 1 rows, of which the last one follows the last action.
+Observations and states have T + 1 rows. The last row follows the last action.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from ..input_checks import file_inside, read_object
 from .hdf5_datasets import OpenFile
 from .hdf5_episodes import Hdf5Reader, LayoutMaker
 
+#: Dtype of depth -> unit.
 _DEPTH_UNITS = {"int16": "mm", "uint16": "mm", "float32": "m"}
 
 
@@ -21,56 +22,76 @@ class Reader(Hdf5Reader):
     """Trajectories in the order of their numbers.
 
     Options:
-        on_bad_index: "refuse" a file whose JSON lists other trajectories, or "rebuild": give those of the file.
+        on_bad_index: "refuse" a file whose JSON lists other trajectories, or "rebuild": deliver the
+            trajectories of the file.
     """
 
     format = "maniskill"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
-    STEPS: ClassVar[Mapping[str, str]] = {"actions": "action", "rewards": "reward", "obs": "observation"}
-    AFTER = ("obs",)
-    ENDS: ClassVar[Mapping[str, str]] = {name: name for name in ("terminated", "truncated")}
+    STEPS: ClassVar[Mapping[str, str]] = {
+        "actions": "action",
+        "rewards": "reward",
+        "obs": "observation",
+    }
+    WITH_FINAL = ("obs",)
+    ENDS: ClassVar[Mapping[str, str]] = {"terminated": "terminated", "truncated": "truncated"}
     GROUPS = ("obs",)
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        self.metadata.update(units={}, env_name="")
+        self.metadata["units"] = {}
+        self.metadata["env_name"] = ""
         with self.files.use(self.path) as file:
             names = file.numbered("", MANISKILL_TRAJECTORY)
-        self._listed = self._read_list(names)
-        return self.checked_some(self.collect(self.path, "", names), "a trajectory")
+        self._descriptions = self._read_descriptions(names)
+        episodes = self.collect(self.path, "", names)
+        return self.checked_some(episodes, "a trajectory")
 
-    def _read_list(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Read the JSON file; give what it says of each trajectory."""
+    def _read_descriptions(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Read the JSON file: trajectory -> its description. The rest becomes metadata."""
         path = self.path.with_suffix(".json")
         if not path.exists():
-            self.problem("read", repr(str(path)), "what happened in the trajectories", "no such file")
+            expected = "what happened in the trajectories"
+            self.problem("read", repr(str(path)), expected, "no such file")
             return {}
-        about = read_object(file_inside(path.parent, path.name))
-        listed = about.pop("episodes", None)
-        rows = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-        found = {f"{MANISKILL_TRAJECTORY}{one.get('episode_id')}": one for one in rows}
-        if set(found) != set(names) or len(found) != len(rows):
-            got = f"{len(rows)}, of which {len(set(found) & set(names))} are there"
+        content = read_object(file_inside(path.parent, path.name))
+        stated = content.pop("episodes", None)
+        rows = []
+        if isinstance(stated, list):
+            rows = [row for row in stated if isinstance(row, dict)]
+        descriptions = {f"{MANISKILL_TRAJECTORY}{row.get('episode_id')}": row for row in rows}
+        is_repeated = len(descriptions) != len(rows)
+        if is_repeated or descriptions.keys() != set(names):
+            num_present = len(descriptions.keys() & set(names))
             expected = f"the {len(names)} trajectories of {self.path.name!r}"
+            got = f"{len(rows)}, of which {num_present} are there"
             self.distrust(f"the episodes of {str(path)!r}", expected, got)
-        env = about.get("env_info")
-        modes = {str(one["control_mode"]) for one in rows if "control_mode" in one}
-        self.metadata = {**about, **self.metadata}
+
+        self.metadata = {**content, **self.metadata}
+        env = content.get("env_info")
         self.metadata["env_name"] = str(env.get("env_id", "")) if isinstance(env, dict) else ""
+        modes = {str(row["control_mode"]) for row in rows if "control_mode" in row}
         if len(modes) == 1:
             self.metadata["control_mode"] = modes.pop()
-        return found
+        return descriptions
 
-    def put(self, maker: LayoutMaker, path: str) -> None:
-        super().put(maker, path)
-        name = path.replace("obs", "observation", 1)
-        kind = maker.found[path].kind
-        if path.startswith("obs/") and path.endswith("/depth") and kind in _DEPTH_UNITS:
+    def add_dataset(self, maker: LayoutMaker, path: str) -> None:
+        super().add_dataset(maker, path)
+        kind = maker.datasets[path].kind
+        is_depth = path.startswith("obs/") and path.endswith("/depth")
+        if is_depth and kind in _DEPTH_UNITS:
+            name = path.replace("obs", "observation", 1)
             self.metadata["units"][name] = _DEPTH_UNITS[kind]
 
-    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        told = dict(self._listed.get(file.name(node), {}))
-        said = told.pop("success", None)
-        success = self.flag(file, node, "success", length) if said not in (0, 1) else bool(said)
-        if (steps := told.get("elapsed_steps", length)) != length:
-            self.problem("believe", f"'elapsed_steps' of {file.place(node)}", str(length), str(steps)).of("counts")
-        return {"metadata": told, "success": success, **super().about(file, node, length)}
+    def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        metadata = dict(self._descriptions.get(file.name(node), {}))
+        stated = metadata.pop("success", None)
+        if stated in (0, 1):
+            success: bool | None = bool(stated)
+        else:
+            success = self.flag(file, node, "success", length)
+        num_steps = metadata.get("elapsed_steps", length)
+        if num_steps != length:
+            where = f"'elapsed_steps' of {file.place(node)}"
+            self.problem("believe", where, str(length), str(num_steps)).of("counts")
+        ends = super().facts(file, node, length)
+        return {"metadata": metadata, "success": success, **ends}

@@ -1,6 +1,7 @@
-"""robomimic's files: `data/demo_<i>` with `actions`, `obs/<key>`, and perhaps `next_obs`, `rewards`, `dones`, `states`.
+"""Reader of robomimic files: groups `data/demo_<i>` with `actions`, `obs/<key>` and more.
 
-One rule: `dones` marks successes or last steps, depending on how a file was made, so it is a field and not an end.
+`dones` marks successes or last steps, depending on the origin of a file. So it is a field and
+states no end.
 """
 
 from __future__ import annotations
@@ -21,164 +22,217 @@ from .flattened_names import OBS_NAMES, REPEATED, flat_key
 from .hdf5_datasets import OpenFile
 from .hdf5_episodes import Hdf5Reader, Layout, LayoutMaker
 
-#: Limits of the comparison with the next ones while a file is opened: episodes, bytes of observations, rows at a time.
-_COMPARED_EPISODES, _COMPARED_BYTES, _COMPARED_ROWS = 50, 1 << 24, 256
+#: Episodes whose `next_obs` is compared with `obs` when a file is opened.
+_COMPARED_EPISODES = 50
+#: Bytes of observations that are compared then.
+_COMPARED_BYTES = 1 << 24
+#: Rows that are compared at a time.
+_COMPARED_ROWS = 256
 _MAX_MASK_BYTES = 1 << 24
 
 
 class Reader(Hdf5Reader):
-    """Demos in the order of their numbers; where a demo has `next_obs`, its last row is the final observation.
+    """Demos in the order of their numbers. The last row of `next_obs` is the final observation.
 
     Options:
-        keep_next_obs: Also give `next_obs/<key>` as fields. Otherwise only its last row is given, and a problem tells
-            if the other rows are not the next ones of `obs`.
-        terminated_from_dones: Take a 1 in the last row of `dones` for a termination.
+        keep_next_obs: Also deliver `next_obs/<key>` as fields. False delivers the last row only. A
+            problem reports other rows that are not the next rows of `obs`.
+        terminated_from_dones: A 1 in the last row of `dones` means that the episode terminated.
     """
 
     format = "robomimic"
-    OPTIONS: ClassVar[Mapping[str, Any]] = {"keep_next_obs": False, "terminated_from_dones": False}
-    STEPS: ClassVar[Mapping[str, str]] = {"actions": "action", "rewards": "reward", "obs": "observation"}
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
+        "keep_next_obs": False,
+        "terminated_from_dones": False,
+    }
+    STEPS: ClassVar[Mapping[str, str]] = {
+        "actions": "action",
+        "rewards": "reward",
+        "obs": "observation",
+    }
     STATED = "num_samples"
     GROUPS = ("obs",)
-    KNOWN: ClassVar[tuple[str, ...]] = ("ep_meta",)
+    ATTRIBUTES: ClassVar[tuple[str, ...]] = ("ep_meta",)
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        self._masks: dict[str, list[str]] = {}  # name -> its demos
-        self._masks_of: dict[str, list[str]] = {}  # demo -> names
+        #: Names of the demos of each mask.
+        self._masks: dict[str, list[str]] = {}
+        #: Names of the masks of each demo.
+        self._masks_of: dict[str, list[str]] = {}
+        #: Episodes and fields whose `next_obs` was compared with `obs`.
         self._compared: set[tuple[str, str]] = set()
-        self._obs_names: dict[str, str] = {}  # key of `obs` -> name of the observation
+        #: Key of `obs` -> name of the observation.
+        self._obs_names: dict[str, str] = {}
         with self.files.use(self.path) as file:
             data = file.group(ROBOMIMIC_DATA)
             names = file.numbered(ROBOMIMIC_DATA, ROBOMIMIC_DEMO)
-            self.describe(file, data)
+            self.read_file_metadata(file, data)
             self._obs_names = _original_names(self.metadata.pop(OBS_NAMES, None))
             self._read_masks(file)
             episodes = self.collect(self.path, ROBOMIMIC_DATA, names)
             total = file.attribute(data, "total")
         self.checked_some(episodes, "a demo")
-        if total is not None and not self.problems and total != (got := self.num_steps(episodes)):
-            expected = f"{got} steps, as the demos have"
-            self.problem("believe", f"'total' of {str(self.path)!r}", expected, str(total)).of("counts")
-        present = {one.name for one in episodes}
-        known = set(names)
-        for mask, listed in self._masks.items():
-            if lost := [name for name in listed if name not in known]:
-                self.problem("select", f"by mask {mask!r} of {str(self.path)!r}", "demos", lost[0]).of("split")
-        self.splits = {mask: [name for name in listed if name in present] for mask, listed in self._masks.items()}
-        self._compare_some(episodes)
+        num_steps = self.num_steps(episodes)
+        is_wrong = total is not None and not self.problems and total != num_steps
+        if is_wrong:
+            where = f"'total' of {str(self.path)!r}"
+            expected = f"{num_steps} steps, as the demos have"
+            self.problem("believe", where, expected, str(total)).of("counts")
+        self._set_splits(names, {info.name for info in episodes})
+        self._compare_first(episodes)
         return episodes
 
+    def _set_splits(self, names: Sequence[str], present: set[str]) -> None:
+        """Set the splits from the masks.
+
+        Args:
+            names: All demos of the file.
+            present: Demos that were read.
+        """
+        known = set(names)
+        for mask, demos in self._masks.items():
+            unknown = [name for name in demos if name not in known]
+            if unknown:
+                where = f"by mask {mask!r} of {str(self.path)!r}"
+                self.problem("select", where, "demos", unknown[0]).of("split")
+            self.splits[mask] = [name for name in demos if name in present]
+
     def num_steps(self, episodes: Sequence[EpisodeInfo]) -> int:
-        """Add up the rows of all demos."""
-        return sum(one.length for one in episodes)
+        """Return the sum of the rows of all demos."""
+        return sum(info.length for info in episodes)
 
-    def describe(self, file: OpenFile, data: Any) -> None:
-        """Fill the metadata of the whole from the attributes of `data`; texts that are JSON are parsed."""
+    def read_file_metadata(self, file: OpenFile, data: Any) -> None:
+        """Read the attributes of `data` as metadata of the file. Texts of JSON are parsed."""
         self.metadata = {**file.attributes(data), **self.metadata}
-        known = parse_attribute(self.metadata.get("env_args"), "env_args")
-        about = {"env_name": str(known.get("env_name", "")), "control_mode": _control_mode(known)}
-        self.metadata.update(about, env_args=known)
+        env_args = parse_attribute(self.metadata.get("env_args"), "env_args")
+        self.metadata["env_name"] = str(env_args.get("env_name", ""))
+        self.metadata["control_mode"] = _control_mode(env_args)
+        self.metadata["env_args"] = env_args
 
-    def put(self, maker: LayoutMaker, path: str) -> None:
-        seen = path.removeprefix("next_")
-        if seen == path or not path.startswith("next_obs") or seen not in maker.found:
-            if path.startswith("obs/"):
-                maker.add(self._name_of(maker, path), path)
-            else:
-                super().put(maker, path)
-            return
-        if self.options.get("keep_next_obs"):
-            maker.add(path, path)
-        maker.check_rows(path)
-        maker.add_final(self._name_of(maker, seen), path, -1)
+    def add_dataset(self, maker: LayoutMaker, path: str) -> None:
+        observation = path.removeprefix("next_")
+        is_next = path.startswith("next_obs") and observation in maker.datasets
+        if is_next:
+            if self.options.get("keep_next_obs"):
+                maker.add(path, path)
+            maker.check_rows(path)
+            maker.add_final(self._name_of(maker, observation), path, -1)
+        elif path.startswith("obs/"):
+            maker.add(self._name_of(maker, path), path)
+        else:
+            super().add_dataset(maker, path)
 
     def _name_of(self, maker: LayoutMaker, path: str) -> str:
-        """Return the name of the observation in a dataset: the one that our writer flattened, if it did."""
+        """Return the name of the observation in a dataset, as before our writer flattened it."""
         key = path.removeprefix("obs/")
         original = self._obs_names.get(key, key)
-        return path.replace("obs", "observation", 1) if f"obs/{original}" in maker.found else f"observation/{original}"
+        if f"obs/{original}" in maker.datasets:
+            return path.replace("obs", "observation", 1)
+        return f"observation/{original}"
 
-    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        name = h5py.h5i.get_name(node).decode().rpartition("/")[2]
-        told = parse_attribute(file.attribute(node, "ep_meta"), "ep_meta")
-        if masks := self._masks_of.get(name):
-            told["mask"] = masks
-        task = told.get("lang", "")
-        success = told.get("success")
-        repeated = told.pop(REPEATED, None)
-        found: dict[str, Any] = {"metadata": told, "task": task if isinstance(task, str) else ""}
-        found["success"] = success if isinstance(success, bool) else None
+    def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        name = file.name(node).rpartition("/")[2]
+        metadata = parse_attribute(file.attribute(node, "ep_meta"), "ep_meta")
+        masks = self._masks_of.get(name)
+        if masks:
+            metadata["mask"] = masks
+        task = metadata.get("lang", "")
+        success = metadata.get("success")
+        repeated = metadata.pop(REPEATED, None)
+        facts: dict[str, Any] = {
+            "metadata": metadata,
+            "task": task if isinstance(task, str) else "",
+            "success": success if isinstance(success, bool) else None,
+        }
         if isinstance(repeated, list):
-            names = [self._obs_names.get(key, key) for key in map(str, repeated)]
-            found["repeated"] = {"observation", *(f"observation/{one}" for one in names)}
-        is_told = "dones" not in (told.get(ABSENT) or ())
-        if self.options.get("terminated_from_dones") and is_told:
-            found["terminated"] = self.flag(file, node, "dones", length)
-        return found
+            keys = map(str, repeated)
+            names = {f"observation/{self._obs_names.get(key, key)}" for key in keys}
+            facts["repeated"] = {"observation", *names}
+        has_dones = "dones" not in (metadata.get(ABSENT) or ())
+        if has_dones and self.options.get("terminated_from_dones"):
+            facts["terminated"] = self.flag(file, node, "dones", length)
+        return facts
 
     def _read_masks(self, file: OpenFile) -> None:
-        masks = file.open("mask")
-        for mask, found in (file.survey("mask") if isinstance(masks, h5py.h5g.GroupID) else {}).items():
-            listed = file.whole(f"mask/{mask}", found, _MAX_MASK_BYTES)
-            if isinstance(listed, list):
-                self._masks[mask] = listed
-                for name in dict.fromkeys(listed):
+        if not isinstance(file.open("mask"), h5py.h5g.GroupID):
+            return
+        for mask, info in file.datasets("mask").items():
+            demos = file.read_small(f"mask/{mask}", info, _MAX_MASK_BYTES)
+            if isinstance(demos, list):
+                self._masks[mask] = demos
+                for name in dict.fromkeys(demos):
                     self._masks_of.setdefault(name, []).append(mask)
 
-    def _compare_some(self, episodes: Sequence[EpisodeInfo]) -> None:
-        """Compare `next_obs` with `obs` in the first episodes."""
-        left = _COMPARED_BYTES
+    def _compare_first(self, episodes: Sequence[EpisodeInfo]) -> None:
+        """Compare `next_obs` with `obs` in the first episodes, up to a number of bytes."""
+        bytes_left = _COMPARED_BYTES
         for info in episodes[:_COMPARED_EPISODES]:
-            left -= 2 * info.length * sum(one.row_bytes for one in info.final.values())
-            for name in info.final if left >= 0 else ():
-                self.compare(info, name)
+            row_bytes = sum(field.row_bytes for field in info.final.values())
+            bytes_left -= 2 * info.length * row_bytes
+            if bytes_left >= 0:
+                for name in info.final:
+                    self._compare(info, name)
 
     def read_final(self, number: int, name: str) -> Any:
         info = self.episodes[number]
-        if (info.name, name) not in self._compared and (problem := self.compare(info, name)):
-            warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
+        if (info.name, name) not in self._compared:
+            problem = self._compare(info, name)
+            if problem is not None:
+                warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
         return super().read_final(number, name)
 
-    def compare(self, info: EpisodeInfo, name: str) -> DataFileError | None:
-        """Note if the rows of `next_obs`, of which only the last is given, are not the next rows of `obs`."""
-        layout: Layout = info.source.layout
+    def _compare(self, info: EpisodeInfo, name: str) -> DataFileError | None:
+        """Compare rows of `next_obs` that are not delivered with the next rows of `obs`.
+
+        Returns:
+            The reported problem if they differ; None if they are equal or need no comparison.
+        """
         self._compared.add((info.name, name))
+        layout: Layout = info.source.layout
         following = layout.final[name]
-        keeps_all = self.options.get("keep_next_obs", False)
-        if following.first == 0 or name not in layout.columns or keeps_all or following.kind == "text":
+        is_delivered = following.first == 0 or self.options.get("keep_next_obs", False)
+        if is_delivered or name not in layout.columns or following.kind == "text":
             return None
         for start in range(0, info.length - 1, _COMPARED_ROWS):
             stop = min(start + _COMPARED_ROWS, info.length - 1)
-            now = self.rows(info, layout.columns[name], start + 1, stop + 1)
-            if not np.array_equal(
-                now, then := self.rows(info, following, start, stop), equal_nan=now.dtype.kind == "f"
-            ):
-                step = start + int(np.argmax((now != then).reshape(len(now), -1).any(1)))
-                where = f"{following.path!r} of {info.name!r} of {str(self.path)!r}"
-                advice = "Open it with keep_next_obs=True to read them"
-                wrong = self.problem("leave out", where, f"row {step} as row {step + 1} of obs", "others", advice)
-                return wrong.of("next", info.name)
+            rows = self.read_rows(info, layout.columns[name], start + 1, stop + 1)
+            next_rows = self.read_rows(info, following, start, stop)
+            if np.array_equal(rows, next_rows, equal_nan=rows.dtype.kind == "f"):
+                continue
+            is_different = (rows != next_rows).reshape(len(rows), -1).any(1)
+            step = start + int(np.argmax(is_different))
+            where = f"{following.path!r} of {info.name!r} of {str(self.path)!r}"
+            expected = f"row {step} as row {step + 1} of obs"
+            advice = "Open it with keep_next_obs=True to read them"
+            problem = self.problem("leave out", where, expected, "others", advice)
+            return problem.of("next", info.name)
         return None
 
 
 def _original_names(text: Any) -> dict[str, str]:
-    """Read the names of observations that our writer flattened; an entry that does not fit its key is ignored."""
-    names = parse_attribute(text, OBS_NAMES)
-    texts = {key: name for key, name in names.items() if isinstance(name, str)}
-    return {key: name for key, name in texts.items() if all(name.split("/")) and flat_key(name) == key}
+    """Parse the names of observations that our writer flattened. Invalid entries are ignored."""
+    names = {}
+    for key, name in parse_attribute(text, OBS_NAMES).items():
+        if isinstance(name, str) and all(name.split("/")) and flat_key(name) == key:
+            names[key] = name
+    return names
 
 
 def _control_mode(env_args: Mapping[str, Any]) -> str:
-    """Return how actions control the robot, in robosuite's words; "unknown" if the file does not."""
+    """Return the control mode of actions in the words of robosuite, or "unknown"."""
     settings: Any = env_args.get("env_kwargs")
-    return _mode_of(settings.get("controller_configs") if isinstance(settings, dict) else None) or "unknown"
+    controller = settings.get("controller_configs") if isinstance(settings, dict) else None
+    return _mode_of(controller) or "unknown"
 
 
 def _mode_of(settings: Any) -> str:
-    """Return the mode of a controller, and of the parts of one that is made of several."""
+    """Return the mode of a controller and of its parts; "" if it is unknown."""
     if not isinstance(settings, dict) or not isinstance(settings.get("type"), str):
         return ""
     delta = {True: "delta", False: "absolute"}.get(settings.get("control_delta", ""), "")
+    words = [settings["type"], str(settings.get("input_type", delta))]
     parts = settings.get("body_parts")
-    each = [f"{name} {_mode_of(one)}" for name, one in sorted(parts.items())] if isinstance(parts, dict) else []
-    return " ".join(filter(None, [settings["type"], str(settings.get("input_type", delta)), ", ".join(each)])).strip()
+    if isinstance(parts, dict):
+        modes = [f"{name} {_mode_of(part)}" for name, part in sorted(parts.items())]
+        words.append(", ".join(modes))
+    return " ".join(filter(None, words)).strip()

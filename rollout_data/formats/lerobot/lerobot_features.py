@@ -200,7 +200,7 @@ def arrow_column(column: Column, parts: Iterable[Array], start: int) -> Any:
 
 def _picture_array(parts: Iterable[Array], start: int) -> Any:
     pyarrow, _ = arrow()
-    pictures = []
+    pictures: list[tuple[bytes, str]] = []
     for part in parts:
         for row in part:
             name = f"frame-{start + len(pictures):06d}.png"

@@ -1,8 +1,8 @@
 """Writer of LeRobot datasets of versions 3.0 and 2.1.
 
-Each episode has a data file of its own, also in version 3, so that a killed writer loses at most one
-episode. Until `close` the description of the set says `is_unfinished`. Such a set opens with the
-episodes that were written.
+Each episode has a data file of its own, also in version 3, so that a killed writer loses at most
+one episode. Until `close` the description of the set says `is_unfinished`. Such a set opens with
+the episodes that were written.
 """
 
 from __future__ import annotations
@@ -418,7 +418,7 @@ class Writer(ForeignWriter):
 
     def _scalar_dtypes(self) -> dict[str, np.dtype[Any]]:
         """Return the features that this class adds, with their dtypes: a number per row."""
-        dtypes = dict.fromkeys(self._flags, _FLAG)
+        dtypes: dict[str, np.dtype[Any]] = dict.fromkeys(self._flags, _FLAG)
         if self._is_for_groot:
             dtypes[_ANNOTATION] = np.dtype(np.int64)
         return dtypes | {name: np.dtype(dtype) for name, dtype in SCALARS.items()}

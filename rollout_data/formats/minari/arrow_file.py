@@ -1,7 +1,8 @@
-"""Arrow files, mapped: ranges of rows, by the interface of `ParquetFile`.
+"""Mapped Arrow files with the interface of `ParquetFile`.
 
-One rule: pyarrow takes as much memory as a compressed buffer claims to unpack to, so that claims are summed up first.
-They are where the description of a batch, a FlatBuffer, says (Arrow's format, Message.fbs).
+pyarrow allocates the size that a compressed buffer states. So the stated sizes are added up before
+a batch is read. They are in the description of the batch, a FlatBuffer (Arrow's format,
+Message.fbs).
 """
 
 from __future__ import annotations
@@ -17,29 +18,36 @@ from storage.errors import CorruptFileError
 
 from ..input_checks import KnownFiles, damage_named, optional
 
-#: What a batch of rows may unpack to.
+#: Most bytes that a compressed batch of rows may unpack to, unless it is larger in the file.
 _MAX_BATCH_BYTES = 1 << 28
-#: Before the first message of a file.
+#: Bytes before the first message of a file.
 _MAGIC_BYTES = 8
 _RECORD_BATCH = "record batch"
+#: Key in the metadata of batches that early versions of Arrow compressed.
 _EARLY_COMPRESSION = b"experimental_compression"
+#: Fields of the tables of Message.fbs: header of a message, buffers and compression of a batch.
+_HEADER = 2
+_BUFFERS = 2
+_COMPRESSION = 3
+#: Bytes of the offset and length of a buffer.
+_BUFFER_BYTES = 16
 
 
 class ArrowFile:
-    """One Arrow file; opened for each read.
+    """An Arrow file that is opened for each read.
 
     Args:
         path: The file.
-        known: States of files that were read before; the file must have kept its own.
+        known: States of files at the first read. A file that has changed is refused.
 
     Attributes:
         path: The file.
-        num_rows: Rows in it.
-        types: Column -> its arrow type, in order.
+        num_rows: Number of rows.
+        types: Column -> its Arrow type, in order.
 
     Raises:
-        CorruptFileError: It is damaged, or has changed.
-        UsageError: pyarrow is missing.
+        CorruptFileError: The file is damaged, or has changed.
+        UsageError: pyarrow is not installed.
     """
 
     def __init__(self, path: Path, known: KnownFiles) -> None:
@@ -49,8 +57,17 @@ class ArrowFile:
             self.types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
             self.num_rows = sum(batch.num_rows for batch in batches)
 
-    def batches(self, columns: Mapping[str, int | None], start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """Yield rows `start:stop` of some columns, as they lie in the file: column -> an arrow array."""
+    def batches(
+        self,
+        columns: Mapping[str, int | None],
+        start: int,
+        stop: int,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield rows `start:stop` of some columns by the batches of the file.
+
+        Yields:
+            Column -> Arrow array of the next rows, a view of the map.
+        """
         position = 0
         with self._opened() as (_, batches):
             for batch in batches:
@@ -60,30 +77,42 @@ class ArrowFile:
                     yield {name: batch.column(name).slice(first, last - first) for name in columns}
                 position += batch.num_rows
 
-    def _batches(self, ipc: Any, mapped: Any, schema: Any, count: int) -> Iterator[Any]:
-        """Read the batches of the file as a stream, whose messages are given before anything in them is unpacked."""
+    def _batches(self, ipc: Any, mapped: Any, schema: Any, num_batches: int) -> Iterator[Any]:
+        """Read the batches of the file as a stream of messages.
+
+        A message is delivered before a part of it is unpacked.
+        """
         mapped.seek(_MAGIC_BYTES)
         messages = iter(ipc.MessageReader.open_stream(mapped))
-        next(messages, None)  # the schema
-        for _ in range(count):
+        next(messages, None)  # The schema.
+        where = repr(str(self.path))
+        for _ in range(num_batches):
             message = next(messages, None)
             if message is None or message.type != _RECORD_BATCH:
                 got = "fewer" if message is None else f"a {message.type}"
-                raise CorruptFileError("read", repr(str(self.path)), f"{count} batches of rows", got)
-            claimed = _claimed_bytes(message)
-            most = max(_MAX_BATCH_BYTES, message.body.size) if claimed else self.path.stat().st_size
-            if claimed <= most:
-                batch = ipc.read_record_batch(message, schema)
-                batch.validate()  # its arrays lie within the file
-                claimed = batch.nbytes
-            if claimed > most:
-                raise CorruptFileError("read", repr(str(self.path)), f"a batch of at most {most} bytes", str(claimed))
+                raise CorruptFileError("read", where, f"{num_batches} batches of rows", got)
+            stated_bytes = _unpacked_bytes(message)
+            if stated_bytes:
+                most_bytes = max(_MAX_BATCH_BYTES, message.body.size)
+                self._check_size(stated_bytes, most_bytes)
+            else:
+                most_bytes = self.path.stat().st_size
+            batch = ipc.read_record_batch(message, schema)
+            batch.validate()  # Its arrays must lie within the file.
+            self._check_size(batch.nbytes, most_bytes)
             yield batch
+
+    def _check_size(self, num_bytes: int, most_bytes: int) -> None:
+        if num_bytes > most_bytes:
+            expected = f"a batch of at most {most_bytes} bytes"
+            raise CorruptFileError("read", repr(str(self.path)), expected, str(num_bytes))
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
+        """Open the file: its schema, and an iterator of its batches."""
         self._known.check(self.path)
-        pyarrow, ipc = (optional(name, "pyarrow", "formats", "Arrow files") for name in ("pyarrow", "pyarrow.ipc"))
+        pyarrow = optional("pyarrow", "pyarrow", "formats", "Arrow files")
+        ipc = optional("pyarrow.ipc", "pyarrow", "formats", "Arrow files")
         damage = (
             pyarrow.ArrowException,
             OSError,
@@ -101,34 +130,42 @@ class ArrowFile:
             yield file.schema, self._batches(ipc, mapped, file.schema, file.num_record_batches)
 
 
-def _claimed_bytes(message: Any) -> int:
-    """Return what the compressed buffers of a batch claim to unpack to; 0 where none is compressed."""
+def _unpacked_bytes(message: Any) -> int:
+    """Return the stated size of a batch after unpacking, in bytes; 0 without compression."""
     data = bytes(message.metadata)
-    body = message.body
-    batch = _reference(data, _field(data, _reference(data, 0), 2))
-    buffers = _field(data, batch, 2)
-    if not buffers or not (_field(data, batch, 3) or _EARLY_COMPRESSION in data):
+    header = _field(data, _reference(data, 0), _HEADER)
+    batch = _reference(data, header)
+    buffers = _field(data, batch, _BUFFERS)
+    is_compressed = _field(data, batch, _COMPRESSION) or _EARLY_COMPRESSION in data
+    if not buffers or not is_compressed:
         return 0
-    start = _reference(data, buffers)
-    places = struct.iter_unpack("<qq", data[start + 4 : start + 4 + 16 * _number("<I", data, start)])
-    return sum(max(0, _number("<q", body, place)) for place, length in places if length)
+    vector = _reference(data, buffers)
+    first = vector + struct.calcsize("<I")
+    num_bytes = _BUFFER_BYTES * _number("<I", data, vector)
+    total = 0
+    for offset, length in struct.iter_unpack("<qq", data[first : first + num_bytes]):
+        if length:
+            total += max(0, _number("<q", message.body, offset))
+    return total
 
 
-def _number(kind: str, data: Any, place: int) -> int:
-    if place < 0:
+def _number(number_format: str, data: Any, offset: int) -> int:
+    if offset < 0:
         raise ValueError("a place before the data")
-    found: int = struct.unpack_from(kind, data, place)[0]
-    return found
+    number: int = struct.unpack_from(number_format, data, offset)[0]
+    return number
 
 
-def _reference(data: bytes, place: int) -> int:
-    """Follow an offset."""
-    return place + _number("<I", data, place)
+def _reference(data: bytes, offset: int) -> int:
+    """Return the offset that the reference at an offset leads to."""
+    return offset + _number("<I", data, offset)
 
 
 def _field(data: bytes, table: int, number: int) -> int:
-    """Return where a field of a table is; 0 if it is absent."""
+    """Return the offset of a field of a table; 0 if the table lacks the field."""
     offsets = table - _number("<i", data, table)
-    at = 4 + 2 * number
-    offset = _number("<H", data, offsets + at) if at < _number("<H", data, offsets) else 0
+    place = 4 + 2 * number
+    if place >= _number("<H", data, offsets):
+        return 0
+    offset = _number("<H", data, offsets + place)
     return table + offset if offset else 0

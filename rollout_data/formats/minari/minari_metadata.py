@@ -1,4 +1,4 @@
-"""What a Minari dataset says of itself: `metadata.json` and the spaces in it."""
+"""The description of a Minari dataset: `metadata.json` and the spaces in it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ...sources.episode_reader import EpisodeInfo, ForeignReader
 from ..format_detection import MINARI_METADATA
 from ..input_checks import file_inside, parse_json, read_object
 
-#: Group or column -> our name; every step has them.
+#: Group or column -> our name. Every step has them.
 STEP_FIELDS = {"observations": "observation", "actions": "action", "rewards": "reward"}
-#: Group or column -> attribute of an episode: what its last row says.
+#: Group or column -> attribute of an episode with its last row.
 ENDS = {"terminations": "terminated", "truncations": "truncated"}
 INFOS = "infos"
-#: Pictures are at least so high and wide.
-_MIN_PICTURE = 32
+#: Least height and width of pictures.
+_MIN_PICTURE_SIZE = 32
 
 
 @dataclass(frozen=True)
 class Description:
-    """A dataset without its episodes.
+    """The description of a dataset without its episodes.
 
     Attributes:
-        metadata: All that it says.
-        spaces: "observation" and "action" -> description of the space, {} if it is not told.
+        metadata: The whole description.
+        spaces: "observation" and "action" -> description of the space; {} if it is unknown.
     """
 
     metadata: dict[str, Any]
@@ -36,71 +36,96 @@ class Description:
 
     @property
     def is_jpeg(self) -> bool:
-        """Whether pictures are JPEG files; Minari takes it for granted where it is not told."""
+        """Whether pictures are JPEG files. Minari assumes so if the metadata do not say."""
         return self.metadata.get("jpeg_encoding") is not False
 
     def space(self, name: str) -> Mapping[str, Any]:
-        """Find the space of a field by our name, "observation/camera"; {} if it is not told."""
+        """Return the space of a field, such as "observation/camera"; {} if it is unknown."""
         head, *parts = name.split("/")
-        found: Any = self.spaces.get(head)
+        space: Any = self.spaces.get(head)
         for part in parts:
-            below = found.get("subspaces") if isinstance(found, dict) else None
-            if isinstance(below, list):  # a tuple
-                below = {f"_index_{number}": one for number, one in enumerate(below)}
-            found = below.get(part) if isinstance(below, dict) else None
-        return found if isinstance(found, dict) else {}
+            space = _subspaces(space).get(part)
+        return space if isinstance(space, dict) else {}
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a field's space if it has as many numbers as `shape`, otherwise that one."""
-        told = _shape(self.space(name))
-        return shape if told is None or prod(told) != prod(shape) else told
+        """Return the shape of the space of a field if it has as many elements as `shape`.
+
+        Otherwise `shape` is returned.
+        """
+        space_shape = _shape(self.space(name))
+        if space_shape is None or prod(space_shape) != prod(shape):
+            return shape
+        return space_shape
 
     def is_picture(self, name: str) -> bool:
-        """Return whether a field is of pictures, by its space; also where that is not told."""
+        """Return whether the space of a field is a picture. An unknown space may be a picture."""
         space = self.space(name)
         shape = _shape(space)
         if shape is None:
             return not space
-        return space.get("dtype") == "uint8" and len(shape) in (2, 3) and min(shape[:2]) >= _MIN_PICTURE
+        has_axes = len(shape) in (2, 3) and min(shape[:2]) >= _MIN_PICTURE_SIZE
+        return has_axes and space.get("dtype") == "uint8"
+
+
+def _subspaces(space: Any) -> dict[str, Any]:
+    """Return the spaces in a space by their names. Spaces of a tuple are "_index_<number>"."""
+    subspaces = space.get("subspaces") if isinstance(space, dict) else None
+    if isinstance(subspaces, list):
+        return {f"_index_{number}": part for number, part in enumerate(subspaces)}
+    return subspaces if isinstance(subspaces, dict) else {}
 
 
 def _shape(space: Mapping[str, Any]) -> tuple[int, ...] | None:
     sizes = space.get("shape")
-    is_told = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
-    return tuple(sizes) if is_told and sizes is not None else None
+    if not isinstance(sizes, list):
+        return None
+    is_shape = all(type(size) is int and size >= 0 for size in sizes)
+    return tuple(sizes) if is_shape else None
 
 
-def describe(root: Path, folder: Path, older: Mapping[str, Any] | None = None) -> Description:
-    """Read `metadata.json`, if it is there.
+def read_description(
+    root: Path,
+    folder: Path,
+    attributes: Mapping[str, Any] | None = None,
+) -> Description:
+    """Read `metadata.json`, if it exists.
 
     Args:
-        root: What was opened.
-        folder: That of the data, in it.
-        older: Metadata from elsewhere, where Minari before 0.5 had all of them.
+        root: The opened path.
+        folder: Folder of the data, in `root`.
+        attributes: Metadata from the HDF5 file. Minari before 0.5 has all metadata there.
 
     Raises:
-        DataFileError: It is damaged, or leads elsewhere.
+        DataFileError: The file is damaged, or is a link out of `root`.
     """
     path = folder / MINARI_METADATA
-    told = dict(older or {})
+    metadata = dict(attributes or {})
     if path.exists():
-        told.update(read_object(file_inside(root, os.path.relpath(path, root))))
-    texts = ("observation_space", "action_space", "env_spec")
-    parsed = {name: parse_json(told[name], path) for name in texts if isinstance(told.get(name), str)}
-    spec = told["env_spec"] = parsed.get("env_spec", {})
-    told["env_name"] = str(spec.get("id", "")) if isinstance(spec, dict) else ""
-    return Description(told, {name: parsed.get(f"{name}_space", {}) for name in ("observation", "action")})
+        metadata |= read_object(file_inside(root, os.path.relpath(path, root)))
+    parsed = {}
+    for name in ("observation_space", "action_space", "env_spec"):
+        text = metadata.get(name)
+        if isinstance(text, str):
+            parsed[name] = parse_json(text, path)
+    spec = parsed.get("env_spec", {})
+    metadata["env_spec"] = spec
+    metadata["env_name"] = str(spec.get("id", "")) if isinstance(spec, dict) else ""
+    spaces = {name: parsed.get(f"{name}_space", {}) for name in ("observation", "action")}
+    return Description(metadata, spaces)
 
 
-def check_totals(reader: ForeignReader, episodes: Sequence[EpisodeInfo]) -> Sequence[EpisodeInfo]:
-    """Compare what the dataset says of all episodes with what is there, unless some were left out; gives them.
+def check_totals(reader: ForeignReader, episodes: Sequence[EpisodeInfo]) -> None:
+    """Compare the totals in the metadata with the episodes, unless some were left out.
 
     Raises:
         CorruptFileError: They differ, and `on_bad_index` is "refuse".
     """
-    totals = {"total_episodes": len(episodes), "total_steps": sum(one.length for one in episodes)}
-    for name, got in totals.items() if not reader.problems else ():
-        if (told := reader.metadata.get(name, got)) != got:
-            why = "It was not written to its end, or was changed"
-            reader.distrust(f"{name!r} of {str(reader.path)!r}", str(told), str(got), why)
-    return episodes
+    if reader.problems:
+        return
+    num_steps = sum(info.length for info in episodes)
+    for name, total in (("total_episodes", len(episodes)), ("total_steps", num_steps)):
+        stated = reader.metadata.get(name, total)
+        if stated != total:
+            where = f"{name!r} of {str(reader.path)!r}"
+            advice = "It was not written to its end, or was changed"
+            reader.distrust(where, str(stated), str(total), advice)

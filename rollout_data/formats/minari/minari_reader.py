@@ -1,6 +1,7 @@
-"""Minari datasets: a folder, or its file, whatever the kind of its files; HDF5 has `episode_<id>` in `main_data.hdf5`.
+"""Reader of Minari datasets: a folder or its HDF5 file.
 
-One rule: observations and infos have T + 1 rows; the last one follows the last action.
+HDF5 datasets have groups `episode_<id>` in `main_data.hdf5`. Observations and infos have T + 1
+rows. The last row follows the last action.
 """
 
 from __future__ import annotations
@@ -12,62 +13,79 @@ from typing import Any, ClassVar
 
 from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
 from ..encoded_images import picture_format
-from ..format_detection import MINARI_EPISODE, MINARI_MAIN_FILE, MINARI_NUM_STEPS, has_minari_tables, minari_folder
+from ..format_detection import (
+    MINARI_EPISODE,
+    MINARI_MAIN_FILE,
+    MINARI_NUM_STEPS,
+    has_minari_tables,
+    minari_folder,
+)
 from ..hdf5.hdf5_datasets import OpenFile
 from ..hdf5.hdf5_episodes import Hdf5Reader, LayoutMaker, absent_fields, is_encoded
 from ..input_checks import file_inside
-from .minari_metadata import ENDS, STEP_FIELDS, check_totals, describe
+from .minari_metadata import ENDS, STEP_FIELDS, check_totals, read_description
 from .minari_tables import TableReader
+
+#: First bytes of a picture that determine its format.
+_PICTURE_HEAD_BYTES = 16
 
 
 class GroupReader(Hdf5Reader):
-    """Reads a dataset whose data are in groups of a file."""
+    """Reader of a dataset in groups of an HDF5 file."""
 
     format = "minari"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
     STEPS: ClassVar[Mapping[str, str]] = STEP_FIELDS
     ENDS: ClassVar[Mapping[str, str]] = ENDS
-    AFTER = ("observations",)
+    WITH_FINAL = ("observations",)
     STATED = MINARI_NUM_STEPS
     GROUPS = ("observations",)
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        folder = minari_folder(self.path) if self.path.is_dir() else None
         path = self.path
+        folder = minari_folder(path) if path.is_dir() else None
         if folder is not None:
             path = file_inside(path, os.path.relpath(folder / MINARI_MAIN_FILE, path))
         with self.files.use(path) as file:
-            self._about = describe(self.path, folder or path, file.attributes(file.open("")))
-            self.metadata = {**self._about.metadata, **self.metadata}
+            root = file.attributes(file.open(""))
+            self._description = read_description(self.path, folder or path, root)
+            self.metadata = {**self._description.metadata, **self.metadata}
             names = file.numbered("", MINARI_EPISODE)
-        return check_totals(self, self.checked_some(self.collect(path, "", names), "an episode"))
+        episodes = self.checked_some(self.collect(path, "", names), "an episode")
+        check_totals(self, episodes)
+        return episodes
 
-    def about(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
-        ends = super().about(file, node, length)
-        if not any(ends.values()):  # most episodes have an end: their attributes need not be read
-            lacking = absent_fields(file.attribute(node, ABSENT)).get(ABSENT, ())
-            ends |= {ours: None for name, ours in ENDS.items() if name in lacking}
-        return ends
+    def facts(self, file: OpenFile, node: Any, length: int) -> dict[str, Any]:
+        facts = super().facts(file, node, length)
+        # Most episodes have an end. Their attributes need not be read.
+        if not any(facts.values()):
+            absent = absent_fields(file.attribute(node, ABSENT)).get(ABSENT, ())
+            for path, name in self.ENDS.items():
+                if path in absent:
+                    facts[name] = None
+        return facts
 
     def is_picture(self, maker: LayoutMaker, path: str, name: str) -> bool:
-        # Raw pictures have more axes.
-        found = maker.found[path]
-        if not (is_encoded(found) and found.shape[0] and self._about.is_jpeg and self._about.is_picture(name)):
+        # Pictures that are not encoded have more axes.
+        info = maker.datasets[path]
+        has_bytes = is_encoded(info) and info.shape[0] > 0
+        if not has_bytes or not self._description.is_jpeg or not self._description.is_picture(name):
             return False
-        if found.kind == "bytes":
+        if info.kind == "bytes":
             return True
-        first = maker.file.rows(f"{maker.group}/{path}", found, 0, 1)[0]
-        return picture_format(bytes(first[:16])) == "JPEG"
+        first = maker.file.rows(f"{maker.group}/{path}", info, 0, 1)[0]
+        return picture_format(bytes(first[:_PICTURE_HEAD_BYTES])) == "JPEG"
 
     def shape_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return self._about.shape_of(name, shape)
+        return self._description.shape_of(name, shape)
 
 
 class Reader(GroupReader):
     """Episodes in the order of their numbers.
 
     Options:
-        on_bad_index: "refuse" a dataset that does not hold what its metadata count, or "rebuild": read what is there.
+        on_bad_index: "refuse" a dataset whose metadata state other totals than its data, or
+            "rebuild": deliver the data.
     """
 
     def __new__(cls, path: Path, options: Mapping[str, Any]) -> ForeignReader:  # type: ignore[misc]

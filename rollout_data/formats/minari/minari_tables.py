@@ -1,6 +1,6 @@
-"""Minari's Arrow and Parquet files: `<id>/part-0.*`, one folder an episode.
+"""Reader of Minari datasets in Arrow or Parquet files: a folder per episode, with `part-0.*`.
 
-One rule: every column has T + 1 rows; the last ones of actions, rewards and ends are nothing.
+Every column has T + 1 rows. The last row of actions, rewards and ends is padding.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ...sources.episode_reader import EpisodeInfo, ForeignReader
 from ..encoded_images import decode_picture, picture_shape
 from ..format_detection import MINARI_METADATA, minari_folder
 from ..hdf5.hdf5_datasets import numbered
-from ..hdf5.hdf5_episodes import Told
+from ..hdf5.hdf5_episodes import LazyMetadata
 from ..input_checks import KnownFiles, file_inside, read_object
 from ..parquet import ParquetFile, as_rows, first_row, shared_texts
 from .arrow_file import ArrowFile
-from .minari_metadata import ENDS, INFOS, STEP_FIELDS, check_totals, describe
+from .minari_metadata import ENDS, INFOS, STEP_FIELDS, check_totals, read_description
 
-_KINDS: dict[str, type[Any]] = {".arrow": ArrowFile, ".parquet": ParquetFile}
+_FILE_TYPES: dict[str, type[Any]] = {".arrow": ArrowFile, ".parquet": ParquetFile}
 _TEXT = "text"
 _PICTURE = "picture"
 
 
 class Leaf(NamedTuple):
-    """A column, or a part of a structure in it.
+    """A column of a table, or a part of a structure in it.
 
     Attributes:
-        column: Its name.
-        parts: Names of the structures below it.
-        shape: Of a row as it is given.
+        column: Name of the column.
+        parts: Names of the parts that lead to the leaf, from the outside in.
+        shape: Shape of a delivered row.
         dtype: Key of `DTYPES`, "text" or "picture".
     """
 
@@ -49,7 +49,7 @@ class Leaf(NamedTuple):
 
 
 class TableReader(ForeignReader):
-    """Reads a dataset whose data are tables; the files are opened for each read."""
+    """Reader of a dataset of tables. The files are opened for each read."""
 
     format = "minari"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
@@ -57,148 +57,213 @@ class TableReader(ForeignReader):
     def scan(self) -> Sequence[EpisodeInfo]:
         folder = minari_folder(self.path)
         assert folder is not None, "as it was detected"
-        self._about = describe(self.path, folder)
-        self.metadata = {**self._about.metadata, **self.metadata}
+        self._description = read_description(self.path, folder)
+        self.metadata = {**self._description.metadata, **self.metadata}
         self._known = KnownFiles()
+        #: Columns of a file -> its leaves by the names of fields.
         self._leaves: dict[tuple[Any, ...], dict[str, Leaf]] = {}
+        with os.scandir(folder) as entries:
+            is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         episodes: list[EpisodeInfo] = []
-        with os.scandir(folder) as listed:
-            is_folder = {one.name: one.is_dir(follow_symlinks=False) for one in listed}
         for name in numbered(list(is_folder), ""):
             try:
                 if not is_folder[name]:
-                    raise UnsafeFileError("read", repr(str(folder / name)), "a folder", "a link or a file")
-                episodes.append(self._describe(folder / name))
+                    where = repr(str(folder / name))
+                    raise UnsafeFileError("read", where, "a folder", "a link or a file")
+                episodes.append(self._episode(folder / name))
             except DataFileError as cause:
                 self.problems.append(cause.of("", name))
-        return check_totals(self, self.checked_some(episodes, "an episode"))
+        self.checked_some(episodes, "an episode")
+        check_totals(self, episodes)
+        return episodes
 
-    def _describe(self, folder: Path) -> EpisodeInfo:
-        told = read_object(file_inside(folder, MINARI_METADATA))
-        parts = _parts(folder)
-        files = self._opened(parts)
-        rows = sum(file.num_rows for file in files)
-        if rows < 2 or told.get("total_steps", rows - 1) != rows - 1:
-            expected = f"{told.get('total_steps', 1)} steps, of a row each, and one more"
-            raise CorruptFileError("read", repr(str(folder)), expected, f"{rows} rows").of("counts")
-        found = self._leaves_of(files[0])
+    def _episode(self, folder: Path) -> EpisodeInfo:
+        """Return the description of the episode in a folder."""
+        metadata = read_object(file_inside(folder, MINARI_METADATA))
+        paths = _part_paths(folder)
+        files = self._opened(paths)
+        num_rows = sum(file.num_rows for file in files)
+        length = num_rows - 1
+        where = repr(str(folder))
+        if length < 1 or metadata.get("total_steps", length) != length:
+            expected = f"{metadata.get('total_steps', 1)} steps, of a row each, and one more"
+            raise CorruptFileError("read", where, expected, f"{num_rows} rows").of("counts")
+        leaves = self._leaves_of(files[0])
         if any(file.types != files[0].types for file in files):
-            raise CorruptFileError("read", repr(str(folder)), "parts with the same columns", "others")
-        kinds = {name: "uint8" if leaf.dtype == _PICTURE else leaf.dtype for name, leaf in found.items()}
-        texts = tuple(name for name, kind in kinds.items() if kind == _TEXT)
-        schema = Schema(Field(name, found[name].shape, kind) for name, kind in kinds.items() if kind != _TEXT)
-        about: dict[str, Any] = {
-            ours: bool(self._rows(files, Leaf(name, (), (), "bool"), name, rows - 2, rows - 1)[0])
-            for name, ours in ENDS.items()
-            if name in files[0].types
-        }
-        spoken = [Field(name, (), "int64", is_text=True) for name in texts if name.partition("/")[0] == "observation"]
-        final = Schema([*schema.below("observation").values(), *spoken])
-        about["metadata"] = Told(told, partial(self._last_infos, parts, found, rows))
-        return EpisodeInfo(folder.name, rows - 1, schema, texts, final, source=(parts, found), **about)
+            raise CorruptFileError("read", where, "parts with the same columns", "others")
+
+        schema, texts = _fields_of(leaves)
+        final = list(schema.below("observation").values())
+        for name in texts:
+            if name.partition("/")[0] == "observation":
+                final.append(Field(name, (), "int64", is_text=True))
+        return EpisodeInfo(
+            name=folder.name,
+            length=length,
+            schema=schema,
+            texts=texts,
+            final=Schema(final),
+            metadata=LazyMetadata(metadata, partial(self._last_infos, paths, leaves, length)),
+            source=(paths, leaves),
+            **self._ends(files, length),
+        )
+
+    def _ends(self, files: Sequence[Any], length: int) -> dict[str, Any]:
+        """Read the flags of the end of an episode."""
+        ends = {}
+        for column, name in ENDS.items():
+            if column in files[0].types:
+                leaf = Leaf(column, (), (), "bool")
+                ends[name] = bool(self._rows(files, leaf, column, length - 1, length)[0])
+        return ends
 
     def _leaves_of(self, file: Any) -> dict[str, Leaf]:
-        """Return what the columns hold, once for all files with the same columns."""
-        same = tuple((name, str(kind)) for name, kind in file.types.items())
-        if same not in self._leaves:
-            found: dict[str, Leaf] = {}
-            for column, kind in file.types.items():
-                if column in STEP_FIELDS or column == INFOS:
-                    for parts, leaf in _walk(kind, ()):
-                        name = "/".join((STEP_FIELDS.get(column, column), *parts))
-                        if (made := self._leaf(file, column, parts, leaf, name)) is not None:
-                            found[name] = made
-            self._leaves[same] = found
-        return self._leaves[same]
+        """Return field -> its leaf. Files with the same columns share the result."""
+        key = tuple((name, str(arrow_type)) for name, arrow_type in file.types.items())
+        if key not in self._leaves:
+            leaves: dict[str, Leaf] = {}
+            for column, arrow_type in file.types.items():
+                if column not in STEP_FIELDS and column != INFOS:
+                    continue
+                for parts, leaf_type in _walk(arrow_type, ()):
+                    name = "/".join((STEP_FIELDS.get(column, column), *parts))
+                    leaf = self._leaf(file, column, parts, leaf_type, name)
+                    if leaf is not None:
+                        leaves[name] = leaf
+            self._leaves[key] = leaves
+        return self._leaves[key]
 
-    def _leaf(self, file: Any, column: str, parts: tuple[str, ...], kind: Any, name: str) -> Leaf | None:
+    def _leaf(
+        self,
+        file: Any,
+        column: str,
+        parts: tuple[str, ...],
+        leaf_type: Any,
+        name: str,
+    ) -> Leaf | None:
+        """Return the leaf of a field by its first row; None if its type cannot be read."""
         where = f"{name!r} of {str(file.path)!r}"
-        first = _of(next(file.batches({column: None}, 0, 1))[column], parts)
+        batch = next(file.batches({column: None}, 0, 1))
+        first = _part_of(batch[column], parts)
         sizes, dtype = first_row(first)
         if dtype == "binary":
             self.metadata["lossy"].append(name)
-            shape = self._about.shape_of(name, picture_shape(first[0].as_py() or b"", where))
-            return Leaf(column, parts, shape, _PICTURE)
-        if dtype != _TEXT and dtype not in DTYPES:
-            self.problem("read the column", where, "numbers, texts or pictures", str(kind), "It is left out")
+            sizes = picture_shape(first[0].as_py() or b"", where)
+            dtype = _PICTURE
+        elif dtype != _TEXT and dtype not in DTYPES:
+            expected = "numbers, texts or pictures"
+            got = str(leaf_type)
+            self.problem("read the column", where, expected, got, "It is left out")
             return None
-        return Leaf(column, parts, self._about.shape_of(name, sizes), dtype)
+        return Leaf(column, parts, self._description.shape_of(name, sizes), dtype)
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
-        parts, leaves = self.episodes[number].source
-        return self._rows(self._opened(parts), leaves[name], name, start, stop)
+        paths, leaves = self.episodes[number].source
+        return self._rows(self._opened(paths), leaves[name], name, start, stop)
 
     def read_final(self, number: int, name: str) -> Any:
-        info = self.episodes[number]
-        parts, leaves = info.source
-        files = self._opened(parts)
-        value = self._rows(files, leaves[name], name, info.length, info.length + 1)[0]
-        return value if leaves[name].dtype == _TEXT else np.asarray(value)
+        length = self.episodes[number].length
+        value = self.read(number, name, length, length + 1)[0]
+        return value if isinstance(value, str) else np.asarray(value)
 
-    def _opened(self, parts: Sequence[Path]) -> list[Any]:
-        """Open the parts of an episode's table."""
-        for path in parts:
+    def _opened(self, paths: Sequence[Path]) -> list[Any]:
+        """Open the parts of the table of an episode."""
+        for path in paths:
             self._known.check(path)
-        files = [file_inside(path.parent, path.name) for path in parts]
-        return [_KINDS[path.suffix](path, self._known) for path in files]
+        files = [file_inside(path.parent, path.name) for path in paths]
+        return [_FILE_TYPES[path.suffix](path, self._known) for path in files]
 
     def _rows(self, files: Sequence[Any], leaf: Leaf, name: str, start: int, stop: int) -> Any:
-        found: list[Any] = []
+        """Read rows of a field, counted over all parts of the table."""
+        values: list[Any] = []
+        first = 0
         for file in files:
-            # A structure may have parts of several widths: the largest is a bound for all.
-            widths = [prod(one.shape) for one in self._leaves_of(file).values() if one.column == leaf.column]
-            width = None if leaf.dtype in (_TEXT, _PICTURE) else max(widths, default=prod(leaf.shape))
-            low = max(start, 0)
-            high = min(stop, file.num_rows)
-            for batch in file.batches({leaf.column: width}, low, high) if low < high else ():
-                found.append(_taken(_of(batch[leaf.column], leaf.parts), leaf, f"{name!r} of {str(file.path)!r}"))
-            start = start - file.num_rows
-            stop = stop - file.num_rows
+            low = max(start - first, 0)
+            high = min(stop - first, file.num_rows)
+            first += file.num_rows
+            if low >= high:
+                continue
+            where = f"{name!r} of {str(file.path)!r}"
+            for batch in file.batches({leaf.column: self._width(file, leaf)}, low, high):
+                values.append(_values(_part_of(batch[leaf.column], leaf.parts), leaf, where))
         if leaf.dtype == _TEXT:
-            return [text for part in found for text in part]
+            return [text for texts in values for text in texts]
         dtype = np.uint8 if leaf.dtype == _PICTURE else leaf.dtype
-        return np.concatenate(found) if found else np.empty((0, *leaf.shape), dtype)
+        return np.concatenate(values) if values else np.empty((0, *leaf.shape), dtype)
 
-    def _last_infos(self, parts: Sequence[Path], leaves: Mapping[str, Leaf], rows: int) -> dict[str, Any]:
+    def _width(self, file: Any, leaf: Leaf) -> int | None:
+        """Return the most numbers in a row of the column of a leaf; None if it is unknown."""
+        if leaf.dtype in (_TEXT, _PICTURE):
+            return None
+        leaves = self._leaves_of(file).values()
+        widths = [prod(other.shape) for other in leaves if other.column == leaf.column]
+        return max(widths, default=prod(leaf.shape))
+
+    def _last_infos(
+        self,
+        paths: Sequence[Path],
+        leaves: Mapping[str, Leaf],
+        row: int,
+    ) -> dict[str, Any]:
         """Read the last row of the infos."""
-        files = self._opened(parts)
-        return {
-            f"final/{'/'.join((leaf.column, *leaf.parts))}": self._rows(files, leaf, name, rows - 1, rows)[0]
-            for name, leaf in leaves.items()
-            if leaf.column == INFOS
-        }
+        files = self._opened(paths)
+        infos = {}
+        for name, leaf in leaves.items():
+            if leaf.column == INFOS:
+                key = "/".join(("final", leaf.column, *leaf.parts))
+                infos[key] = self._rows(files, leaf, name, row, row + 1)[0]
+        return infos
 
 
-def _parts(folder: Path) -> list[Path]:
-    """List the parts of an episode's table."""
-    names = [name for name in os.listdir(folder) if name[0] != "." and Path(name).suffix in _KINDS]
+def _fields_of(leaves: Mapping[str, Leaf]) -> tuple[Schema, tuple[str, ...]]:
+    """Return the numeric fields and the names of the text fields."""
+    fields = []
+    texts = []
+    for name, leaf in leaves.items():
+        if leaf.dtype == _TEXT:
+            texts.append(name)
+        else:
+            dtype = "uint8" if leaf.dtype == _PICTURE else leaf.dtype
+            fields.append(Field(name, leaf.shape, dtype))
+    return Schema(fields), tuple(texts)
+
+
+def _part_paths(folder: Path) -> list[Path]:
+    """Return the files of the table of an episode, in order."""
+    names = []
+    for name in os.listdir(folder):
+        if not name.startswith(".") and Path(name).suffix in _FILE_TYPES:
+            names.append(name)
     suffix = Path(names[0]).suffix if names else ".parquet"
     parts = numbered([name.removesuffix(suffix) for name in names], "part-")
     if not parts or len(parts) != len(names):
-        raise CorruptFileError("read", repr(str(folder)), "files part-<n>.arrow or .parquet", f"{sorted(names)}")
+        expected = "files part-<n>.arrow or .parquet"
+        raise CorruptFileError("read", repr(str(folder)), expected, f"{sorted(names)}")
     return [folder / f"{part}{suffix}" for part in parts]
 
 
-def _walk(kind: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the parts of structures in a column, and what they hold."""
-    if str(kind).startswith("struct<"):
-        for number in range(kind.num_fields):
-            yield from _walk(kind.field(number).type, (*parts, kind.field(number).name))
-    else:
-        yield parts, kind
+def _walk(arrow_type: Any, parts: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the names that lead to each leaf of a type, and the type of the leaf."""
+    if not str(arrow_type).startswith("struct<"):
+        yield parts, arrow_type
+        return
+    for number in range(arrow_type.num_fields):
+        field = arrow_type.field(number)
+        yield from _walk(field.type, (*parts, field.name))
 
 
-def _of(array: Any, parts: Sequence[str]) -> Any:
+def _part_of(array: Any, parts: Sequence[str]) -> Any:
     for part in parts:
         array = array.field(part)
     return array
 
 
-def _taken(array: Any, leaf: Leaf, where: str) -> Any:
-    """Turn an arrow array into rows as they are given."""
+def _values(array: Any, leaf: Leaf, where: str) -> Any:
+    """Convert an Arrow array to the delivered rows."""
     if leaf.dtype == _TEXT:
         return shared_texts(array, {})
     if leaf.dtype == _PICTURE:
-        pictures = [decode_picture(data or b"", where, (*leaf.shape, 1)[:3]) for data in array.to_pylist()]
+        size = (*leaf.shape, 1)[:3]
+        pictures = [decode_picture(data or b"", where, size) for data in array.to_pylist()]
         return np.stack(pictures).reshape(-1, *leaf.shape)
     return as_rows([array], leaf.shape, where)

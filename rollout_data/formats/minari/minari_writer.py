@@ -1,7 +1,8 @@
-"""Writing Minari's HDF5 datasets: `data/main_data.hdf5` with T + 1 observations of each episode, and `metadata.json`.
+"""Writer of Minari's HDF5 datasets: `data/main_data.hdf5` and `data/metadata.json`.
 
-One rule: nothing is made up. Where the observation after the last step is not known, the last step is left out and its
-observation takes that place; rewards that are missing are refused.
+An episode has T + 1 observations. If the observation after the last step is unknown, the last step
+is left out, and its observation becomes the final one. Missing rewards are refused without the
+option `missing_reward`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,21 +23,37 @@ from storage.errors import UsageError
 from ...sources.episode_reader import ABSENT
 from ...writing.conversion_record import ConversionNote
 from ...writing.target_files import file_sum
-from ..episode_writer import EpisodeToWrite, SharedFields, finals_of, has_unknown_end, occupied, shared_fields
-from ..hdf5.hdf5_writer import Hdf5Writer, Rows, written_dtype
+from ..episode_writer import (
+    EpisodeToWrite,
+    SharedFields,
+    finals_of,
+    has_unknown_end,
+    occupied,
+    shared_fields,
+)
+from ..hdf5.hdf5_writer import (
+    Form,
+    Hdf5Writer,
+    Rows,
+    has_number,
+    without_left_out,
+    written_dtype,
+)
 
-_HEADS = {"observation": "observations", "action": "actions", "reward": "rewards"}
-_WITH_LAST = ("observations", "infos")
+#: Our name of a group of fields -> its group in an episode.
+_GROUPS = {"observation": "observations", "action": "actions", "reward": "rewards"}
+#: Groups with T + 1 rows.
+_WITH_FINAL = ("observations", "infos")
 _FLAGS = ("terminations", "truncations")
 _METADATA = "data/metadata.json"
 
 
 class Writer(Hdf5Writer):
-    """A dataset of Minari; a `path` such as ".../door/human-v0" is its id.
+    """A dataset of Minari. The id of a `path` ".../door/human-v0" is "door/human-v0".
 
     Options:
-        dataset_id: Of Minari; None takes the last two parts of the path.
-        missing_reward: What episodes without rewards get; None refuses them.
+        dataset_id: Id of the dataset; None takes the last two parts of the path.
+        missing_reward: Reward of episodes without rewards; None refuses these.
     """
 
     format = "minari"
@@ -68,119 +86,140 @@ class Writer(Hdf5Writer):
 
     @classmethod
     def rows_of(cls, note: ConversionNote) -> dict[str, Rows]:
-        return {name: Rows(f"episode_{number}") for number, name in enumerate(note.written_ids())}
+        ids = note.written_ids()
+        return {name: Rows(f"episode_{number}") for number, name in enumerate(ids)}
 
     def begin(self) -> set[str]:
-        datasets: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        episodes = enumerate(self.episodes)
+        self._groups = {episode.id: f"episode_{number}" for number, episode in episodes}
+        self._fields = self._chosen_fields()
+        datasets: dict[str, Form] = {}
         attributes: dict[str, dict[str, Any]] = {}
-        self._groups = {episode.id: f"episode_{number}" for number, episode in enumerate(self.episodes)}
-        shared = shared_fields(self.episodes)
-        is_made = self.options["missing_reward"] is not None
-        left_out = {name: why for name, why in shared.left_out.items() if not (is_made and name == "reward")}
-        kept = Schema(field for field in shared.schema.values() if _place(field))
-        self._fields = SharedFields(kept, shared.texts, left_out)
-        for episode in self.episodes:
+        for number, episode in enumerate(self.episodes):
             group = self._groups[episode.id]
             length = self._length(episode)
-            if not _has_reward(episode) and self.options["missing_reward"] is None:
-                advice = "Say missing_reward=, or select episodes with one reward a step"
-                raise UsageError(
-                    "write", f"episode {episode.id!r} as Minari", "one reward a step", "none or several", advice
-                )
-            absent = self._fields.absent(episode)
-            if length == episode.length and has_unknown_end(episode):
-                absent += _FLAGS
-            datasets |= {f"{group}/{name}": (np.dtype(bool), (length,)) for name in _FLAGS}
-            datasets[f"{group}/rewards"] = np.dtype("<f8"), (length,)
-            for field in self._fields.schema.values():
-                at = _place(field)
-                shape = () if at == "rewards" else field.shape
-                num_rows = length + (at.split("/")[0] in _WITH_LAST)
-                datasets[f"{group}/{at}"] = written_dtype(field), (num_rows, *shape)
+            self._check_reward(episode)
+            for dataset, form in self._forms(length).items():
+                datasets[f"{group}/{dataset}"] = form
+            # Minari reads both groups of every episode, also without fields.
             for head in ("observation", "action"):
-                if not self._fields.schema.below(head):  # Minari reads both groups of every episode
-                    attributes[f"{group}/{_HEADS[head]}"] = {}
-            seed = episode.metadata.get("seed")
-            attributes[group] = {"id": len(attributes), "total_steps": length}
-            attributes[group] |= {"seed": int(seed)} if isinstance(seed, (int, np.integer)) else {}
-            attributes[group] |= {ABSENT: json.dumps(absent)} if absent else {}
+                if not self._fields.schema.below(head):
+                    attributes[f"{group}/{_GROUPS[head]}"] = {}
+            attributes[group] = self._attributes(number, episode, length)
         return self.make_file(datasets, {}, attributes)
 
+    def _chosen_fields(self) -> SharedFields:
+        """Return the fields that all episodes share and that Minari has a place for."""
+        shared = shared_fields(self.episodes)
+        if self.options["missing_reward"] is not None:
+            shared = without_left_out(shared, ["reward"])
+        schema = Schema(field for field in shared.schema.values() if _dataset_of(field))
+        return replace(shared, schema=schema)
+
+    def _check_reward(self, episode: EpisodeToWrite) -> None:
+        """Raise `UsageError` if an episode has no rewards, and `missing_reward` is None."""
+        if has_number(episode, "reward") or self.options["missing_reward"] is not None:
+            return
+        where = f"episode {episode.id!r} as Minari"
+        advice = "Say missing_reward=, or select episodes with one reward a step"
+        raise UsageError("write", where, "one reward a step", "none or several", advice)
+
+    def _forms(self, length: int) -> dict[str, Form]:
+        """Return dataset of an episode -> dtype and shape."""
+        forms: dict[str, Form] = {name: (np.dtype(bool), (length,)) for name in _FLAGS}
+        forms["rewards"] = (np.dtype("<f8"), (length,))
+        for field in self._fields.schema.values():
+            dataset = _dataset_of(field)
+            shape = () if dataset == "rewards" else field.shape
+            num_rows = length + _has_final(dataset)
+            forms[dataset] = (written_dtype(field), (num_rows, *shape))
+        return forms
+
+    def _attributes(self, number: int, episode: EpisodeToWrite, length: int) -> dict[str, Any]:
+        """Return the attributes of an episode."""
+        attributes: dict[str, Any] = {"id": number, "total_steps": length}
+        seed = episode.metadata.get("seed")
+        if isinstance(seed, (int, np.integer)):
+            attributes["seed"] = int(seed)
+        absent = self._fields.absent(episode)
+        if length == episode.length and has_unknown_end(episode):
+            absent += _FLAGS
+        if absent:
+            attributes[ABSENT] = json.dumps(absent)
+        return attributes
+
     def _length(self, episode: EpisodeToWrite) -> int:
-        """Steps that are written: without the last one where what follows it is not known."""
-        has_final = self._has_final(episode)
-        if not has_final and episode.length == 1:
-            advice = "Select episodes of two steps or more"
+        """Return the number of written steps. The last is left out without a final observation."""
+        names = self._fields.schema.below("observation").keys() & episode.schema.keys()
+        if set(episode.final) >= names:
+            return episode.length
+        if episode.length == 1:
             where = f"episode {episode.id!r} as Minari"
             expected = "the observation after its only step"
+            advice = "Select episodes of two steps or more"
             raise UsageError("write", where, expected, "none", advice)
-        return episode.length if has_final else episode.length - 1
-
-    def _has_final(self, episode: EpisodeToWrite) -> bool:
-        """Return whether the observation after the last step is known, but for fields that the episode lacks."""
-        names = self._fields.schema.below("observation").keys() & episode.schema.keys()
-        return set(episode.final) >= names
+        return episode.length - 1
 
     def add(self, episode: EpisodeToWrite) -> None:
         group = self._groups[episode.id]
         length = self._length(episode)
         finals = finals_of(episode)
-        lost = "fields besides observation, action and one reward are left out, unless they are infos"
-        self.changed(lost, episode, not all(map(_place, episode.schema.values())))
+        is_whole = length == episode.length
+        change = "fields besides observation, action and one reward are left out"
+        has_other = not all(map(_dataset_of, episode.schema.values()))
+        self.changed(f"{change}, unless they are infos", episode, has_other)
         for name, field in self._fields.schema.items():
-            at = _place(field)
-            num_rows = length + (at.split("/")[0] in _WITH_LAST)
-            self.copy(episode, name, f"{group}/{at}", steps=range(min(num_rows, episode.length)))
-            if length == episode.length and name in finals:
-                self._file.write(f"{group}/{at}", finals[name][None], length)
-            elif at.split("/")[0] == "observations" and length == episode.length:  # the episode lacks it
-                self._file.write(f"{group}/{at}", self._fields.read(episode, name, 0, 1), length)
-        self._write_missing_reward(episode, f"{group}/rewards", length)
+            dataset = _dataset_of(field)
+            num_rows = min(length + _has_final(dataset), episode.length)
+            self.copy(episode, name, f"{group}/{dataset}", steps=range(num_rows))
+            if not is_whole:
+                continue
+            if name in finals:
+                self._file.write(f"{group}/{dataset}", finals[name][None], length)
+            elif dataset.split("/")[0] == "observations":  # The episode lacks the field.
+                filled = self._fields.read(episode, name, 0, 1)
+                self._file.write(f"{group}/{dataset}", filled, length)
+        has_reward = has_number(episode, "reward")
+        if "reward" not in self._fields.schema or not has_reward:
+            self.write_rewards(episode, f"{group}/rewards", num_steps=length)
         for change in self._fields.changes(episode):
             self.changed(change, episode)
-        if _has_reward(episode):
+        if has_reward:
             self.reshaped("reward", (), episode)
-        what = "the last step is left out, as the observation after it is not known"
-        self.changed(what, episode, length < episode.length)
+        change = "the last step is left out, as the observation after it is not known"
+        self.changed(change, episode, not is_whole)
         self._write_ends(episode, length)
         self.note(episode)
-
-    def _write_missing_reward(self, episode: EpisodeToWrite, dataset: str, length: int) -> None:
-        """Write rewards of an episode if not all episodes have rewards."""
-        if "reward" in self._fields.schema and _has_reward(episode):
-            return
-        rewards: Any = np.full(length, self.options["missing_reward"], np.float64)
-        if _has_reward(episode):
-            rewards = self.cast(episode.read("reward", 0, length), np.dtype("<f8"), "reward", episode).reshape(-1)
-        self._file.write(dataset, rewards)
-        self.changed("rewards are made up by missing_reward", episode, not _has_reward(episode))
 
     def _write_ends(self, episode: EpisodeToWrite, length: int) -> None:
         is_last = np.arange(length) == length - 1
         is_whole = length == episode.length
-        for at, flag in zip(_FLAGS, (episode.terminated, episode.truncated), strict=True):
-            self._file.write(f"{self._groups[episode.id]}/{at}", is_last & (bool(flag) and is_whole))
+        group = self._groups[episode.id]
+        for name, flag in zip(_FLAGS, (episode.terminated, episode.truncated), strict=True):
+            self._file.write(f"{group}/{name}", is_last & (bool(flag) and is_whole))
         is_unknown = not is_whole or has_unknown_end(episode)
-        self.changed("neither terminated nor truncated, as the end is not known", episode, is_unknown)
+        change = "neither terminated nor truncated, as the end is not known"
+        self.changed(change, episode, is_unknown)
+        change = "texts and metadata of episodes are left out, but for the seed"
         lost = episode.texts or episode.task or episode.metadata.keys() - {"seed"}
-        self.changed("texts and metadata of episodes are left out, but for the seed", episode, lost)
+        self.changed(change, episode, lost)
 
     def finish(self) -> None:
         if not self.episodes:
             super().finish()
             return
-        place = self.path / _METADATA
-        temporary = place.with_name(f".{place.name}")
-        temporary.write_text(json.dumps(self._about(), indent=2), "utf-8")
+        path = self.path / _METADATA
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text(json.dumps(self._description(), indent=2), "utf-8")
         sync_path(temporary)
         files = {_METADATA: file_sum(temporary)}
         self._file.finish(files, is_last=False)
-        os.replace(temporary, place)
-        sync_path(place.parent)
+        os.replace(temporary, path)
+        sync_path(path.parent)
         self._file.finish(files, is_last=True)
 
-    def _about(self) -> dict[str, Any]:
-        """Return the description of the dataset."""
+    def _description(self) -> dict[str, Any]:
+        """Return the content of `metadata.json`."""
         spaces = unflatten(dict(self._fields.schema))
         return {
             "dataset_id": _dataset_id(self.options, self.path),
@@ -195,32 +234,52 @@ class Writer(Hdf5Writer):
 
 
 def _dataset_id(options: Mapping[str, Any], path: Path) -> str:
-    parts_of_path = [one for one in path.parts[-2:] if one != os.sep]
-    return options["dataset_id"] or "/".join(parts_of_path)
+    parts = [part for part in path.parts[-2:] if part != os.sep]
+    return options["dataset_id"] or "/".join(parts)
 
 
-def _has_reward(episode: EpisodeToWrite) -> bool:
-    return "reward" in episode.schema and episode.schema["reward"].num_elements == 1
+def _has_final(dataset: str) -> bool:
+    """Return whether a dataset has T + 1 rows."""
+    return dataset.split("/")[0] in _WITH_FINAL
 
 
-def _place(field: Field) -> str:
-    """Where a field goes in an episode's group; "" if nowhere."""
+def _dataset_of(field: Field) -> str:
+    """Return the dataset of a field in the group of an episode; "" if Minari has none for it."""
     head, _, rest = field.name.partition("/")
     if head == "reward":
-        return "" if rest or field.num_elements > 1 else "rewards"
-    return f"{_HEADS.get(head, head)}/{rest}".rstrip("/") if head in _HEADS or head == "infos" else ""
+        is_number = not rest and field.num_elements <= 1
+        return "rewards" if is_number else ""
+    if head not in _GROUPS and head != "infos":
+        return ""
+    return f"{_GROUPS.get(head, head)}/{rest}".rstrip("/")
 
 
 def _space(tree: Any) -> dict[str, Any]:
-    """Describe fields as Minari writes a gymnasium space: a box of all numbers of the dtype, or a dict of spaces."""
+    """Return fields as Minari's JSON of a gymnasium space: a box, or a dict of spaces.
+
+    Args:
+        tree: A field, or name -> tree.
+    """
     if isinstance(tree, Field):
         return _box(tree)
     return {"type": "Dict", "subspaces": {name: _space(below) for name, below in tree.items()}}
 
 
 def _box(field: Field) -> dict[str, Any]:
+    """Return a box of all numbers of the dtype of a field."""
     dtype = written_dtype(field)
-    whole = np.iinfo(dtype) if dtype.kind in "iu" else None
-    low, high = (whole.min, whole.max) if whole is not None else (0, 1) if dtype.kind == "b" else (-np.inf, np.inf)
-    bounds = {name: np.full(field.shape, bound).tolist() for name, bound in (("low", low), ("high", high))}
-    return {"type": "Box", "dtype": str(dtype), "shape": list(field.shape), **bounds}
+    low: float = -np.inf
+    high: float = np.inf
+    if dtype.kind in "iu":
+        low = np.iinfo(dtype).min
+        high = np.iinfo(dtype).max
+    elif dtype.kind == "b":
+        low = 0
+        high = 1
+    return {
+        "type": "Box",
+        "dtype": str(dtype),
+        "shape": list(field.shape),
+        "low": np.full(field.shape, low).tolist(),
+        "high": np.full(field.shape, high).tolist(),
+    }
