@@ -192,7 +192,7 @@ def test_actions_may_be_a_group_and_observations_absent(tmp_path: Path) -> None:
 def test_flags_before_the_last_step_are_reported_and_cut_nothing(tmp_path: Path) -> None:
     path = edited(maniskill(tmp_path / "x.h5"), lambda file: file["traj_10/terminated"].__setitem__(1, True))
     recording = rollout_data.open(path)
-    assert len(recording[2]) == 4 and "true for step 1" in str(recording.advice[0])
+    assert len(recording[2]) == 4 and "True for step 1" in str(recording.advice[0])
     assert recording.problems == []
 
 

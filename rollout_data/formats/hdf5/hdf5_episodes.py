@@ -250,9 +250,10 @@ class Hdf5Reader(ForeignReader):
         values = file.rows("", info, start, length, dataset).astype(bool)
         if values[:-1].any() and name != "success":
             step = int(np.argmax(values))
-            expected = "true for its last step only"
-            got = f"true for step {step}"
-            remark = self.advise("cut the episode", where, expected, got, "It is kept")
+            expected = "True for the last step only"
+            got = f"True for step {step}"
+            advice = "The episode is not cut there"
+            remark = self.advise("use as an end", where, expected, got, advice)
             remark.of("inside", file.name(node).rpartition("/")[2])
         return bool(values[-1])
 
@@ -599,6 +600,6 @@ def _without_padding(row: Any, where: str) -> bytes:
         return data
     end = data.rfind(_JPEG_END)
     if end < 0:
-        got = "a JPEG that breaks off"
+        got = "a truncated JPEG"
         raise CorruptFileError("decode the picture", where, "an intact picture", got)
     return data[: end + len(_JPEG_END)]

@@ -54,5 +54,5 @@ class Reader(Hdf5Reader):
             stated = file.attribute(file.open(""), "num_episodes")
             if stated is not None and stated != len(names):
                 where = f"'num_episodes' of {file.where}"
-                self.problem("believe", where, str(len(names)), str(stated)).of("counts")
+                self.problem("use", where, str(len(names)), str(stated)).of("counts")
             return self.collect(path, "", names)

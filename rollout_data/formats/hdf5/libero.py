@@ -38,8 +38,8 @@ class Reader(RobomimicReader):
         if not self._num_shifted:
             where = f"the observations of {str(self.path)!r}"
             expected = "observations before the actions"
-            got = "those after them, as stored"
-            self.advise("move", where, expected, got, "Open it with shift_obs=True to move them")
+            got = "observations after the actions, as stored"
+            self.advise("shift", where, expected, got, "Open it with shift_obs=True to shift them")
         return episodes
 
     def read_file_metadata(self, file: OpenFile, data: Any) -> None:
@@ -64,7 +64,7 @@ class Reader(RobomimicReader):
             return length, stored
         if length < 2:
             where = f"of {group!r} of {file.where}"
-            raise CorruptFileError("move the observations", where, "2 steps", str(length))
+            raise CorruptFileError("shift the observations", where, "2 steps", str(length))
         shifted = Layout(metadata=stored.metadata)
         for name, column in stored.columns.items():
             if name.split("/")[0] == "observation":

@@ -50,7 +50,7 @@ class Reader(Hdf5Reader):
         """Read the JSON file: trajectory -> its description. The rest becomes metadata."""
         path = self.path.with_suffix(".json")
         if not path.exists():
-            expected = "what happened in the trajectories"
+            expected = "a description of the trajectories"
             self.problem("read", repr(str(path)), expected, "no such file")
             return {}
         content = read_object(file_inside(path.parent, path.name))
@@ -92,6 +92,6 @@ class Reader(Hdf5Reader):
         num_steps = metadata.get("elapsed_steps", length)
         if num_steps != length:
             where = f"'elapsed_steps' of {file.place(node)}"
-            self.problem("believe", where, str(length), str(num_steps)).of("counts")
+            self.problem("use", where, str(length), str(num_steps)).of("counts")
         ends = super().facts(file, node, length)
         return {"metadata": metadata, "success": success, **ends}

@@ -77,7 +77,7 @@ class Reader(Hdf5Reader):
         if is_wrong:
             where = f"'total' of {str(self.path)!r}"
             expected = f"{num_steps} steps, as the demos have"
-            self.problem("believe", where, expected, str(total)).of("counts")
+            self.problem("use", where, expected, str(total)).of("counts")
         self._set_splits(names, {info.name for info in episodes})
         self._compare_first(episodes)
         return episodes
@@ -93,8 +93,9 @@ class Reader(Hdf5Reader):
         for mask, demos in self._masks.items():
             unknown = [name for name in demos if name not in known]
             if unknown:
-                where = f"by mask {mask!r} of {str(self.path)!r}"
-                self.problem("select", where, "demos", unknown[0]).of("split")
+                where = f"the mask {mask!r} of {str(self.path)!r}"
+                got = f"{unknown[0]!r}, which does not exist"
+                self.problem("use", where, "names of demos", got).of("split")
             self.splits[mask] = [name for name in demos if name in present]
 
     def num_steps(self, episodes: Sequence[EpisodeInfo]) -> int:
@@ -202,9 +203,9 @@ class Reader(Hdf5Reader):
             is_different = (rows != next_rows).reshape(len(rows), -1).any(1)
             step = start + int(np.argmax(is_different))
             where = f"{following.path!r} of {info.name!r} of {str(self.path)!r}"
-            expected = f"row {step} as row {step + 1} of obs"
+            expected = f"row {step} to equal row {step + 1} of obs"
             advice = "Open it with keep_next_obs=True to read them"
-            problem = self.problem("leave out", where, expected, "others", advice)
+            problem = self.problem("skip", where, expected, "other values", advice)
             return problem.of("next", info.name)
         return None
 

@@ -171,7 +171,7 @@ class Index:
         name = _TASK_FILES[info.major]
         if not (info.path / name).exists():
             where = f"the tasks of {str(info.path)!r}"
-            advice = "The index of the episodes tells their tasks"
+            advice = "The tasks come from the index of the episodes"
             error = CorruptFileError("open", where, f"a file {name!r}", "none", advice)
             self.problems.append(error.of("metadata"))
         elif info.major == 3:

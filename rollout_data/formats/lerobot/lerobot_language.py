@@ -98,7 +98,7 @@ def arrow_type(description: Any) -> Any:
             return pyarrow.large_list(arrow_type(inner))
     expected = "a list, a struct or a primitive, as written by this library"
     where = f"in the metadata {ARROW_TYPES!r}"
-    raise UsageError("take the Arrow type", where, expected, repr(description)[:80])
+    raise UsageError("read the Arrow type", where, expected, repr(description)[:80])
 
 
 def column_of_texts(texts: Sequence[str], column_type: Any, where: str) -> Any:

@@ -87,9 +87,9 @@ class Reader(ForeignReader):
         self._rebuilds = self.options["on_bad_index"] == "rebuild"
         if info.content.get(UNFINISHED) is True:
             self._rebuilds = True
-            advice = "Its episodes are read as they are; write the rest"
             expected = "a complete set"
-            got = "one whose writer has stopped"
+            got = "a set whose writer has stopped"
+            advice = "Its complete episodes are read. Convert again to write the others"
             self.problem("open", repr(str(self.path)), expected, got, advice)
         index = Index(info, self._rebuilds)
         self.problems += index.problems
@@ -246,18 +246,19 @@ class Reader(ForeignReader):
         """Report a description with another size of a row or another type of numbers."""
         if feature.kind != "number":
             return
-        where = f"{feature.source!r} of {str(self.path)!r}"
-        advice = "The data are believed"
+        where = f"of {feature.source!r} of {str(self.path)!r}"
+        advice = "The data count"
+        action = "use the description"
         shape: Any = description.get("shape")
         is_shape = isinstance(shape, list) and all(map(arguments.is_whole, shape))
         if is_shape and np.prod(shape) != np.prod(feature.shape):
             got = f"{list(feature.shape)} in the data"
-            self.problem("describe", where, f"rows of {shape}", got, advice).of("description")
+            self.problem(action, where, f"rows of {shape}", got, advice).of("description")
         dtype = description.get("dtype")
         is_number = str(dtype).startswith(("float", "int", "uint", "bool"))
         if is_number and dtype != feature.dtype:
             got = f"{feature.dtype} in the data"
-            self.problem("describe", where, f"{dtype} numbers", got, advice).of("description")
+            self.problem(action, where, f"{dtype} numbers", got, advice).of("description")
 
     def _report_left_out(self, name: str, expected: str, got: str, kind: str = "") -> None:
         where = f"{name!r} of {str(self.path)!r}"
@@ -270,9 +271,10 @@ class Reader(ForeignReader):
         if not is_depth or feature.unit:
             return feature
         unit = "mm" if feature.dtype == "uint16" else "m"
-        where = f"{feature.source!r} of {str(self.path)!r}"
+        where = f"of {feature.source!r} of {str(self.path)!r}"
+        expected = "a depth_unit of 'm' or 'mm'"
         advice = f"Read as {unit!r}, by its dtype"
-        self.advise("tell the unit of depth", where, "a depth_unit of 'm' or 'mm'", "none", advice)
+        self.advise("find the unit of depth", where, expected, "none", advice)
         return replace(feature, unit=unit)
 
     def _read_components(self, features: list[Feature]) -> dict[str, dict[str, Feature]]:
@@ -418,10 +420,11 @@ class Reader(ForeignReader):
         usual = entry.tasks[0] if entry.tasks else ""
         task = self._tasks.get(runs[0].task, usual)
         if entry.tasks and task not in entry.tasks:
-            where = f"episode {number} of {str(self.path)!r}"
+            where = f"of episode {number} of {str(self.path)!r}"
             expected = f"one of {entry.tasks}"[:200]
             got = repr(task)[:200]
-            self.problem("tell the task", where, expected, got, "The rows are believed")
+            advice = "The task of the rows counts"
+            self.problem("use the tasks of the index", where, expected, got, advice)
         return task
 
     def _fields_without(self, cameras: Collection[str]) -> tuple[Schema, tuple[str, ...]]:
@@ -511,7 +514,7 @@ class Reader(ForeignReader):
         if (frames != np.arange(first, first + len(frames))).any():
             where = f"episode {episode} of {str(self.path)!r}"
             expected = f"rows of the frames from {first} on"
-            raise CorruptFileError("read", where, expected, "others", "Open it again")
+            raise CorruptFileError("read", where, expected, "other frames", "Open it again")
 
     def _batches(
         self,
@@ -616,7 +619,7 @@ def _decoded(feature: Feature, array: Any, where: str) -> np.ndarray[Any, Any]:
         data = _picture_bytes(row) or b""
         pictures.append(decode_picture(data, where, feature.shape))
     if any(picture.dtype != feature.dtype for picture in pictures):
-        raise CorruptFileError("read", where, f"pictures of {feature.dtype}", "others")
+        raise CorruptFileError("read", where, f"pictures of {feature.dtype}", "another dtype")
     return np.stack(pictures)
 
 
