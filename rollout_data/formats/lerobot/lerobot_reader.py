@@ -101,7 +101,7 @@ class Reader(ForeignReader):
         self._video_details: dict[str, dict[str, str]] = {}
 
         features = self._describe(info, index)
-        subtask_types = self._read_subtasks(info, features)
+        subtask_types = self._read_subtasks(features)
         components: dict[str, dict[str, Feature]] = {}
         if (self.path / MODALITY_NAME).exists():
             components = self._read_components(features)
@@ -197,7 +197,7 @@ class Reader(ForeignReader):
                 return picture_feature(source, name, description, pixels, data)
         return None
 
-    def _read_subtasks(self, info: Info, features: list[Feature]) -> dict[str, Any]:
+    def _read_subtasks(self, features: list[Feature]) -> dict[str, Any]:
         """Read the texts of subtasks and append the feature of their field.
 
         Returns:
@@ -207,7 +207,7 @@ class Reader(ForeignReader):
         if not (self.path / TABLE_NAME).exists():
             return {}
         try:
-            self._subtasks, description = read_subtasks(info)
+            self._subtasks, description = read_subtasks(self.path)
         except CorruptFileError as problem:
             self.problems.append(problem.of("metadata"))
             return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from storage.errors import CorruptFileError
 
 from ..input_checks import file_inside
 from ..parquet import ParquetFile, arrow, shared_texts
-from .lerobot_info import Info
 from .lerobot_language import arrow_type, describe
 
 TABLE_NAME = "meta/subtasks.parquet"
@@ -24,8 +24,8 @@ SUBTASKS = "subtasks"
 Array = np.ndarray[Any, Any]
 
 
-def read_subtasks(info: Info) -> tuple[dict[int, str], Any]:
-    """Read the table of a set.
+def read_subtasks(folder: Path) -> tuple[dict[int, str], Any]:
+    """Read the table of subtasks in the folder of a set.
 
     Returns:
         Number -> text, and the description of the Arrow types of the table.
@@ -33,7 +33,7 @@ def read_subtasks(info: Info) -> tuple[dict[int, str], Any]:
     Raises:
         CorruptFileError: The table is damaged, has other columns, or has a number twice.
     """
-    file = ParquetFile(file_inside(info.path, TABLE_NAME))
+    file = ParquetFile(file_inside(folder, TABLE_NAME))
     others = [name for name in file.types if name != NUMBER]
     if len(others) != 1 or "string" not in str(file.types[others[0]]):
         expected = f"the columns {NUMBER!r} and {TEXT!r}"
