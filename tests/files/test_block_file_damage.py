@@ -76,9 +76,9 @@ def check_flips(path: Path, work: Path, positions: list[int], bits: list[int]) -
 def test_flipped_bits_are_reported_or_without_effect(block, tmp_path):
     rng = np.random.default_rng(0)
     positions = used_bytes(block)
-    chosen = sorted(rng.choice(positions, 500, replace=False).tolist())
+    chosen = sorted(rng.choice(positions, 200, replace=False).tolist())
     counts = check_flips(block, tmp_path / block.name, chosen, [int(rng.integers(8))])
-    assert counts["CorruptFileError"] > 40
+    assert counts["CorruptFileError"] > 16
 
 
 def test_flipped_bits_of_every_row_are_reported(block, tmp_path):

@@ -289,7 +289,7 @@ def test_blocks_of_a_missing_extra_are_told_but_never_set_aside(folder, monkeypa
                 field["codec"] = codings[field["name"]]["codec"] = "zstd"
         file.attrs["schema"], file.attrs[CODECS] = json.dumps(schema), json.dumps(codings)
 
-    monkeypatch.setattr("storage.codecs.packers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     packers._module.cache_clear()
     for path in sorted(folder.glob("*.h5")):
         (folder / "new").mkdir(exist_ok=True)

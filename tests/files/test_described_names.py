@@ -135,8 +135,6 @@ def test_wrong_components_raise_an_error_that_names_them(traj_data, error, text)
 
 def recorded_at_the_first_look(monkeypatch, folder, lengths):
     """Record into a folder as soon as a dataset waits for it."""
-    import rollout_data.playback.passes as passes
-
     started = threading.Event()
 
     def sleep(_seconds):
@@ -144,7 +142,7 @@ def recorded_at_the_first_look(monkeypatch, folder, lengths):
             started.set()
             record(folder, lengths)
 
-    monkeypatch.setattr(passes.time, "sleep", sleep)  # the wait itself, so that the test takes no time
+    monkeypatch.setattr("time.sleep", sleep)  # the wait itself, so that the test takes no time
     return started
 
 

@@ -23,7 +23,7 @@ def opened(data_dir, num_envs=1, **options):
 def when_waiting(monkeypatch, *actions):
     """Do these one after the other, each time that a dataset would sleep until there is more."""
     left = list(actions)
-    monkeypatch.setattr("rollout_data.playback.passes.time.sleep", lambda _: left.pop(0)() if left else None)
+    monkeypatch.setattr("time.sleep", lambda _: left.pop(0)() if left else None)
 
 
 def refuse_to_list(refused, monkeypatch):

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
-from rollout_data.blocks import block_folder
 from rollout_data.blocks.block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from rollout_data.blocks.block_header import METADATA_NAME, open_block, read_header
 from rollout_data.blocks.folder_metadata import ENDS, UNKNOWN
@@ -352,13 +351,15 @@ def test_blocks_are_opened_after_an_interrupted_look(tmp_path, monkeypatch):
     opened, whole = [], BlockFolder(tmp_path)
     whole.refresh()
 
-    def interrupted(path, **options):
-        opened.append(path)
+    open_file = h5py.File.__init__
+
+    def interrupted(file, *arguments, **options):
+        opened.append(file)
         if len(opened) == 2:
             raise KeyboardInterrupt
-        return open_block(path, **options)
+        open_file(file, *arguments, **options)
 
-    monkeypatch.setattr(block_folder, "open_block", interrupted)
+    monkeypatch.setattr(h5py.File, "__init__", interrupted)
     (tmp_path / INDEX_CACHE_NAME).unlink(missing_ok=True)
     looking = BlockFolder(tmp_path)
     with pytest.raises(KeyboardInterrupt):

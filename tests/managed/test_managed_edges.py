@@ -348,7 +348,7 @@ def test_each_position_of_a_managers_list_is_of_each_buffer_by_its_share() -> No
     )
     for name in shares:
         manager.push_data([item(number) for number in range(40)], name)
-    size, num_samples = 10, 6000
+    size, num_samples = 10, 2000
     at = np.zeros((size, 3))
     pairs: defaultdict[tuple[str, str], int] = defaultdict(int)
     for _ in range(num_samples):

@@ -37,12 +37,15 @@ def known_of(folder: Path) -> tuple[Any, ...]:
     return told, buffer.rng.get_state().tolist(), buffer.add({"rewards": torch.zeros(1, 1, 1)})
 
 
-def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.thorough) for first in range(1, 3))])
+def test_each_flipped_bit_of_an_index_is_noticed_or_without_effect(tmp_path: Path, first: int) -> None:
+    """Every third place is flipped in turn, from number `first` on."""
     folder = saved(tmp_path / "a")
     path, expected = folder / INDEX_NAME, known_of(folder)
     content = path.read_bytes()
     state = content.index(b'"rng": "') + 8, content.index(b'"', content.index(b'"rng": "') + 8)
     places = [place for place in range(len(content)) if place % 8 == 0 or not state[0] <= place < state[1]]
+    places = places[first::3]
     num_noticed = 0
     for place in places:
         flipped = bytearray(content)
