@@ -413,3 +413,11 @@ def test_options_of_transitions_may_be_numbers_of_numpy():
     now = drawn["observation"][:, -1]
     assert torch.equal(drawn["reward"], now + 0.5 * (now + 1))
     assert TransitionRequest(**request) == TransitionRequest(num_steps=2, num_frames=2, gamma=0.5)
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.5, float("nan"), "0.9"])
+def test_gamma_of_transitions_is_a_number_between_0_and_1(gamma):
+    buffer = DictBuffer(capacity=4, end_key="done", generator=0)
+    buffer.extend({"observation": torch.zeros(3, 1), "done": torch.zeros(3, 1)})
+    with pytest.raises(UsageError, match=r"expected .*gamma"):
+        buffer.sample_transitions(1, gamma=gamma)

@@ -108,6 +108,14 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(
     assert code == 2 and out == "" and len(err.splitlines()) == 1 and told in err and err.startswith("rollout-data")
 
 
+@pytest.mark.parametrize("call", ["bench", "doctor WALK --sarif out.json", "repair WALK out --yes"])
+def test_removed_commands_and_options_are_wrong_calls(walk: Path, run_command: RunCommand, call: str) -> None:
+    code, _, err = run_command(call.replace("WALK", str(walk)).split())
+    assert code == 2 and len(err.splitlines()) == 1
+    with pytest.raises(TypeError, match="yes"):
+        rollout_data.repair(walk, walk.parent / "out", yes=True)  # type: ignore[call-arg]
+
+
 def test_a_unique_beginning_of_a_command_name_is_enough(walk: Path, run_command: RunCommand) -> None:
     assert run_command(["inf", walk]) == run_command(["info", walk])
     assert run_command(["ver", walk, "--json"]) == run_command(["verify", walk, "--json"])

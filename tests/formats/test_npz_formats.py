@@ -271,7 +271,8 @@ class TestMotion:
         assert recording.metadata["quaternion_order"] == "mixed"
         assert [episode.metadata["quaternion_order"] for episode in recording] == [one or "unknown" for one in orders]
         with pytest.warns(RolloutDataWarning, match="expected one order, got mixed"):
-            rollout_data.WindowDataset(tmp_path / "merged", length=1)
+            windows = rollout_data.WindowDataset(tmp_path / "merged", length=1)
+        assert ("quaternion_order", "mixed") in windows.conventions
 
     def test_recordings_of_one_order_of_quaternions_mix_without_a_remark(self, tmp_path: Path) -> None:
         paths = [tmp_path / "a.npz", tmp_path / "b.npz"]

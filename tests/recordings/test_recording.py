@@ -243,3 +243,10 @@ def test_a_field_that_is_not_there_is_an_error_that_names_those_that_are(demos):
     with pytest.raises(KeyError, match="cannot read the field 'lwo': expected 'low', got no such field"):
         demos[0].observation["lwo"]
     assert "demo_0" in repr(demos) and "3 steps" in repr(demos[0])
+
+
+def test_a_column_and_a_video_of_unknown_names_raise(demos):
+    with pytest.raises(UsageError, match=r"Recording\.column: expected name one of .*'length'.* got 'size'"):
+        demos.column("size")
+    with pytest.raises(UsageError, match=r"Episode\.video .*expected name among .*got 'camera'"):
+        demos[0].video("camera")

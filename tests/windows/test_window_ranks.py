@@ -321,6 +321,16 @@ def test_an_epoch_of_the_older_layout_goes_on_only_with_its_own_windows(tmp_path
         WindowLoader(WindowDataset(tmp_path, 2), 4).load_state_dict(loader.state_dict())
 
 
+def test_a_state_of_an_earlier_version_within_an_epoch_of_a_shuffled_mixture_is_refused(datasets):
+    loader = WindowLoader(datasets["mixture"], 4, seed=0)
+    next(iter(loader))
+    state = {**loader.state_dict(), "after": None}  # an earlier version does not name the last window
+    with pytest.raises(UsageError, match="set_epoch begins an epoch"):
+        loader.load_state_dict(state)
+    loader.set_epoch(1)
+    assert len(next(iter(loader))["observation"]) == 4
+
+
 def test_the_draws_of_a_mixture_follow_the_weights_and_are_independent(datasets):
     mixture = WindowMixture([datasets[3], datasets[16]], [1, 2])
     loader = WindowLoader(mixture, len(mixture), seed=0)
