@@ -208,7 +208,7 @@ def test_pack_ends_the_unfinished_trajectories_of_a_dead_writer(tmp_path):
     assert not any(end_of(one) == "" for one in trajectories_of(tmp_path / "packed"))
 
 
-@pytest.mark.parametrize("keep", [1, 7])
+@pytest.mark.parametrize("keep", [7, pytest.param(1, marks=pytest.mark.thorough)])
 def test_retention_keeps_the_latest_and_deletes_whole_blocks(tmp_path, keep):
     record(tmp_path, num_steps=80)
     record(tmp_path, num_steps=40, seed=2)
