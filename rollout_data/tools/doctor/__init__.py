@@ -1,1 +1,1 @@
-"""Examining recordings of any format: one table of rules, one pass over the data, nothing changed."""
+"""Examine recordings of any format by a table of rules. Nothing is changed."""

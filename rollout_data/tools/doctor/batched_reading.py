@@ -1,6 +1,7 @@
-"""Reading a recording in batches: whole episodes side by side, or a piece of a long one.
+"""Read a recording in batches: whole episodes side by side, or a piece of a long episode.
 
-One rule: every row is read once, except that a later piece of an episode begins with the last row of the one before.
+Every row is read once. Only a later piece of an episode begins with the last row of the piece
+before it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,23 @@ from storage.errors import RolloutDataError, UnansweredError
 from ...sources.recording import Recording
 
 Array = np.ndarray[Any, Any]
-#: About what fits into the cache of a processor, so that many small steps cost little.
+#: Bytes of a batch. About the size of a processor's cache, which makes many small steps cheap.
 BATCH_BYTES = 1 << 21
+#: Episodes of a batch, at most.
 _MAX_EPISODES = 4096
 
 
 @dataclass(eq=False)
 class Batch:
-    """Rows of some episodes, one after the other.
+    """Rows of some episodes, one episode after the other.
 
     Attributes:
         numbers: int64 `[k]`, places of the episodes in the recording.
-        starts: int64 `[k]`, the frame that the first row of each is; above 0 only where `k` is 1.
-        offsets: int64 `[k + 1]`, rows of each.
+        starts: int64 `[k]`, frame of the first row of each episode; above 0 only if `k` is 1.
+        offsets: int64 `[k + 1]`, first row of each episode, then the number of rows.
         values: Field -> `[n, *shape]`.
-        overlap: Rows at the start that the batch before had as well: 1 in later pieces of an episode, else 0.
-        is_last: The last row is the last one of its episode.
+        overlap: Rows at the start that the batch before had too: 1 in later pieces, else 0.
+        is_last: Whether the last row is the last one of its episode.
     """
 
     numbers: Array
@@ -49,7 +51,7 @@ class Batch:
         return int(self.offsets[-1])
 
     def columns(self, name: str) -> Array:
-        """Return a field as contiguous `[D, n]`: float32, or float64 where float32 does not hold its values."""
+        """Return a field as contiguous `[D, n]`: float64 if float32 cannot hold its values."""
         if name not in self._columns:
             values = self.values[name]
             is_narrow = values.dtype.itemsize <= 2 or values.dtype == np.float32
@@ -59,7 +61,10 @@ class Batch:
         return self._columns[name]
 
     def steps(self, name: str) -> Array:
-        """Return what each row adds to the one before, `[D, n]`; 0 in the first row of an episode."""
+        """Return the difference of each row to the one before, `[D, n]`.
+
+        The difference is 0 in the first row of an episode.
+        """
         if name not in self._steps:
             columns = self.columns(name)
             steps = np.zeros_like(columns)
@@ -70,101 +75,134 @@ class Batch:
         return self._steps[name]
 
     def episode_of(self, rows: Array) -> tuple[Array, Array]:
-        """Return (numbers, frames) of rows of the batch."""
-        which = np.searchsorted(self.offsets, rows, side="right") - 1
-        return self.numbers[which], self.starts[which] + rows - self.offsets[which]
+        """Return the episodes and the frames of rows of the batch."""
+        index = self.index_of(rows)
+        return self.numbers[index], self.starts[index] + rows - self.offsets[index]
+
+    def index_of(self, rows: Array) -> Array:
+        """Return the index in `numbers` of the episodes of rows of the batch."""
+        index: Array = np.searchsorted(self.offsets, rows, side="right") - 1
+        return index
 
 
 class Collector(ABC):
-    """What a group of rules gathers in the pass besides `Facts`; a rule names its class in `Rule.collectors`."""
+    """Numbers that a group of rules needs from the pass over the data, besides `Facts`.
+
+    A rule names the class in `Rule.collectors`.
+    """
 
     def __init__(self, scan: Any) -> None:
         self.scan = scan
 
     @abstractmethod
     def add(self, batch: Batch) -> None:
-        """Take rows: whole episodes, or a piece of a long one, whose later pieces begin with `batch.overlap` rows."""
+        """Add whole episodes, or a piece of a long one. A later piece has `batch.overlap` rows."""
 
-    def finish(self) -> None:  # noqa: B027 - not every collector has something to do then
-        """Called after the last batch."""
+    def finish(self) -> None:  # noqa: B027 - optional
+        """Finish after the last batch."""
 
 
 @dataclass
 class Reading:
-    """What to read.
+    """Reads fields of a recording in batches.
 
     Attributes:
-        recording: The episodes.
-        lengths: int64 `[E]`, of all episodes.
-        names: The fields; those that an episode lacks are not in its batch.
-        failed: Called with (episode, error) for each one that cannot be read.
-        which, schemas: As `Recording.schemas` gives them.
+        recording: The recording.
+        lengths: int64 `[E]`, frames of all episodes.
+        names: Fields to read. Fields that an episode lacks are not in its batch.
+        failed: Called with (episode, error) for each episode that cannot be read.
+        schema_index: int64 `[E]`, index of each episode in `schemas`.
+        schemas: See `Recording.schemas`.
     """
 
     recording: Recording
     lengths: Array
     names: Sequence[str]
     failed: Callable[[int, Exception], None]
-    which: Array
+    schema_index: Array
     schemas: Sequence[Schema]
 
     def __post_init__(self) -> None:
         schema = self.recording.schema
         row_bytes = max(1, sum(schema[name].row_bytes for name in self.names))
-        self._size = max(64, BATCH_BYTES // row_bytes)
+        self._batch_frames = max(64, BATCH_BYTES // row_bytes)
 
     def batches(self, numbers: Array) -> Iterator[Batch]:
         """Yield the rows of some episodes in order."""
         lengths = self.lengths[numbers]
-        for some in self._together(numbers, lengths):
-            if len(some) == 1 and lengths[some[0]] > self._size:
-                yield from self._pieces(int(numbers[some[0]]), int(lengths[some[0]]))
+        for places in self._grouped(numbers, lengths):
+            if len(places) == 1 and lengths[places[0]] > self._batch_frames:
+                yield from self._pieces(int(numbers[places[0]]), int(lengths[places[0]]))
             else:
-                chosen = numbers[some]
-                yield from self._try(chosen, chosen * 0, lengths[some])
+                starts = np.zeros(len(places), np.int64)
+                yield from self._read(numbers[places], starts, lengths[places])
 
     def pieces(self, numbers: Array, frames: int) -> Iterator[Batch]:
-        """Yield a piece of this number of frames from the middle of each of some episodes, or all of a short one."""
+        """Yield frames from the middle of each of some episodes; all frames of short episodes."""
         counts = np.minimum(frames, self.lengths[numbers])
         starts = (self.lengths[numbers] - counts) // 2
-        for some in self._together(numbers, counts):
-            yield from self._try(numbers[some], starts[some], counts[some])
+        for places in self._grouped(numbers, counts):
+            yield from self._read(numbers[places], starts[places], counts[places])
 
-    def _together(self, numbers: Array, counts: Array) -> Iterator[Array]:
-        """Cut a list of episodes into parts of the same fields that fill a batch: places in the list."""
-        full = (np.cumsum(counts) - 1) // self._size
-        place = np.arange(len(numbers)) // _MAX_EPISODES
-        keys = np.stack([full, place, self.which[numbers], np.where(counts > self._size, np.arange(len(numbers)), -1)])
-        edges = np.flatnonzero((np.diff(keys, axis=1) != 0).any(0)) + 1
-        yield from np.split(np.arange(len(numbers)), edges) if len(numbers) else ()
+    def _grouped(self, numbers: Array, counts: Array) -> Iterator[Array]:
+        """Yield the places of consecutive episodes that have the same fields and fill a batch."""
+        if not len(numbers):
+            return
+        places = np.arange(len(numbers))
+        is_long = counts > self._batch_frames
+        keys = np.stack(
+            [
+                (np.cumsum(counts) - 1) // self._batch_frames,
+                places // _MAX_EPISODES,
+                self.schema_index[numbers],
+                np.where(is_long, places, -1),
+            ]
+        )
+        is_edge = (np.diff(keys, axis=1) != 0).any(0)
+        yield from np.split(places, np.flatnonzero(is_edge) + 1)
 
     def _pieces(self, number: int, length: int) -> Iterator[Batch]:
-        one = np.array([number])
-        size = self._size
+        """Yield a long episode in pieces that overlap by one row."""
+        size = self._batch_frames
         for start in range(0, length, size):
             first = max(0, start - 1)
             stop = min(start + size, length)
-            batches = list(self._try(one, one * 0 + first, one * 0 + stop - first))
+            count = stop - first
+            batches = list(self._read(np.array([number]), np.array([first]), np.array([count])))
             if not batches:
                 return
             batches[0].overlap = start - first
             batches[0].is_last = stop == length
             yield from batches
 
-    def _try(self, numbers: Array, starts: Array, counts: Array) -> Iterator[Batch]:
-        """Read, one by one if some cannot be read: which ones is reported."""
-        own = self.schemas[self.which[numbers[0]]]
+    def _read(self, numbers: Array, starts: Array, counts: Array) -> Iterator[Batch]:
+        """Read episodes of the same fields; one by one if some cannot be read.
+
+        Calls `failed` for each episode that cannot be read.
+        """
+        schema = self.schemas[self.schema_index[numbers[0]]]
         try:
-            usual = self.recording.schema  # what an episode has in another form is the subject of STR06
-            names = [name for name in self.names if own.get(name) == usual[name]]
+            usual = self.recording.schema
+            # Rule STR06 reports fields that differ from the usual schema. They are not read.
+            names = [name for name in self.names if schema.get(name) == usual[name]]
             values = self.recording.read_many(numbers, names, starts, counts)
         except UnansweredError:
             raise
         except (RolloutDataError, OSError) as error:
             if len(numbers) == 1:
                 self.failed(int(numbers[0]), error)
-            for place in range(len(numbers)) if len(numbers) > 1 else ():
-                one = slice(place, place + 1)
-                yield from self._try(numbers[one], starts[one], counts[one])
+                return
+            for place in range(len(numbers)):
+                single = slice(place, place + 1)
+                yield from self._read(numbers[single], starts[single], counts[single])
             return
         yield Batch(numbers, starts, np.concatenate([[0], np.cumsum(counts)]), values)
+
+
+def evenly_spread(numbers: Array, count: int) -> Array:
+    """Return at most `count` of some numbers, evenly spread, in order."""
+    if not len(numbers):
+        return numbers
+    places = np.linspace(0, len(numbers) - 1, count).astype(np.int64)
+    chosen: Array = numbers[np.unique(places)]
+    return chosen

@@ -1,12 +1,13 @@
-"""What the pass finds of pictures, `[T, H, W, C]` or `[T, C, H, W]`: bytes, or floats in [0, 1] or [0, 255].
+"""Facts of pictures, `[T, H, W, C]` or `[T, C, H, W]`: uint8, or floats in [0, 1] or [0, 255].
 
-One rule: a picture is decoded once; all frames are looked at in some pixels, one frame in five in all of them.
+A picture is decoded once. Some pixels of all frames are compared, and all pixels of every fifth
+frame.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -14,140 +15,211 @@ import numpy as np
 from .batched_reading import Array, Batch, Collector
 from .field_facts import runs_of
 
+#: Every fifth frame is examined in all pixels.
 EVERY = 5
+#: Cells of the grid of mean colours, in each direction.
 GRID = 4
 _CHANNELS = (1, 3, 4)
+#: Pixels of each frame that are compared, about.
+_NUM_PIXELS = 512
+#: A frame is black below this part of white.
+_BLACK = 4 / 255
 
 
 class Camera:
-    """One field of pictures.
+    """Facts of one field of pictures, per episode.
 
     Attributes:
-        is_first: Channels are the first axis of a row.
-        low, high: `[E]`, of some pixels; of floats as they are.
+        is_first: Whether the channels are the first axis of a row.
+        size: Height and width.
+        channels: Number of channels.
+        low: `[E]`, smallest value of some pixels, as stored.
+        high: `[E]`, largest value of some pixels, as stored.
         dark: int64 `[E]`, frames whose brightest pixel is black.
-        bright: int64 `[E]`, looked-at frames of which a large part is white; `looked` how many were looked at.
-        hold, repeats: int64 `[E]`: the longest run of equal frames while the action moves, and how many equal the one
-            before.
-        sharp: `[E]`, mean variance of the Laplacian.
-        grid: `[E, 16, C]`, mean colours.
-        variation: `[E, 2, 2]`, mean difference of neighbours (down, right), as declared and read in the other layout.
+        looked: int64 `[E]`, frames that were examined in all pixels.
+        bright: int64 `[E]`, examined frames of which a large part is white.
+        repeats: int64 `[E]`, frames that equal the one before.
+        hold: int64 `[E]`, the longest run of such frames while the action moves.
+        sharp: `[E]`, sum of the variances of the Laplacian over examined frames.
+        grid: `[E, 16, C]`, sum of mean colours over examined frames.
+        variation: `[E, 2, 2]`, sum of the mean differences of neighbours (down, right), in the
+            declared and in the other layout.
     """
 
     def __init__(self, name: str, scan: Any) -> None:
         self.name = name
-        count = scan.num_episodes
         shape = scan.schema[name].shape
         self.is_first = shape[2] not in _CHANNELS
         self.size = shape[1:] if self.is_first else shape[:2]
         self.channels = shape[0] if self.is_first else shape[2]
+
+        count = scan.num_episodes
         self.low = np.full(count, np.inf)
         self.high = np.full(count, -np.inf)
-        self.dark, self.bright, self.looked, self.hold, self.repeats = np.zeros((5, count), np.int64)
+        self.dark = np.zeros(count, np.int64)
+        self.looked = np.zeros(count, np.int64)
+        self.bright = np.zeros(count, np.int64)
+        self.repeats = np.zeros(count, np.int64)
+        self.hold = np.zeros(count, np.int64)
         self.sharp = np.zeros(count)
         self.grid = np.zeros((count, GRID * GRID, self.channels))
         self.variation = np.zeros((count, 2, 2))
-        self._tails: dict[int, tuple[int, bool]] = defaultdict(lambda: (0, False))
+        #: Episode -> (length, whether the action moves) of the run of repeats that ends a piece.
+        self._open_runs: dict[int, tuple[int, bool]] = {}
 
     def add(self, batch: Batch, moves: Callable[[int, int], bool]) -> None:
-        """Take the rows of a batch; `moves(start, stop)` tells whether the action moves in some of them."""
-        rows = batch.values[self.name]
-        some = rows.reshape(len(rows), -1)
-        some = some[:, :: max(1, some.shape[1] // 512)]
-        for number, start, low, stop in zip(
-            batch.numbers.tolist(), batch.starts.tolist(), batch.offsets[:-1], batch.offsets[1:], strict=True
-        ):
-            part = some[low:stop]
-            first = int(batch.overlap)
-            self.low[number] = min(self.low[number], float(part.min()))
-            self.high[number] = max(self.high[number], float(part.max()))
-            equal = np.zeros(len(part), bool)
-            equal[1:] = (part[1:] == part[:-1]).all(1)
-            at = np.flatnonzero(equal)
-            equal[at] = [np.array_equal(rows[low + one], rows[low + one - 1]) for one in at]
-            self.repeats[number] += int(equal.sum())
-            before, self._tails[number] = self._tails[number], (0, False)
-            for begin, end in runs_of(equal):
-                middle = low + (begin + end) // 2  # a robot that starts in the last frame does not move
-                run = end - begin, moves(low + begin - 1, middle) and moves(middle, low + end)
-                if begin == 1 and start:  # goes on from the piece before
-                    run = run[0] + before[0], run[1] or before[1]
-                self.hold[number] = max(self.hold[number], run[0] * run[1])
-                self._tails[number] = run if end == len(equal) else (0, False)
-            white = 1.0 if self.is_unit(number, rows.dtype) else 255.0
-            dark = np.flatnonzero(part[first:].max(1) < 4 / 255 * white) + low + first
-            self.dark[number] += sum(float(rows[one].max()) < 4 / 255 * white for one in dark)
-            chosen = np.arange(low + first, stop)[(-(start + first)) % EVERY :: EVERY]
-            if len(chosen):
-                self._look(number, rows[chosen], white)
+        """Add the rows of a batch.
 
-    def is_unit(self, number: int, dtype: np.dtype[Any]) -> bool:
-        """Return whether white is 1."""
-        return bool(dtype.kind == "f" and self.high[number] <= 1.5)
+        Args:
+            batch: Rows of some episodes.
+            moves: `moves(start, stop)` returns whether the action moves in these rows.
+        """
+        frames = batch.values[self.name]
+        pixels = frames.reshape(len(frames), -1)
+        pixels = pixels[:, :: max(1, pixels.shape[1] // _NUM_PIXELS)]
+        for part, number in enumerate(batch.numbers.tolist()):
+            start = int(batch.starts[part])
+            rows = slice(int(batch.offsets[part]), int(batch.offsets[part + 1]))
+            self.low[number] = min(self.low[number], float(pixels[rows].min()))
+            self.high[number] = max(self.high[number], float(pixels[rows].max()))
+            is_repeat = _repeats(frames[rows], pixels[rows])
+            self.repeats[number] += int(is_repeat.sum())
+            self._add_runs(number, is_repeat, rows.start, start > 0, moves)
+            self._add_brightness(number, frames[rows], pixels[rows], batch.overlap)
 
-    def _look(self, number: int, frames: Array, white: float) -> None:
-        told, other = (self._oriented(frames, flag).astype(np.float32) / white * 255 for flag in (False, True))
-        count, (height, width) = len(frames), self.size
+            is_due = (np.arange(start, start + rows.stop - rows.start) % EVERY) == 0
+            is_due[: batch.overlap] = False
+            if is_due.any():
+                self._examine(number, frames[rows][is_due], self._white(number, frames.dtype))
+
+    def _add_runs(
+        self,
+        number: int,
+        is_repeat: Array,
+        first_row: int,
+        is_continued: bool,
+        moves: Callable[[int, int], bool],
+    ) -> None:
+        """Update the longest run of repeats while the action moves."""
+        length_before, moved_before = self._open_runs.pop(number, (0, False))
+        for begin, end in runs_of(is_repeat):
+            # The action must move in both halves: a robot that starts in the last frame does not.
+            middle = first_row + (begin + end) // 2
+            is_moving = moves(first_row + begin - 1, middle) and moves(middle, first_row + end)
+            length = end - begin
+            if begin == 1 and is_continued:
+                length += length_before
+                is_moving = is_moving or moved_before
+            if is_moving:
+                self.hold[number] = max(self.hold[number], length)
+            if end == len(is_repeat):
+                self._open_runs[number] = (length, is_moving)
+
+    def _add_brightness(self, number: int, frames: Array, pixels: Array, overlap: int) -> None:
+        """Count black frames. Only frames that are black in some pixels are compared in full."""
+        limit = _BLACK * self._white(number, frames.dtype)
+        candidates = np.flatnonzero(pixels[overlap:].max(1) < limit) + overlap
+        self.dark[number] += sum(float(frames[row].max()) < limit for row in candidates)
+
+    def _white(self, number: int, dtype: np.dtype[Any]) -> float:
+        """Return the value of white in an episode."""
+        is_unit = dtype.kind == "f" and self.high[number] <= 1.5
+        return 1.0 if is_unit else 255.0
+
+    def _examine(self, number: int, frames: Array, white: float) -> None:
+        """Add the colours, edges and layout of some frames."""
+        count = len(frames)
+        declared = self._oriented(frames, False).astype(np.float32) / white * 255
+        other = self._oriented(frames, True).astype(np.float32) / white * 255
         self.looked[number] += count
-        self.bright[number] += int(((told >= 254).mean((1, 2, 3)) > 0.3).sum())
-        for place, one in enumerate((told, other)):
-            down = np.abs(np.diff(one, axis=1)).mean()
-            right = np.abs(np.diff(one, axis=2)).mean()
-            self.variation[number, place] += count * np.array([down, right])
-        grey = told.mean(3)
-        edges = np.diff(grey, 2, axis=1)[:, :, 1:-1] + np.diff(grey, 2, axis=2)[:, 1:-1]
-        self.sharp[number] += float(edges.var((1, 2)).sum())
-        high = max(1, height // GRID)
-        wide = max(1, width // GRID)
-        cells = told[:, : high * GRID, : wide * GRID].reshape(count, GRID, high, GRID, wide, -1)
+        self.bright[number] += int(((declared >= 254).mean((1, 2, 3)) > 0.3).sum())
+        for layout, values in enumerate((declared, other)):
+            down = np.abs(np.diff(values, axis=1)).mean()
+            right = np.abs(np.diff(values, axis=2)).mean()
+            self.variation[number, layout] += count * np.array([down, right])
+
+        grey = declared.mean(3)
+        laplacian = np.diff(grey, 2, axis=1)[:, :, 1:-1] + np.diff(grey, 2, axis=2)[:, 1:-1]
+        self.sharp[number] += float(laplacian.var((1, 2)).sum())
+
+        height, width = self.size
+        cell_height = max(1, height // GRID)
+        cell_width = max(1, width // GRID)
+        cells = declared[:, : cell_height * GRID, : cell_width * GRID]
+        cells = cells.reshape(count, GRID, cell_height, GRID, cell_width, -1)
         self.grid[number] += cells.mean((2, 4)).sum(0).reshape(GRID * GRID, -1)
 
     def _oriented(self, frames: Array, is_other: bool) -> Array:
         """Return frames as `[n, H, W, C]`, or as if their bytes lay in the other layout."""
-        shape = (self.channels, *self.size) if self.is_first != is_other else (*self.size, self.channels)
-        found: Array = frames.reshape(len(frames), *shape)
-        return found.transpose(0, 2, 3, 1) if self.is_first != is_other else found
+        is_channel_first = self.is_first != is_other
+        if is_channel_first:
+            rows: Array = frames.reshape(len(frames), self.channels, *self.size)
+            return rows.transpose(0, 2, 3, 1)
+        rows = frames.reshape(len(frames), *self.size, self.channels)
+        return rows
 
-    def mean(self, values: Array) -> Array:
-        """Divide sums over looked-at frames by their number."""
-        found: Array = values / np.maximum(1, self.looked).reshape(-1, *[1] * (values.ndim - 1))
-        return found
+    def mean(self, sums: Array) -> Array:
+        """Return the means of sums over examined frames: `[E, ...]`."""
+        counts = np.maximum(1, self.looked)
+        means: Array = sums / counts.reshape(-1, *[1] * (sums.ndim - 1))
+        return means
+
+
+def _repeats(frames: Array, pixels: Array) -> Array:
+    """Return which frames equal the one before: bool `[n]`. `pixels` are some of each frame."""
+    is_repeat = np.zeros(len(frames), bool)
+    is_repeat[1:] = (pixels[1:] == pixels[:-1]).all(1)
+    candidates = np.flatnonzero(is_repeat)
+    is_repeat[candidates] = [np.array_equal(frames[row], frames[row - 1]) for row in candidates]
+    return is_repeat
 
 
 class Cameras(Collector):
     """All fields of pictures.
 
     Attributes:
-        found: Field -> `Camera`.
-        unlike: Pairs of fields -> whether a frame of them differs.
+        cameras: Field -> `Camera`.
+        is_unlike: Pair of fields of one shape -> whether a frame of them differs.
     """
 
     def __init__(self, scan: Any) -> None:
         super().__init__(scan)
-        shapes = {name: field.shape for name, field in scan.schema.items()}
-        names = [
-            name
-            for name, shape in shapes.items()
-            if len(shape) == 3 and min(shape) > 0 and (shape[2] in _CHANNELS or shape[0] in _CHANNELS)
-            and sorted(shape)[1] >= 8 and scan.schema[name].dtype in ("uint8", "float16", "float32", "float64")
-        ]  # fmt: skip
-        self.found = {name: Camera(name, scan) for name in names}
-        pairs = [(one, other) for at, one in enumerate(names) for other in names[at + 1 :]]
-        self.unlike = dict.fromkeys([pair for pair in pairs if shapes[pair[0]] == shapes[pair[1]]], False)
-        self._least = {name: 0.01 * scan.pending[name].range_98 for name in scan.group("action")}
+        names = [name for name, field in scan.schema.items() if _is_camera(field)]
+        self.cameras = {name: Camera(name, scan) for name in names}
+        self.is_unlike: dict[tuple[str, str], bool] = {}
+        for pair in combinations(names, 2):
+            if scan.schema[pair[0]].shape == scan.schema[pair[1]].shape:
+                self.is_unlike[pair] = False
+        #: Action -> the smallest range of a dimension that counts as a move: `[D]`.
+        self._least: dict[str, Array] = {}
+        for name in scan.group("action"):
+            self._least[name] = 0.01 * scan.sample_facts[name].range_98
 
     def add(self, batch: Batch) -> None:
-        columns = {name: batch.columns(name) for name in self._least if self.found and name in batch.values}
-
         def moves(start: int, stop: int) -> bool:
-            with np.errstate(invalid="ignore", over="ignore"):
-                ranges = [(np.ptp(one[:, start:stop], axis=1), self._least[name]) for name, one in columns.items()]
-            return any(bool((size > least).any()) for size, least in ranges)
+            return any(self._moved(batch, start, stop))
 
-        for name, camera in self.found.items():
+        for name, camera in self.cameras.items():
             if name in batch.values:
                 camera.add(batch, moves)
-        for pair, is_unlike in self.unlike.items():
-            if not is_unlike and all(name in batch.values for name in pair):
-                one, other = (batch.values[name][::EVERY] for name in pair)
-                self.unlike[pair] = not np.array_equal(one, other)
+        for pair, is_unlike in self.is_unlike.items():
+            if not is_unlike and batch.values.keys() >= {*pair}:
+                first, second = (batch.values[name][::EVERY] for name in pair)
+                self.is_unlike[pair] = not np.array_equal(first, second)
+
+    def _moved(self, batch: Batch, start: int, stop: int) -> Iterator[bool]:
+        """Yield whether each action moves in some rows of a batch."""
+        for name, least in self._least.items():
+            if name in batch.values:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    ranges = np.ptp(batch.columns(name)[:, start:stop], axis=1)
+                yield bool((ranges > least).any())
+
+
+def _is_camera(field: Any) -> bool:
+    """Return whether a field has pictures of 8 x 8 pixels or more, and 1, 3 or 4 channels."""
+    shape = field.shape
+    if len(shape) != 3 or min(shape) == 0 or sorted(shape)[1] < 8:
+        return False
+    has_channels = shape[2] in _CHANNELS or shape[0] in _CHANNELS
+    return has_channels and field.dtype in ("uint8", "float16", "float32", "float64")

@@ -1,4 +1,7 @@
-"""Spaces of observations and actions, as metadata describe them: mappings, or JSON texts as Minari writes them."""
+"""Bounds of observations and actions that metadata declare.
+
+Metadata have them as mappings, or as JSON texts in the form of Minari.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,49 @@ from .batched_reading import Array
 
 
 def boxes(metadata: Mapping[str, Any], group: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (field, description) of each box in the space of "observation" or "action", or of a single field."""
+    """Yield (field, description) of each box in the space of a group or field.
+
+    Args:
+        metadata: Metadata of the recording, with "GROUP_space" or {"spaces": {"GROUP": ...}}.
+        group: "observation", "action" or the name of a field.
+    """
+    yield from _boxes_of(group, metadata.get(f"{group}_space"))
     spaces = metadata.get("spaces")
-    for space in (metadata.get(f"{group}_space"), spaces.get(group) if isinstance(spaces, Mapping) else None):
-        yield from _boxes(group, space)
+    if isinstance(spaces, Mapping):
+        yield from _boxes_of(group, spaces.get(group))
 
 
-def _boxes(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        about = json.loads(space) if isinstance(space, str) else space
-    except ValueError:
+def _boxes_of(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the boxes of a space, which may nest further spaces."""
+    if isinstance(space, str):
+        try:
+            space = json.loads(space)
+        except ValueError:
+            return
+    if not isinstance(space, Mapping):
         return
-    if isinstance(about, Mapping) and (about.keys() & {"low", "high"} or about.get("type") == "Box"):
-        yield name, about
-    elif isinstance(about, Mapping):
-        below = about.get("subspaces", about.get("spaces", about))
-        for key, part in below.items() if isinstance(below, Mapping) else ():
-            yield from _boxes(f"{name}/{key}", part) if isinstance(part, Mapping) else ()
+    if "low" in space or "high" in space or space.get("type") == "Box":
+        yield name, space
+        return
+    subspaces = space.get("subspaces", space.get("spaces", space))
+    if not isinstance(subspaces, Mapping):
+        return
+    for key, subspace in subspaces.items():
+        if isinstance(subspace, Mapping):
+            yield from _boxes_of(f"{name}/{key}", subspace)
 
 
 def declared_bounds(scan: Any, name: str) -> tuple[Array, Array] | None:
-    """Return the bounds of the declared space of a field, each `[D]`; None if there is none."""
+    """Return the declared bounds of a field, each `[D]`; None if there are none."""
     size = scan.schema[name].num_elements
     for group in dict.fromkeys((name, name.partition("/")[0])):
-        for field, about in boxes(scan.metadata, group):
-            ends = [about.get("low"), about.get("high")]
+        for field, box in boxes(scan.metadata, group):
+            if field != name or box.get("low") is None or box.get("high") is None:
+                continue
             try:
-                arrays = [np.asarray(one, np.float64).reshape(-1) for one in ends if one is not None]
-                low, high = (np.broadcast_to(one, (size,)) for one in arrays)
+                low = np.asarray(box["low"], np.float64).reshape(-1)
+                high = np.asarray(box["high"], np.float64).reshape(-1)
+                return np.broadcast_to(low, (size,)), np.broadcast_to(high, (size,))
             except (TypeError, ValueError):
                 continue
-            if field == name:
-                return low, high
     return None

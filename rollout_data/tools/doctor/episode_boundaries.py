@@ -1,215 +1,323 @@
-"""What happens at the bounds of episodes: finals and first rows side by side, jumps within, stored successors."""
+"""Facts of episode boundaries: first and final observations, jumps, next observations."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from storage.errors import RolloutDataError, UnansweredError
 
-from .batched_reading import Array, Batch, Collector
-from .field_facts import MIN_DISTINCT
+from .batched_reading import Array, Batch, Collector, evenly_spread
+from .field_facts import MIN_DISTINCT, Facts
 from .findings import Inapplicable
 
+#: Episodes whose final observations are read.
 _MAX_FINALS = 512
+#: Dimensions in which jumps are searched.
 _MAX_DIMS = 64
+#: Episodes whose first frames are compared with later ones.
 _MAX_FIRST = 256
+#: Frames at both ends of an episode that are no jumps.
 _MARGIN = 5
+#: Continuous dimensions that are needed to recognize a jump.
+MIN_JUMP_DIMS = 8
 _NEXT = re.compile(r"next_obs(?:ervations?)?(?:/(.+))?")
 
 
-def floats(scan: Any) -> list[str]:
-    """Name the observations of floats, pictures left out."""
-    return [name for name in scan.group("observation") if scan.schema[name].dtype.startswith(("float", "bf"))]
+def float_observations(scan: Any) -> list[str]:
+    """Return the observations that are floats, without pictures."""
+    names = scan.group("observation")
+    return [name for name in names if scan.schema[name].dtype.startswith(("float", "bf"))]
 
 
-class Bounds:
-    """First, last and final observations of some episodes, in the dimensions that are continuous.
+class BoundaryRows:
+    """First, last and final observations of some episodes, in continuous dimensions.
 
     Attributes:
-        numbers: int64 `[K]`, episodes that have a final observation, a few hundred at most.
-        finals, last: `[K, D]`, of these.
-        first: `[E, D]`, of `episodes`.
+        episodes: int64 `[E]`, episodes with a first row.
+        first: `[E, D]`, their first observations.
+        numbers: int64 `[K]`, at most 512 episodes with a final observation.
+        last: `[K, D]`, their last observations.
+        finals: `[K, D]`, their final observations.
         steps: `[D]`, the 99 % quantile of steps.
     """
 
     def __init__(self, scan: Any) -> None:
-        names = floats(scan)
-        facts = [scan.facts[name] for name in names]
-        if not facts or sum(int(one.is_continuous.sum()) for one in facts) < 2:
+        names = float_observations(scan)
+        facts: list[Facts] = [scan.facts[name] for name in names]
+        num_continuous = sum(int(field.is_continuous.sum()) for field in facts)
+        if num_continuous < 2:
             raise Inapplicable("fewer than two continuous observations")
-        which = np.concatenate([one.is_continuous for one in facts])
+        dims = np.concatenate([field.is_continuous for field in facts])
         self.episodes = facts[0].numbers
-        self.first = np.concatenate([one.first for one in facts], axis=1)[:, which]
-        self.steps = np.concatenate([one.step_quantile(0.99) for one in facts])[which]
-        last = np.concatenate([one.last for one in facts], axis=1)[:, which]
-        spread = np.unique(np.linspace(0, len(self.episodes) - 1, _MAX_FINALS).astype(np.int64))
-        rows = list[int]()
-        finals = list[Array]()
-        for row in spread.tolist():
-            try:
-                found = scan.recording[int(self.episodes[row])].final_observation
-            except UnansweredError:
-                raise
-            except (RolloutDataError, OSError):
-                continue
-            parts = [_part(found, name) for name in names]
-            sizes = [0 if part is None else np.size(part) for part in parts]
-            if sizes == [one.field.num_elements for one in facts]:
+        self.first = np.concatenate([field.first for field in facts], axis=1)[:, dims]
+        self.steps = np.concatenate([field.step_quantile(0.99) for field in facts])[dims]
+        last = np.concatenate([field.last for field in facts], axis=1)[:, dims]
+
+        rows: list[int] = []
+        finals: list[Array] = []
+        for row in evenly_spread(np.arange(len(self.episodes)), _MAX_FINALS).tolist():
+            final = _read_final(scan, int(self.episodes[row]), facts)
+            if final is not None:
                 rows.append(row)
-                finals.append(np.concatenate([np.asarray(part).reshape(-1) for part in parts])[which])
+                finals.append(final[dims])
         if not rows:
             raise Inapplicable("no final observations")
         self.numbers = self.episodes[rows]
         self.last = last[rows]
         self.finals = np.stack(finals).astype(self.first.dtype)
 
-    def jumps(self, one: Array, other: Array) -> Array:
-        """bool `[K]`: rows that differ by more than usual steps in a sixth of the dimensions."""
-        return jumps(one, other, self.steps)
+    def jumps(self, rows: Array, later_rows: Array) -> Array:
+        """Return the rows that differ by more than usual steps: bool `[K]`. See `jumps`."""
+        return jumps(rows, later_rows, self.steps)
 
     def resets(self) -> list[tuple[int, int]]:
-        """List (row of `numbers`, episode) where the final observation is the first one of another episode."""
+        """Return (row of `numbers`, episode) where the final observation starts another episode."""
         starts: dict[bytes, list[int]] = {}
-        for place, row in zip(self.episodes.tolist(), self.first, strict=True):
-            starts.setdefault(row.tobytes(), []).append(place)
-        found = []
-        for at, row in enumerate(self.finals):
-            others = [one for one in starts.get(row.tobytes(), []) if one != self.numbers[at]]
-            later = [one for one in others if one > self.numbers[at]]
-            found += [(at, (later or others)[0])] if others else []
-        return found
+        for number, first in zip(self.episodes.tolist(), self.first, strict=True):
+            starts.setdefault(first.tobytes(), []).append(number)
+        resets = []
+        for row, final in enumerate(self.finals):
+            own = self.numbers[row]
+            others = [number for number in starts.get(final.tobytes(), []) if number != own]
+            later = [number for number in others if number > own]
+            if others:
+                resets.append((row, (later or others)[0]))
+        return resets
 
 
-def jumps(one: Array, other: Array, steps: Array) -> Array:
-    """bool `[K]`: rows that differ by more than `steps` in a sixth of the dimensions; all, if more than half do."""
-    far: Array = (np.abs(one - other) > steps + 1e-12).sum(1) >= max(2, one.shape[1] / 6)
-    return far | (far.mean() > 0.5) if len(far) else far
-
-
-def _part(found: Any, name: str) -> Any:
-    rest = name.partition("/")[2]
-    if found is None:
+def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
+    """Return the final observation of an episode in all dimensions; None without a whole one."""
+    try:
+        final = scan.recording[number].final_observation
+    except UnansweredError:
+        raise
+    except (RolloutDataError, OSError):
         return None
-    return found.get(rest) if rest and hasattr(found, "get") else found
+    if final is None:
+        return None
+    parts = []
+    for field in facts:
+        component = field.name.partition("/")[2]
+        part = final.get(component) if component and hasattr(final, "get") else final
+        if part is None or np.size(part) != field.field.num_elements:
+            return None
+        parts.append(np.asarray(part).reshape(-1))
+    return np.concatenate(parts)
+
+
+def jumps(rows: Array, later_rows: Array, steps: Array) -> Array:
+    """Return which rows jump: bool `[K]`.
+
+    A row jumps if it differs by more than `steps` in a sixth of the dimensions (2 or more). If more
+    than half of the rows jump, all count.
+    """
+    num_far = (np.abs(rows - later_rows) > steps + 1e-12).sum(1)
+    is_jump: Array = num_far >= max(2, rows.shape[1] / 6)
+    if len(is_jump) and is_jump.mean() > 0.5:
+        is_jump[:] = True
+    return is_jump
+
+
+@dataclass(frozen=True)
+class _JumpLimits:
+    """Limits of the steps of a field, and its first frames.
+
+    Attributes:
+        name: Name of the field.
+        dims: int64 `[D]`, continuous dimensions.
+        usual: `[D]`, the 90 % quantile of steps.
+        rare: `[D]`, 1.5 times the 99.5 % quantile of steps.
+        mean: `[D]`, mean of first frames.
+        sd: `[D]`, standard deviation of first frames.
+    """
+
+    name: str
+    dims: Array
+    usual: Array
+    rare: Array
+    mean: Array
+    sd: Array
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A frame that looks like the start of another episode.
+
+    Attributes:
+        number: The episode.
+        frame: The frame.
+        share: Share of the dimensions that jump.
+    """
+
+    number: int
+    frame: int
+    share: float
 
 
 class Jumps(Collector):
-    """Rows at which much changes at once, or that look like the start of another episode.
+    """Frames in which many dimensions change at once, or that look like a first frame.
 
     Attributes:
-        found: (episode, frame, share of dimensions that jump, whether it enters the cloud of first frames).
+        jumps: The frames.
+        num_dims: Continuous dimensions. Jumps are only searched if there are `MIN_JUMP_DIMS`.
     """
 
     def __init__(self, scan: Any) -> None:
         super().__init__(scan)
-        self.found: list[tuple[int, int, float, bool]] = []
-        self._parts: list[tuple[str, Array, Array, Array, Array, Array]] = []
-        left = _MAX_DIMS
-        numbers = scan.examined[np.unique(np.linspace(0, len(scan.examined) - 1, _MAX_FIRST).astype(np.int64))]
-        which, schemas = scan.recording.schemas()
-        for name in floats(scan) if len(scan.examined) else ():
-            steps = np.sort(scan.sample.steps(name), axis=1)
-            values = scan.sample.values(name)
-            if not steps.shape[1]:
-                continue
-            at = [int(level * (steps.shape[1] - 1)) for level in (0.4, 0.9, 0.995)]
-            ordered = np.sort(values)
-            distinct = (ordered[:, 1:] > ordered[:, :-1]).sum(1)
-            dims = np.flatnonzero((steps[:, at[0]] > 0) & (distinct >= MIN_DISTINCT))[:left]
-            left -= len(dims)
-            has = np.array([schema.get(name) == scan.schema[name] for schema in schemas], bool)
-            have = numbers[has[which[numbers]]]
-            try:
-                first = scan.recording.read_many(have, [name], have * 0, have * 0 + 1)[name]
-            except UnansweredError:
-                raise
-            except (RolloutDataError, OSError):
-                continue
-            first = first.reshape(len(first), -1)[:, dims].astype(np.float64)
-            with np.errstate(invalid="ignore", over="ignore"):
-                sd = np.maximum(first.std(0), 1e-6 + 0.02 * np.std(values[dims], axis=1))
-                limits = steps[dims, at[1]], 1.5 * steps[dims, at[2]]
-                self._parts.append((name, dims, *limits, first.mean(0), sd))
-        self.num_dims = sum(len(part[1]) for part in self._parts)
+        self.jumps: list[Jump] = []
+        self._limits: list[_JumpLimits] = []
+        self.num_dims = 0
+        if not len(scan.examined):
+            return
+        numbers = evenly_spread(scan.examined, _MAX_FIRST)
+        dims_left = _MAX_DIMS
+        for name in float_observations(scan):
+            dims = _jumping_dims(scan, name)[:dims_left]
+            dims_left -= len(dims)
+            first = _read_first(scan, name, numbers) if len(dims) else None
+            if first is not None:
+                self._limits.append(_jump_limits(scan, name, dims, first[:, dims]))
+        self.num_dims = sum(len(limits.dims) for limits in self._limits)
 
     def add(self, batch: Batch) -> None:
-        parts = [part for part in self._parts if part[0] in batch.values]
-        if self.num_dims < 8 or len(parts) < len(self._parts):
+        has_fields = all(limits.name in batch.values for limits in self._limits)
+        if self.num_dims < MIN_JUMP_DIMS or not has_fields:
             return
-        far = np.zeros(len(batch), np.int32)
-        moved = np.zeros(len(batch), np.int32)
-        for name, dims, usual, rare, _, _ in parts:
-            steps = np.abs(batch.steps(name)[dims])
-            far += (steps > rare[:, None]).sum(0, dtype=np.int32)
-            moved += (steps > usual[:, None]).sum(0, dtype=np.int32)
-        is_wide = self.num_dims >= 12  # so many never come back to the start by chance
-        rows = np.flatnonzero(
-            (far >= max(6, 0.35 * self.num_dims)) | (moved > (0.15 if is_wide else 0.3) * self.num_dims)
-        )
+        num_far = np.zeros(len(batch), np.int32)
+        num_moved = np.zeros(len(batch), np.int32)
+        for limits in self._limits:
+            steps = np.abs(batch.steps(limits.name)[limits.dims])
+            num_far += (steps > limits.rare[:, None]).sum(0, dtype=np.int32)
+            num_moved += (steps > limits.usual[:, None]).sum(0, dtype=np.int32)
+
+        min_far = max(6, 0.35 * self.num_dims)
+        is_wide = self.num_dims >= 12  # such wide rows do not return to the start by chance
+        min_moved = (0.15 if is_wide else 0.3) * self.num_dims
+        rows = np.flatnonzero((num_far >= min_far) | (num_moved > min_moved))
         if not len(rows):
             return
         numbers, frames = batch.episode_of(rows)
-        inner = (frames >= _MARGIN) & (frames <= self.scan.lengths[numbers] - _MARGIN)
-        rows = rows[inner]
-        numbers = numbers[inner]
-        frames = frames[inner]
-        now, before = (self._scores(batch, rows - back) for back in (0, 1))
-        enters = (now < 4).all(0) & (before.max(0, initial=0) > 12) & (np.median(before, axis=0) > 2)
-        # A swing passes the start with steps like those around it; a reset is a step by itself.
-        is_reset = (moved[rows] > 0.3 * self.num_dims) & (self._alone(batch, rows) > 0.15 * self.num_dims)
-        enters &= is_reset | (is_wide & (np.median(before, axis=0) > 4))
-        kept = np.flatnonzero((far[rows] >= max(6, 0.35 * self.num_dims)) | enters)
-        shares = far[rows] / self.num_dims
-        self.found += [(int(numbers[at]), int(frames[at]), float(shares[at]), bool(enters[at])) for at in kept]
+        is_inner = (frames >= _MARGIN) & (frames <= self.scan.lengths[numbers] - _MARGIN)
+        rows = rows[is_inner]
 
-    def _alone(self, batch: Batch, rows: Array) -> Array:
-        """int `[n]`: dimensions in which the step to a row is far larger than those before and after it."""
-        found = np.zeros(len(rows), np.int64)
-        for name, dims, usual, *_ in self._parts:
-            last, this, after = (
-                np.abs(batch.steps(name)[dims][:, np.minimum(rows + at, len(batch) - 1)]) for at in (-1, 0, 1)
-            )
-            found += ((this > usual[:, None]) & (this > 2.5 * np.maximum(last, after))).sum(0)
-        return found
+        scores = self._scores(batch, rows)
+        scores_before = self._scores(batch, rows - 1)
+        median_before = np.median(scores_before, axis=0)
+        is_start = (scores < 4).all(0) & (scores_before.max(0, initial=0) > 12)
+        is_start &= median_before > 2
+        # A swing passes the start with steps like those around it. A reset is a single step.
+        is_reset = num_moved[rows] > 0.3 * self.num_dims
+        is_reset &= self._num_single_steps(batch, rows) > 0.15 * self.num_dims
+        is_start &= is_reset | (is_wide & (median_before > 4))
+
+        rows = rows[(num_far[rows] >= min_far) | is_start]
+        numbers, frames = batch.episode_of(rows)
+        shares = num_far[rows] / self.num_dims
+        for number, frame, share in zip(numbers, frames, shares, strict=True):
+            self.jumps.append(Jump(int(number), int(frame), float(share)))
+
+    def _num_single_steps(self, batch: Batch, rows: Array) -> Array:
+        """Return the number of dimensions with a far larger step than before and after: `[n]`."""
+        count = np.zeros(len(rows), np.int64)
+        last_row = len(batch) - 1
+        for limits in self._limits:
+            steps = np.abs(batch.steps(limits.name)[limits.dims])
+            step = steps[:, rows]
+            neighbours = np.maximum(steps[:, rows - 1], steps[:, np.minimum(rows + 1, last_row)])
+            is_single = (step > limits.usual[:, None]) & (step > 2.5 * neighbours)
+            count += is_single.sum(0)
+        return count
 
     def _scores(self, batch: Batch, rows: Array) -> Array:
-        """`[D, n]`: how far rows are from first frames, in their standard deviations."""
+        """Return the distance of rows to first frames in standard deviations: `[D, n]`."""
+        scores = [np.zeros((0, len(rows)))]
         with np.errstate(invalid="ignore"):
-            parts = [
-                np.abs(batch.columns(name)[dims][:, rows] - mean[:, None]) / sd[:, None]
-                for name, dims, _, _, mean, sd in self._parts
-            ]
-        return np.concatenate(parts) if parts else np.zeros((0, len(rows)))
+            for limits in self._limits:
+                values = batch.columns(limits.name)[limits.dims][:, rows]
+                scores.append(np.abs(values - limits.mean[:, None]) / limits.sd[:, None])
+        return np.concatenate(scores)
+
+
+def _jumping_dims(scan: Any, name: str) -> Array:
+    """Return the continuous dimensions of a field that move in 60 % of the steps or more."""
+    steps = np.sort(scan.sample.steps(name), axis=1)
+    num_steps = steps.shape[1]
+    if not num_steps:
+        return np.zeros(0, np.int64)
+    ordered = np.sort(scan.sample.values(name))
+    num_distinct = (ordered[:, 1:] > ordered[:, :-1]).sum(1)
+    moves = steps[:, int(0.4 * (num_steps - 1))] > 0
+    return np.flatnonzero(moves & (num_distinct >= MIN_DISTINCT))
+
+
+def _read_first(scan: Any, name: str, numbers: Array) -> Array | None:
+    """Return the first rows of episodes that have a field: `[n, D]`. None if reading fails."""
+    schema_index, schemas = scan.recording.schemas()
+    has_field = np.array([schema.get(name) == scan.schema[name] for schema in schemas], bool)
+    chosen = numbers[has_field[schema_index[numbers]]]
+    starts = np.zeros(len(chosen), np.int64)
+    try:
+        first = scan.recording.read_many(chosen, [name], starts, starts + 1)[name]
+    except UnansweredError:
+        raise
+    except (RolloutDataError, OSError):
+        return None
+    rows: Array = first.reshape(len(first), -1).astype(np.float64)
+    return rows
+
+
+def _jump_limits(scan: Any, name: str, dims: Array, first: Array) -> _JumpLimits:
+    """Return the limits of steps from the sample, and the distribution of first frames `[n, D]`."""
+    steps = np.sort(scan.sample.steps(name), axis=1)[dims]
+    num_steps = steps.shape[1]
+    with np.errstate(invalid="ignore", over="ignore"):
+        min_sd = 1e-6 + 0.02 * np.std(scan.sample.values(name)[dims], axis=1)
+        return _JumpLimits(
+            name,
+            dims,
+            usual=steps[:, int(0.9 * (num_steps - 1))],
+            rare=1.5 * steps[:, int(0.995 * (num_steps - 1))],
+            mean=first.mean(0),
+            sd=np.maximum(first.std(0), min_sd),
+        )
 
 
 class Successors(Collector):
-    """Stored next observations, compared with the rows that follow.
+    """Stored next observations, compared with the following rows.
 
     Attributes:
         pairs: Field of next observations -> field of observations.
-        wrong: Field -> int64 `[E]`, inner frames whose successor is another.
-        same: Field -> how many of these repeat the current observation.
+        wrong: Field -> int64 `[E]`, inner frames whose next observation is not the following row.
+        same: Field -> number of these that repeat the current observation.
     """
 
     def __init__(self, scan: Any) -> None:
         super().__init__(scan)
-        told = {name: _NEXT.fullmatch(name) for name in scan.numeric}
-        pairs = {name: f"observation/{one[1]}" if one[1] else "observation" for name, one in told.items() if one}
-        self.pairs = {name: other for name, other in pairs.items() if other in scan.schema}
+        self.pairs: dict[str, str] = {}
+        for name in scan.numeric:
+            match = _NEXT.fullmatch(name)
+            if match:
+                observation = f"observation/{match[1]}" if match[1] else "observation"
+                if observation in scan.schema:
+                    self.pairs[name] = observation
         self.wrong = {name: np.zeros(scan.num_episodes, np.int64) for name in self.pairs}
         self.same = dict.fromkeys(self.pairs, 0)
 
     def add(self, batch: Batch) -> None:
-        for name, other in self.pairs.items():
-            if name in batch.values and other in batch.values:
-                stored = batch.columns(name)
-                rows = batch.columns(other)
-                inner = np.ones(len(batch) - 1, bool)
-                inner[batch.offsets[1:-1] - 1] = False
-                differs = (stored[:, :-1] != rows[:, 1:]) & ~(np.isnan(stored[:, :-1]) & np.isnan(rows[:, 1:]))
-                at = np.flatnonzero(differs.any(0) & inner)
-                self.wrong[name] += np.bincount(batch.episode_of(at)[0], minlength=self.scan.num_episodes)
-                self.same[name] += int((stored[:, at] == rows[:, at]).all(0).sum())
+        is_inner = np.ones(len(batch) - 1, bool)
+        is_inner[batch.offsets[1:-1] - 1] = False
+        for name, observation in self.pairs.items():
+            if not batch.values.keys() >= {name, observation}:
+                continue
+            stored = batch.columns(name)[:, :-1]
+            current = batch.columns(observation)[:, :-1]
+            following = batch.columns(observation)[:, 1:]
+            differs = (stored != following) & ~(np.isnan(stored) & np.isnan(following))
+            rows = np.flatnonzero(differs.any(0) & is_inner)
+            numbers, _ = batch.episode_of(rows)
+            self.wrong[name] += np.bincount(numbers, minlength=self.scan.num_episodes)
+            self.same[name] += int((stored[:, rows] == current[:, rows]).all(0).sum())

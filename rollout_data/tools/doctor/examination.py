@@ -1,6 +1,7 @@
-"""The examination: chooses rules, runs them over one scan, and gathers what they find.
+"""The examination: run chosen rules over one scan and collect their findings.
 
-One rule: no rule ends the run; one that fails is itself the finding FIL00. A store that does not answer ends it.
+A rule that fails becomes the finding FIL00, and the other rules still run. A store that does not
+answer ends the examination.
 """
 
 from __future__ import annotations
@@ -15,15 +16,34 @@ from typing import Any
 import numpy as np
 
 from storage.core import arguments
-from storage.errors import DataFileError, RolloutDataError, RolloutDataWarning, UnansweredError, UsageError, nearest
+from storage.errors import (
+    DataFileError,
+    RolloutDataError,
+    RolloutDataWarning,
+    UnansweredError,
+    UsageError,
+    nearest,
+)
 
 from ...formats.open_recording import open, open_source
 from ...remote.locations import DataDir
 from ...sources.recording import Recording
-from .findings import MAX_FRAMES, SEVERITIES, Defect, Diagnosis, Finding, Inapplicable, Rule, Settings
+from .findings import (
+    MAX_FRAMES,
+    SEVERITIES,
+    Defect,
+    Diagnosis,
+    Finding,
+    Inapplicable,
+    Rule,
+    Settings,
+)
 from .rule_table import FAILED, RULES
 from .rules.change_scripts import change_script
 from .scan import Scan
+
+#: The path itself is wrong, so there is no file to examine.
+_REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
 
 
 def doctor(
@@ -35,158 +55,212 @@ def doctor(
     sample: int | None = None,
     progress: bool = False,
 ) -> Diagnosis:
-    """Examine a recording of any format by the rules of `DOCTOR.md`; nothing is changed.
+    """Examine a recording of any format by the rules of `DOCTOR.md`. Nothing is changed.
 
     Args:
         path: A file or folder of any format, or a `Recording`.
-        only: Codes of the rules to run, or beginnings of codes such as "VAL"; () is all.
+        only: Codes of the rules to run, or beginnings of codes such as "VAL"; () runs all.
         skip: Codes of rules, or beginnings of codes, to leave out.
         settings: Thresholds to change: {"VAL05.ranges": 100}.
-        sample: Read the data of this number of episodes at most, evenly spread.
+        sample: Read the data of at most this number of episodes, evenly spread.
         progress: Show a progress bar.
 
     Raises:
-        UsageError: There is nothing at the path; a rule, a threshold or a number is not known.
+        UsageError: The path does not exist, or a rule, threshold or number is invalid.
         AccessError, FetchError: The store refuses access, or does not answer.
     """
     action = "call rollout_data.doctor"
     progress = arguments.flag(action, "progress", progress)
     rules = chosen_rules(action, only, skip)
-    changed = _changed(action, settings)
+    changed = _changed_thresholds(action, settings)
     if sample is not None:
         arguments.whole(action, "sample", sample, 1)
     recording, failure = opened(action, path)
-    kinds = [kind for rule in rules for kind in rule.collectors]
-    with_pictures = any(rule.needs == "G" for rule in rules)
-    return diagnose(Scan(path, recording, failure, sample, kinds, with_pictures, progress), rules, changed)
+    scan = Scan(
+        path,
+        recording,
+        failure,
+        sample,
+        collectors=[collector for rule in rules for collector in rule.collectors],
+        with_pictures=any(rule.needs == "G" for rule in rules),
+        progress=progress,
+    )
+    return diagnose(scan, rules, changed)
 
 
 def diagnose(scan: Scan, rules: Sequence[Rule], changed: Mapping[str, Settings]) -> Diagnosis:
-    """Run rules over a scan that gathers what they need.
+    """Run rules over a scan that has their collectors.
 
     Args:
-        scan: Of the recording.
-        rules: Rows of the table.
-        changed: Code -> thresholds that differ from the rule's.
+        scan: Scan of the recording.
+        rules: Rows of the table of rules.
+        changed: Code -> thresholds that replace those of the rule.
     """
     findings: list[Finding] = []
     skipped: list[tuple[str, str]] = []
     for rule in rules:
         settings = {**rule.defaults, **changed.get(rule.code, {})}
         try:
-            found, why = _checked(rule, scan, settings)
-            found += scan.files.told(*rule.problems) if rule.problems else ()  # checks may read, and meet more
-            findings += _gathered(rule, found, scan, settings)
-            skipped += [(rule.code, why)] if why and not found else []
+            defects, reason = _check(rule, scan, settings)
+            if rule.problems:
+                # After the check, which may read data and meet further problems.
+                defects += scan.files.defects(*rule.problems)
+            findings += _findings(rule, defects, scan, settings)
+            if reason and not defects:
+                skipped.append((rule.code, reason))
         except UnansweredError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a rule did not expect is a finding
-            findings += _gathered(FAILED, [_failure(rule, error)], scan, {})
-    findings.sort(key=lambda one: -SEVERITIES.index(one.severity))
-    return Diagnosis(tuple(rules), tuple(findings), tuple(skipped), _summary(scan, scan.path, findings))
+        except Exception as error:  # noqa: BLE001 - any failure of a rule is a finding
+            findings += _findings(FAILED, [_failure(rule, error)], scan, {})
+    findings.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
+    return Diagnosis(tuple(rules), tuple(findings), tuple(skipped), _summary(scan, findings))
 
 
-def _checked(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], str]:
-    """Return what a rule finds, and why it cannot be applied, or ""."""
+def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], str]:
+    """Return the defects that a rule reports, and the reason if it cannot be applied, else ""."""
     if rule.compares and scan.is_small:
         return [], "fewer than 8 episodes or 100 frames to compare"
     try:
         return list(rule.check(scan, settings)), ""
-    except Inapplicable as why:
-        return [], str(why)
+    except Inapplicable as reason:
+        return [], str(reason)
 
 
 def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
-    """Open what is to be examined, by its rows where its index is bad: (recording, None) or (None, why not)."""
+    """Open a recording, without its index if that is bad.
+
+    Returns:
+        (recording, None), or (None, error) if it cannot be opened.
+    """
+    if isinstance(path, Recording):
+        return path, None
     with warnings.catch_warnings():
-        if not isinstance(path, Recording):  # what would be warned of is reported
-            warnings.simplefilter("ignore", RolloutDataWarning)
+        warnings.simplefilter("ignore", RolloutDataWarning)  # findings report the same problems
         try:
-            return (path if isinstance(path, Recording) else open_source(action, "path", path)), None
+            return open_source(action, "path", path), None
         except UnansweredError:
             raise
         except (DataFileError, OSError) as error:
-            is_of_folder = isinstance(error, DataFileError) and not os.path.isfile(str(path))
-            reason = error.__cause__ if is_of_folder else error
-            is_refused = isinstance(reason, OSError) and reason.errno in (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
-            if is_refused or isinstance(error, UsageError):
-                raise  # there is nothing to examine
-            with suppress(RolloutDataError, OSError):  # no format but those with an index has this option
+            if isinstance(error, UsageError) or _is_refused(error, path):
+                raise
+            # Only formats with an index have this option.
+            with suppress(RolloutDataError, OSError):
                 return open(path, on_bad_index="rebuild"), None
             if isinstance(error, RolloutDataError):
                 return None, error
             return None, DataFileError("open", repr(str(path)), "", str(error))
 
 
+def _is_refused(error: Exception, path: DataDir) -> bool:
+    """Return whether the system refuses a path, so that there is no recording to examine."""
+    reason: BaseException | None = error
+    if isinstance(error, DataFileError) and not os.path.isfile(str(path)):
+        reason = error.__cause__
+    return isinstance(reason, OSError) and reason.errno in _REFUSED
+
+
 def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
     """Return the rules of some codes, or beginnings of codes.
 
     Raises:
-        UsageError: There is none.
+        UsageError: A code begins no rule.
     """
     codes = [rule.code for rule in RULES]
-    for name, given in (("only", only), ("skip", skip)):
-        for one in arguments.names(action, name, given):
-            if not any(code.startswith(one) for code in codes) or not one:
-                raise UsageError(action, "", f"{name} with codes of rules, {nearest(one, codes)}", repr(one))
-    kept = [rule for rule in RULES if not only or rule.code.startswith(tuple(only))]
-    return [rule for rule in kept if not (skip and rule.code.startswith(tuple(skip)))]
+    for argument, values in (("only", only), ("skip", skip)):
+        for prefix in arguments.names(action, argument, values):
+            is_known = any(code.startswith(prefix) for code in codes)
+            if not prefix or not is_known:
+                expected = f"{argument} with codes of rules, {nearest(prefix, codes)}"
+                raise UsageError(action, "", expected, repr(prefix))
+    rules = list(RULES)
+    if only:
+        rules = [rule for rule in rules if rule.code.startswith(tuple(only))]
+    if skip:
+        rules = [rule for rule in rules if not rule.code.startswith(tuple(skip))]
+    return rules
 
 
-def _changed(action: str, settings: Any) -> dict[str, dict[str, float]]:
+def _changed_thresholds(action: str, settings: Any) -> dict[str, dict[str, float]]:
     """Return {"VAL05": {"ranges": 100.0}} for {"VAL05.ranges": 100}."""
-    known = {f"{rule.code}.{name}": (rule.code, name) for rule in RULES for name in rule.defaults}
-    found: dict[str, dict[str, float]] = {}
     if not isinstance(settings, Mapping | None):
         raise UsageError(action, "", "settings as a mapping of thresholds", repr(settings))
+    known = {f"{rule.code}.{name}": (rule.code, name) for rule in RULES for name in rule.defaults}
+    changed: dict[str, dict[str, float]] = {}
     for key, value in (settings or {}).items():
         if key not in known:
             raise UsageError(action, "", f"settings among {nearest(str(key), known)}", repr(key))
+        number = arguments.real(action, f"settings[{key!r}]", value, "a number", _is_any_number)
         code, name = known[key]
-        found.setdefault(code, {})[name] = arguments.real(
-            action, f"settings[{key!r}]", value, "a number", lambda number: True
-        )
-    return found
+        changed.setdefault(code, {})[name] = number
+    return changed
 
 
-def _gathered(rule: Rule, found: Iterable[Defect], scan: Scan, settings: Settings) -> list[Finding]:
-    """Make one finding of what was reported for each field."""
+def _is_any_number(number: float) -> bool:
+    return True
+
+
+def _findings(
+    rule: Rule,
+    defects: Iterable[Defect],
+    scan: Scan,
+    settings: Settings,
+) -> list[Finding]:
+    """Return one finding for each field with defects."""
     by_field: dict[str | None, list[Defect]] = {}
-    for one in found:
-        by_field.setdefault(one.field, []).append(one)
-    return [_finding(rule, field, parts, scan, settings) for field, parts in by_field.items()]
+    for defect in defects:
+        by_field.setdefault(defect.field, []).append(defect)
+    return [_finding(rule, parts, scan, settings) for parts in by_field.values()]
 
 
-def _finding(rule: Rule, field: str | None, parts: Sequence[Defect], scan: Scan, settings: Settings) -> Finding:
-    places = sorted({int(place) for part in parts for place in part.trajectories})
-    left_out = tuple(dict.fromkeys(name for part in parts for name in part.left_out))
-    numbers = [int(name[len(name.rstrip("0123456789")) :]) for name in left_out]
-    frames = [(int(place), int(start), int(stop)) for part in parts for place, start, stop in part.frames]
-    severity = max((part.severity or rule.severity for part in parts), key=SEVERITIES.index)
-    is_typical = not rule.absolute and not scan.is_small and len(places) > 0.5 * len(scan.examined)
-    evidence = {name: value for part in reversed(parts) for name, value in part.evidence.items()}
-    if settings:
-        evidence["threshold"] = next(iter(settings.values())) if len(settings) == 1 else dict(settings)
-    if is_typical and severity != "info":
-        severity, evidence["typical"] = "info", True
-    message = "; ".join(dict.fromkeys(part.message for part in parts if part.message)) or rule.title
-    advice = next((part.advice for part in parts if part.advice), rule.advice)
+def _finding(rule: Rule, defects: Sequence[Defect], scan: Scan, settings: Settings) -> Finding:
+    """Return the finding that joins the defects of a field."""
+    places = sorted({int(place) for defect in defects for place in defect.trajectories})
+    left_out = tuple(dict.fromkeys(name for defect in defects for name in defect.left_out))
+    ranges = [frames for defect in defects for frames in defect.frames][:MAX_FRAMES]
+    frames = tuple((int(place), int(start), int(stop)) for place, start, stop in ranges)
+    messages = dict.fromkeys(defect.message for defect in defects if defect.message)
+    advices = [defect.advice for defect in defects if defect.advice]
+    severity = max((defect.severity or rule.severity for defect in defects), key=SEVERITIES.index)
+
+    evidence: dict[str, Any] = {}
+    for defect in reversed(defects):  # the first defect of a field decides
+        evidence.update(defect.evidence)
+    if len(settings) == 1:
+        evidence["threshold"] = next(iter(settings.values()))
+    elif settings:
+        evidence["threshold"] = dict(settings)
+
+    is_frequent = not scan.is_small and len(places) > 0.5 * len(scan.examined)
+    if is_frequent and not rule.absolute and severity != "info":
+        severity = "info"
+        evidence["typical"] = True
+
     return Finding(
-        **{name: getattr(rule, name) for name in ("code", "name", "group", "title", "repair")},
+        code=rule.code,
+        name=rule.name,
+        group=rule.group,
         severity=severity,
-        message=message,
-        advice=advice,
-        field=field,
-        trajectories=(*places, *numbers),
-        frames=tuple(frames[:MAX_FRAMES]),
+        title=rule.title,
+        message="; ".join(messages) or rule.title,
+        advice=advices[0] if advices else rule.advice,
+        repair=rule.repair,
+        field=defects[0].field,
+        trajectories=(*places, *map(_last_number, left_out)),
+        frames=frames,
         evidence=evidence,
         left_out=left_out,
         script=_script(rule, scan),
     )
 
 
+def _last_number(name: str) -> int:
+    """Return the number at the end of a name."""
+    start = len(name.rstrip("0123456789"))
+    return int(name[start:])
+
+
 def _script(rule: Rule, scan: Scan) -> str:
-    """Return the script of a rule for the recording that is examined; "" without one."""
+    """Return the script of a rule for the examined recording; "" if the rule has none."""
     if scan.failure is not None:
         return ""
     path = scan.path if isinstance(scan.path, (str, os.PathLike)) else scan.recording.path
@@ -194,18 +268,20 @@ def _script(rule: Rule, scan: Scan) -> str:
 
 
 def _failure(rule: Rule, error: Exception) -> Defect:
-    message = f"rule {rule.code} failed: {type(error).__name__}: {error}"
-    return Defect(message=message, evidence={"rule": rule.code, "error": type(error).__name__})
+    name = type(error).__name__
+    message = f"rule {rule.code} failed: {name}: {error}"
+    return Defect(message=message, evidence={"rule": rule.code, "error": name})
 
 
-def _summary(scan: Scan, path: Any, findings: Sequence[Finding]) -> dict[str, Any]:
+def _summary(scan: Scan, findings: Sequence[Finding]) -> dict[str, Any]:
     is_open = scan.failure is None
-    counts = {name: sum(one.severity == name for one in findings) for name in reversed(SEVERITIES)}
-    return {
-        "path": str(scan.recording.path if is_open else path),
+    summary: dict[str, Any] = {
+        "path": str(scan.recording.path if is_open else scan.path),
         "format": scan.recording.format if is_open else None,
         "episodes": scan.num_episodes,
         "frames": int(np.sum(scan.lengths)) if is_open else 0,
         "examined": len(scan.examined),
-        **counts,
     }
+    for severity in reversed(SEVERITIES):
+        summary[severity] = sum(finding.severity == severity for finding in findings)
+    return summary

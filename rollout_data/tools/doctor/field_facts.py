@@ -1,45 +1,63 @@
-"""What the pass finds of each field: quantiles from a sample; per episode extremes, steps, first and last rows.
+"""Facts of each numeric field that rules compare.
 
-One rule: a batch is looked at in whole arrays, `[D, n]`; no loop over frames or episodes.
+Quantiles come from a sample. Extremes, steps, first and last rows of each episode come from the
+pass over the data. A batch is processed in whole arrays `[D, n]`, without a loop over frames.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .batched_reading import Array, Batch, Reading
+from .batched_reading import Array, Batch, Reading, evenly_spread
 
-#: Of the sample: bytes at most, frames of a piece of an episode, and rows that quantiles are taken of.
-_SAMPLE_BYTES, _PIECE_FRAMES, _QUANTILE_ROWS = 8 << 20, 512, 10_000
-#: Numbers in the tables of all fields at most; with more, only every so manieth episode has rows in them.
+#: Bytes of the sample.
+_SAMPLE_BYTES = 8 << 20
+#: Frames of a piece of an episode in the sample, at least.
+_PIECE_FRAMES = 512
+#: Rows of the sample from which quantiles are computed.
+_QUANTILE_ROWS = 10_000
+#: Numbers in the tables of all fields. Beyond it, only every k-th episode has rows in the tables.
 _MAX_CELLS = 6_000_000
+#: Far values that are kept of a field.
 _MAX_FAR = 100_000
-FAR = np.dtype([("dim", np.int64), ("number", np.int64), ("frame", np.int64), ("value", np.float64)])
+#: A far value: dimension, episode, frame and value.
+FAR = np.dtype(
+    [
+        ("dim", np.int64),
+        ("number", np.int64),
+        ("frame", np.int64),
+        ("value", np.float64),
+    ]
+)
 #: A dimension is continuous if it is float with at least this number of distinct values.
 MIN_DISTINCT = 20
 
 
 class Sample:
-    """Some batches of numeric fields, kept.
+    """Batches of numeric fields that stay in memory.
 
     Attributes:
         batches: Whole episodes or pieces of them, evenly spread.
-        is_all: They are the whole recording.
+        is_all: Whether the batches are the whole recording.
     """
 
     def __init__(self, reading: Reading, examined: Array) -> None:
         schema = reading.recording.schema
         row_bytes = max(1, sum(schema[name].row_bytes for name in reading.names))
+        max_frames = max(256, _SAMPLE_BYTES // row_bytes)
         lengths = reading.lengths[examined]
-        budget = max(256, _SAMPLE_BYTES // row_bytes)
-        self.is_all = int(lengths.sum()) <= budget
-        count = budget // max(1, min(_PIECE_FRAMES, int(np.median(lengths)))) if len(lengths) else 0
-        chosen = examined[np.unique(np.linspace(0, len(examined) - 1, max(8, count)).astype(np.int64))]
-        frames = max(_PIECE_FRAMES, budget // max(1, len(chosen)))
-        self.batches = list(reading.batches(examined) if self.is_all else reading.pieces(chosen, frames))
+        self.is_all = int(lengths.sum()) <= max_frames
+        if self.is_all:
+            self.batches = list(reading.batches(examined))
+            return
+        piece_frames = max(1, min(_PIECE_FRAMES, int(np.median(lengths))))
+        chosen = evenly_spread(examined, max(8, max_frames // piece_frames))
+        frames = max(_PIECE_FRAMES, max_frames // len(chosen))
+        self.batches = list(reading.pieces(chosen, frames))
 
     @cached_property
     def _stride(self) -> int:
@@ -47,239 +65,306 @@ class Sample:
 
     def values(self, name: str) -> Array:
         """Return rows of a field, at most about 10,000: `[D, S]`."""
-        return self._rows(name, Batch.columns)
+        batches = [batch for batch in self.batches if name in batch.values]
+        return _joined([self._strided(batch, name, Batch.columns) for batch in batches])
 
     def steps(self, name: str) -> Array:
         """Return sizes of steps between rows of a field, at most about 10,000: `[D, S]`."""
-        return np.abs(self._rows(name, Batch.steps))
-
-    def _rows(self, name: str, give: Any) -> Array:
         parts = []
         for batch in self.batches:
             if name in batch.values:
-                kept = np.ones(len(batch), bool)
-                kept[: batch.overlap] = False
-                if give is Batch.steps:
-                    kept[batch.offsets[:-1]] = False
-                parts.append(give(batch, name)[:, np.flatnonzero(kept)[:: self._stride]])
-        return np.concatenate(parts, axis=1) if parts else np.zeros((1, 0), np.float32)
+                first_rows = batch.offsets[:-1]
+                parts.append(self._strided(batch, name, Batch.steps, leave_out=first_rows))
+        return np.abs(_joined(parts))
+
+    def _strided(
+        self,
+        batch: Batch,
+        name: str,
+        read: Callable[[Batch, str], Array],
+        leave_out: Array | None = None,
+    ) -> Array:
+        """Return every k-th row of a batch, without overlapping rows and some others."""
+        is_kept = np.ones(len(batch), bool)
+        is_kept[: batch.overlap] = False
+        if leave_out is not None:
+            is_kept[leave_out] = False
+        return read(batch, name)[:, np.flatnonzero(is_kept)[:: self._stride]]
+
+
+def _joined(parts: list[Array]) -> Array:
+    return np.concatenate(parts, axis=1) if parts else np.zeros((1, 0), np.float32)
 
 
 class Facts:
-    """What is known of a numeric field of D dimensions.
+    """Facts of a numeric field of D dimensions, of K episodes in its tables and E in all.
 
     Attributes:
-        name, field: Its name, and its description.
-        is_float: Its numbers are floats.
-        numbers: int64 `[K]`: the episodes that have rows in the tables; all, unless there are very many.
-        low, high, mean, step, first, last: `[K, D]`: of each episode; `step` is the largest between two rows.
-        changes: `[K, D]`: how many rows differ from the one before.
-        num_bad: int64 `[E]`: numbers that are not finite.
-        num_rows, num_values: Rows that were read, and numbers in them.
-        scale: `[E]`: median over rows of an episode (about 16 of a batch) of the largest size; 0 where all are 0.
-        far: Structured `[n]` (dim, number, frame, value): values more than `far_ranges` ranges away from the median.
-        repeats, hold: int64 `[E]`: rows that equal the one before in all dimensions, and the longest run of them.
+        name: Name of the field.
+        field: Its entry in the schema.
+        is_float: Whether its numbers are floats.
+        numbers: int64 `[K]`, the episodes with rows in the tables: all, unless there are very many.
+        lengths: int64 `[K]`, their frames.
+        low: `[K, D]`, minimum of each episode.
+        high: `[K, D]`, maximum.
+        mean: `[K, D]`, mean.
+        step: `[K, D]`, the largest step between two rows.
+        first: `[K, D]`, first row.
+        last: `[K, D]`, last row.
+        changes: `[K, D]`, number of rows that differ from the one before.
+        num_bad: int64 `[E]`, numbers that are not finite.
+        num_rows: Rows that were read.
+        scale: `[E]`, median over about 16 rows of the largest size in a row; 0 if all are 0.
+        repeats: int64 `[E]`, rows that equal the one before in all dimensions.
+        hold: int64 `[E]`, the longest run of such rows.
     """
 
+    #: A value is far if it is more than this number of ranges away from the median.
     far_ranges = 10.0
 
     def __init__(self, reading: Reading, name: str, examined: Array, sample: Sample) -> None:
         schema = reading.recording.schema
-        lengths = reading.lengths
         self.name = name
         self.field = schema[name]
-        self._sample = sample
-        size = self.field.num_elements
-        cells = sum(schema[one].num_elements for one in reading.names)
-        stride = max(1, -(-len(examined) * cells // _MAX_CELLS))
-        self.numbers = examined[::stride]
-        self.lengths = lengths[self.numbers]
-        self._slot = np.full(len(lengths), -1)
-        self._slot[self.numbers] = np.arange(len(self.numbers))
         self.is_float = self.field.dtype in ("float16", "bfloat16", "float32", "float64")
         is_narrow = self.field.numpy_dtype.itemsize <= 2 or self.field.dtype == "float32"
         self.dtype = np.dtype(np.float32 if is_narrow else np.float64)
-        shape = len(self.numbers), size
+        self._sample = sample
+
+        num_elements = sum(schema[field].num_elements for field in reading.names)
+        stride = max(1, -(-len(examined) * num_elements // _MAX_CELLS))
+        num_episodes = len(reading.lengths)
+        self.numbers = examined[::stride]
+        self.lengths = reading.lengths[self.numbers]
+        self._row_of = np.full(num_episodes, -1)
+        self._row_of[self.numbers] = np.arange(len(self.numbers))
+
+        shape = len(self.numbers), self.field.num_elements
         self.low = np.full(shape, np.inf, self.dtype)
         self.high = np.full(shape, -np.inf, self.dtype)
-        self.mean, self.step, self.changes, self.first, self.last = (np.zeros(shape, self.dtype) for _ in range(5))
-        self.num_bad, self.repeats, self.hold = (np.zeros(len(lengths), np.int64) for _ in range(3))
+        self.mean = np.zeros(shape, self.dtype)
+        self.step = np.zeros(shape, self.dtype)
+        self.changes = np.zeros(shape, self.dtype)
+        self.first = np.zeros(shape, self.dtype)
+        self.last = np.zeros(shape, self.dtype)
+        self.num_bad = np.zeros(num_episodes, np.int64)
+        self.repeats = np.zeros(num_episodes, np.int64)
+        self.hold = np.zeros(num_episodes, np.int64)
+        self.scale = np.zeros(num_episodes)
         self.num_rows = 0
-        self.scale = np.zeros(len(lengths))
+
         self._far = [np.zeros(0, FAR)]
         reach = np.where(self.spread > 0, self.far_ranges * self.spread, np.inf)
-        self._far_low, self._far_high = self.quantile(0.5) - reach, self.quantile(0.5) + reach
+        median = self.quantile(0.5)
+        self._far_low = median - reach
+        self._far_high = median + reach
 
     def add(self, batch: Batch) -> None:
-        """Take the rows of a batch."""
+        """Add the rows of a batch."""
         if self.name not in batch.values:
             return
         columns = batch.columns(self.name)
         steps = batch.steps(self.name)
         starts = batch.offsets[:-1]
-        counts = np.diff(batch.offsets)
-        numbers = batch.numbers
-        changed = steps != 0
         with np.errstate(invalid="ignore", over="ignore"):
-            low, high = (one.reduceat(columns, starts, axis=1).T for one in (np.minimum, np.maximum))
+            low = np.minimum.reduceat(columns, starts, axis=1).T
+            high = np.maximum.reduceat(columns, starts, axis=1).T
             total = np.add.reduceat(columns[:, batch.overlap :], starts, axis=1).T
             step = np.maximum.reduceat(np.abs(steps), starts, axis=1).T
-        changes = np.add.reduceat(changed.view(np.int8), starts, axis=1, dtype=np.int32).T
-        if not np.isfinite(total).all():
-            bad = ~np.isfinite(columns)
-            bad[:, : batch.overlap] = False
-            self.num_bad[numbers] += np.add.reduceat(bad.sum(0), starts)
-        moved = changed.any(0)
-        self.repeats[numbers] += counts - 1 - np.add.reduceat(moved.astype(np.int64), starts)
-        self.hold[numbers] = np.maximum(self.hold[numbers], longest_runs(~moved, starts))
-        self.num_rows += len(batch) - batch.overlap
-        self._note_scale(batch, columns)
-        if ((low < self._far_low) | (high > self._far_high)).any():
-            self._note_far(batch, columns)
-        slots = self._slot[numbers]
-        there = np.flatnonzero(slots >= 0)
-        slots = slots[there]
-        self.low[slots] = np.minimum(self.low[slots], low[there])
-        self.high[slots] = np.maximum(self.high[slots], high[there])
-        self.mean[slots] += total[there] / self.lengths[slots, None]
-        self.step[slots] = np.fmax(self.step[slots], step[there])
-        self.changes[slots] += changes[there]
-        begins = there[batch.starts[there] == 0]
-        self.first[self._slot[numbers[begins]]] = columns[:, starts[begins]].T
-        if batch.is_last:
-            self.last[slots] = columns[:, batch.offsets[1:][there] - 1].T
+        is_changed = steps != 0
+        changes = np.add.reduceat(is_changed.view(np.int8), starts, axis=1, dtype=np.int32).T
 
-    def _note_scale(self, batch: Batch, columns: Array) -> None:
+        self.num_rows += len(batch) - batch.overlap
+        self._add_repeats(batch, is_changed)
+        if not np.isfinite(total).all():
+            self._add_bad(batch, columns)
+        self._add_scale(batch, columns)
+        if ((low < self._far_low) | (high > self._far_high)).any():
+            self._add_far(batch, columns)
+
+        rows = self._row_of[batch.numbers]
+        has_row = np.flatnonzero(rows >= 0)
+        rows = rows[has_row]
+        self.low[rows] = np.minimum(self.low[rows], low[has_row])
+        self.high[rows] = np.maximum(self.high[rows], high[has_row])
+        self.mean[rows] += total[has_row] / self.lengths[rows, None]
+        self.step[rows] = np.fmax(self.step[rows], step[has_row])
+        self.changes[rows] += changes[has_row]
+        begins = has_row[batch.starts[has_row] == 0]
+        self.first[self._row_of[batch.numbers[begins]]] = columns[:, starts[begins]].T
+        if batch.is_last:
+            self.last[rows] = columns[:, batch.offsets[1:][has_row] - 1].T
+
+    def _add_repeats(self, batch: Batch, is_changed: Array) -> None:
+        starts = batch.offsets[:-1]
+        numbers = batch.numbers
+        moves = is_changed.any(0)
+        num_moves = np.add.reduceat(moves.astype(np.int64), starts)
+        self.repeats[numbers] += np.diff(batch.offsets) - 1 - num_moves
+        self.hold[numbers] = np.maximum(self.hold[numbers], longest_runs(~moves, starts))
+
+    def _add_bad(self, batch: Batch, columns: Array) -> None:
+        is_bad = ~np.isfinite(columns)
+        is_bad[:, : batch.overlap] = False
+        self.num_bad[batch.numbers] += np.add.reduceat(is_bad.sum(0), batch.offsets[:-1])
+
+    def _add_scale(self, batch: Batch, columns: Array) -> None:
+        """Set the scale of the episodes of a batch from about 16 rows of each."""
         counts = np.diff(batch.offsets)
         parts = np.repeat(np.arange(len(counts)), counts)
-        rows = np.flatnonzero((np.arange(len(batch)) - batch.offsets[parts]) % np.maximum(1, counts // 16)[parts] == 0)
+        row_in_episode = np.arange(len(batch)) - batch.offsets[parts]
+        stride = np.maximum(1, counts // 16)
+        rows = np.flatnonzero(row_in_episode % stride[parts] == 0)
         sizes = np.abs(columns[:, rows]).max(0)
-        parts = parts[rows]
-        parts = parts[sizes > 0]
-        sizes = sizes[sizes > 0]
-        if batch.starts[0] == 0 and len(sizes):
-            found, medians = medians_of(parts, sizes)
-            self.scale[batch.numbers[found]] = np.where(np.isfinite(medians), medians, 0)
+        is_positive = sizes > 0
+        if batch.starts[0] == 0 and is_positive.any():
+            parts, medians = medians_of(parts[rows][is_positive], sizes[is_positive])
+            self.scale[batch.numbers[parts]] = np.where(np.isfinite(medians), medians, 0)
 
-    def _note_far(self, batch: Batch, columns: Array) -> None:
+    def _add_far(self, batch: Batch, columns: Array) -> None:
+        """Keep the values that are far away from the median."""
         is_far = (columns < self._far_low[:, None]) | (columns > self._far_high[:, None])
         is_far[:, : batch.overlap] = False
         dims, rows = np.nonzero(is_far & np.isfinite(columns))
-        found = np.zeros(len(rows), FAR)
-        found["dim"], found["value"] = dims, columns[dims, rows]
-        found["number"], found["frame"] = batch.episode_of(rows)
+        far = np.zeros(len(rows), FAR)
+        far["dim"] = dims
+        far["value"] = columns[dims, rows]
+        far["number"], far["frame"] = batch.episode_of(rows)
         if sum(map(len, self._far)) < _MAX_FAR:
-            self._far.append(found)
+            self._far.append(far)
 
     @cached_property
     def far(self) -> Array:
-        """Structured `[n]`, see above; the first 100,000 of them."""
+        """Values more than `far_ranges` ranges away from the median: `FAR` `[n]`.
+
+        About the first 100,000 are kept.
+        """
         return np.concatenate(self._far)
 
     @property
     def num_values(self) -> int:
-        """Numbers that were read."""
+        """Numbers that were read; 1 if none were."""
         return max(1, self.num_rows * self.field.num_elements)
 
     @cached_property
     def is_constant(self) -> Array:
-        """bool `[D]`: one value in all frames."""
-        found: Array = self.low.min(0) == self.high.max(0)
-        return found
+        """Whether a dimension has one value in all frames: bool `[D]`."""
+        is_constant: Array = self.low.min(0) == self.high.max(0)
+        return is_constant
 
     @cached_property
     def sorted(self) -> Array:
-        """`[D, S]`: the finite part of the sample, each dimension sorted; NaN last."""
-        values = self._sample.values(self.name)
-        return np.sort(np.where(np.isfinite(values), values, np.nan), axis=1)
+        """Finite values of the sample, each dimension sorted, NaN last: `[D, S]`."""
+        return _sorted_finite(self._sample.values(self.name))
 
     @cached_property
     def sorted_steps(self) -> Array:
-        """`[D, S]`: sizes of steps in the sample, sorted; NaN last."""
-        values = self._sample.steps(self.name)
-        return np.sort(np.where(np.isfinite(values), values, np.nan), axis=1)
+        """Sizes of steps in the sample, each dimension sorted, NaN last: `[D, S]`."""
+        return _sorted_finite(self._sample.steps(self.name))
 
     def quantile(self, level: float) -> Array:
-        """`[D]`: of the values."""
+        """Return a quantile of the values: `[D]`."""
         return _quantile(self.sorted, self._num_finite, level)
 
     @cached_property
     def _num_finite(self) -> Array:
-        found: Array = np.isfinite(self.sorted).sum(1)
-        return found
+        count: Array = np.isfinite(self.sorted).sum(1)
+        return count
 
     def step_quantile(self, level: float) -> Array:
-        """`[D]`: of the sizes of steps between rows."""
+        """Return a quantile of the sizes of steps between rows: `[D]`."""
         return _quantile(self.sorted_steps, np.isfinite(self.sorted_steps).sum(1), level)
 
     def usual_step(self, below: float) -> Array:
-        """`[D]`: the 99 % quantile of the steps that are smaller than something."""
+        """Return the 99 % quantile of the steps smaller than `below`: `[D]`."""
         return _quantile(self.sorted_steps, (self.sorted_steps < below).sum(1), 0.99)
 
     @cached_property
     def spread(self) -> Array:
-        """`[D]`: from the 0.5 % to the 99.5 % quantile."""
+        """Range from the 0.5 % to the 99.5 % quantile: `[D]`."""
         return self.quantile(0.995) - self.quantile(0.005)
 
     @cached_property
     def range_98(self) -> Array:
-        """`[D]`: from the 1 % to the 99 % quantile."""
+        """Range from the 1 % to the 99 % quantile: `[D]`."""
         return self.quantile(0.99) - self.quantile(0.01)
 
     @cached_property
     def distinct(self) -> Array:
-        """int64 `[D]`: how many values the sample has."""
-        found: Array = 1 + (np.diff(self.sorted, axis=1) > 0).sum(1)
-        return found
+        """Number of distinct values in the sample: int64 `[D]`."""
+        count: Array = 1 + (np.diff(self.sorted, axis=1) > 0).sum(1)
+        return count
 
     @cached_property
     def is_continuous(self) -> Array:
-        """bool `[D]`: float with 20 distinct values or more."""
-        found: Array = (self.distinct >= MIN_DISTINCT) & self.is_float
-        return found
+        """Whether a dimension is float with 20 distinct values or more: bool `[D]`."""
+        is_continuous: Array = (self.distinct >= MIN_DISTINCT) & self.is_float
+        return is_continuous
 
     @cached_property
     def is_active(self) -> Array:
-        """bool `[D]`: changes in more than half of the frames."""
-        found: Array = self.changes.sum(0) > 0.5 * np.maximum(1, (self.lengths - 1).sum())
-        return found
+        """Whether a dimension changes in more than half of the frames: bool `[D]`."""
+        num_steps = max(1, (self.lengths - 1).sum())
+        is_active: Array = self.changes.sum(0) > 0.5 * num_steps
+        return is_active
 
 
 def longest_runs(holds: Array, starts: Array) -> Array:
-    """int64 `[k]`: the longest run of True after the first row of each part; parts begin at `starts`."""
+    """Return the longest run of True after the first row of each part: int64 `[k]`.
+
+    Args:
+        holds: bool `[n]`.
+        starts: int64 `[k]`, first row of each part.
+    """
     is_end = np.append(~holds, True)
     is_end[starts] = True
     ends = np.flatnonzero(is_end)
-    length = np.diff(ends, append=ends[-1]) - 1
-    which = np.searchsorted(starts, ends, side="right") - 1
-    found = np.zeros(len(starts), np.int64)
-    np.maximum.at(found, which, np.maximum(length, 0))
-    return found
+    lengths = np.diff(ends, append=ends[-1]) - 1
+    parts = np.searchsorted(starts, ends, side="right") - 1
+    longest = np.zeros(len(starts), np.int64)
+    np.maximum.at(longest, parts, np.maximum(lengths, 0))
+    return longest
+
+
+def _sorted_finite(values: Array) -> Array:
+    return np.sort(np.where(np.isfinite(values), values, np.nan), axis=1)
 
 
 def _quantile(ordered: Array, count: Array, level: float) -> Array:
-    """Return the quantile of the first `count` values of each row."""
-    place = np.clip((level * (count - 1)).round().astype(np.int64), 0, max(0, ordered.shape[1] - 1))
-    if not ordered.shape[1]:
+    """Return the quantile of the first `count` values of each sorted row."""
+    width = ordered.shape[1]
+    if not width:
         return np.zeros(len(ordered))
-    found: Array = np.nan_to_num(ordered[np.arange(len(ordered)), place]).astype(np.float64)
-    return found
+    place = np.clip((level * (count - 1)).round().astype(np.int64), 0, width - 1)
+    quantile: Array = np.nan_to_num(ordered[np.arange(len(ordered)), place]).astype(np.float64)
+    return quantile
 
 
 def medians_of(parts: Array, values: Array) -> tuple[Array, Array]:
-    """Return the parts that there are, and the median (the upper one of two) of the values of each."""
+    """Return the distinct parts, and the median of the values of each.
+
+    The median of an even number of values is the upper of the two in the middle.
+    """
     order = np.lexsort((values, parts))
-    found, first, count = np.unique(parts[order], return_index=True, return_counts=True)
-    return found, values[order][first + count // 2]
+    distinct, first, count = np.unique(parts[order], return_index=True, return_counts=True)
+    return distinct, values[order][first + count // 2]
 
 
-def worst(numbers: Array, by: Array, aligned: bool = False) -> Array:
-    """Order numbers by a measure, the largest first: `by[number]`, or aligned with them."""
-    found: Array = numbers[np.argsort(-(by if aligned else by[numbers]), kind="stable")]
-    return found
+def worst(numbers: Array, measure: Array, aligned: bool = False) -> Array:
+    """Return numbers in the order of a measure, the largest first.
+
+    Args:
+        numbers: int64 `[n]`.
+        measure: Indexed by number, or `[n]` if `aligned`.
+        aligned: Whether `measure` is aligned with `numbers`.
+    """
+    values = measure if aligned else measure[numbers]
+    ordered: Array = numbers[np.argsort(-values, kind="stable")]
+    return ordered
 
 
 def runs_of(mask: Any) -> list[tuple[int, int]]:
     """Return (start, stop) of each run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    padded = np.concatenate([[False], mask, [False]]).astype(np.int8)
+    edges = np.flatnonzero(np.diff(padded))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -1,7 +1,4 @@
-"""Which fields are times, quaternions, flags of success and so on: told by metadata, or by plain names.
-
-One rule: what neither tells has no role.
-"""
+"""Roles of fields: times, quaternions, success flags and so on, by metadata or by plain names."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 from storage.core.fields import Schema
 
-#: Role -> what the last part of a field's name matches.
+#: Role -> pattern of the last part of a field's name.
 _PATTERNS = {
     "time": r"((.*_)?(time|time_s|time_ns|time_stamp|stamp)|(.*_)?timestamps?(_.+)?)$",
     "success": r"(is_)?success$",
@@ -20,22 +17,49 @@ _PATTERNS = {
     "heading": r".*(yaw|heading).*",
     "frame_index": r"frame_index$",
 }
-_NAMES = {"timestamp": "time", "quat": "quaternion"}
+#: Other names of roles in metadata.
+_ALIASES = {"timestamp": "time", "quat": "quaternion"}
 
 
 def roles_of(metadata: Mapping[str, Any], schema: Schema) -> dict[str, list[str]]:
-    """Return the fields of each role; `metadata["roles"]` maps fields to roles, or roles to fields."""
-    told: dict[str, str] = {}
+    """Return the fields of each role. Metadata come first, then names.
+
+    Args:
+        metadata: Metadata of the recording; "roles" maps fields to roles, or roles to fields.
+        schema: Fields of the recording.
+    """
+    declared = _declared_roles(metadata, schema)
+    fields: dict[str, list[str]] = {role: [] for role in _PATTERNS}
+    for name, field in schema.items():
+        role = declared.get(name) or _role_by_name(name)
+        if not role:
+            continue
+        if role == "quaternion":
+            has_right_width = field.num_elements % 4 == 0
+        else:
+            has_right_width = field.num_elements == 1
+        if has_right_width or role == "heading" or name in declared:
+            fields.setdefault(role, []).append(name)
+    return fields
+
+
+def _declared_roles(metadata: Mapping[str, Any], schema: Schema) -> dict[str, str]:
+    """Return field -> role, as the metadata declare it."""
     roles = metadata.get("roles")
-    for key, value in roles.items() if isinstance(roles, Mapping) else ():
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            field, role = (str(key), str(one)) if key in schema else (str(one), str(key))
-            told[field] = _NAMES.get(role, role)
-    found: dict[str, list[str]] = {role: [] for role in _PATTERNS}
-    for name, item in schema.items():
-        last = name.rpartition("/")[2].rpartition(".")[2].lower()
-        role = told.get(name) or next((role for role, text in _PATTERNS.items() if re.match(text, last)), "")
-        is_right = item.num_elements % 4 == 0 if role == "quaternion" else item.num_elements == 1
-        if role and (is_right or role == "heading" or name in told):
-            found.setdefault(role, []).append(name)
-    return found
+    if not isinstance(roles, Mapping):
+        return {}
+    declared: dict[str, str] = {}
+    for key, value in roles.items():
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            field, role = (key, item) if key in schema else (item, key)
+            declared[str(field)] = _ALIASES.get(str(role), str(role))
+    return declared
+
+
+def _role_by_name(name: str) -> str:
+    """Return the role that a plain name has; "" for none."""
+    last_part = name.rpartition("/")[2].rpartition(".")[2].lower()
+    for role, pattern in _PATTERNS.items():
+        if re.match(pattern, last_part):
+            return role
+    return ""

@@ -1,6 +1,6 @@
-"""What files tell besides rows: the blocks of a folder of ours, and the problems that readers of any format met.
+"""Facts of files besides rows: block headers, and problems that readers of any format met.
 
-One rule: nothing raises for bad data, and no row is read.
+Bad data raise nothing here.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -19,46 +20,94 @@ import numpy as np
 
 from storage.core.durable_files import open_regular
 from storage.core.fields import Schema
-from storage.errors import CorruptFileError, ForeignFileError, RolloutDataError, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    ForeignFileError,
+    RolloutDataError,
+    UnsafeFileError,
+    UsageError,
+)
 from storage.saving.hdf5_files import open_hdf5
 
 from ...blocks.block import FIRST_EDIT
 from ...blocks.block_folder import BAD_CACHE, INDEX_CACHE_NAME, block_entries, stamp_of
-from ...blocks.block_header import DROPPED, ENDS, FIRST, FRAGMENT_DTYPE, BlockHeader, read_header
+from ...blocks.block_header import (
+    DROPPED,
+    ENDS,
+    FIRST,
+    FORMAT_NAME,
+    FRAGMENT_DTYPE,
+    BlockHeader,
+    read_header,
+)
 from .batched_reading import Array
 from .findings import Defect
 
 _BLOCK = re.compile(r"rollout_(.+)_(\d+)\.h5")
-_PARTS = np.dtype([*FRAGMENT_DTYPE.descr, ("writer", "<i8"), ("sequence", "<i8"), ("block", "<i8")])
+_PARTS = np.dtype(
+    [
+        *FRAGMENT_DTYPE.descr,
+        ("writer", "<i8"),
+        ("sequence", "<i8"),
+        ("block", "<i8"),
+    ]
+)
+#: Fragments of a block, at most.
 _MAX_FRAGMENTS = 1 << 22
+#: Numbers of trajectories are smaller.
+_MAX_TRAJECTORY = 1 << 40
+#: Bytes of an index cache, at most.
 _MAX_CACHE_BYTES = 1 << 28
+#: Errors of reading a damaged table of fragments.
+_BAD_TABLE = (
+    RolloutDataError,
+    OSError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
 
 
 class Files:
     """The files of the recording of a `Scan`.
 
     Attributes:
-        folder: Where blocks of ours are; None for other formats.
-        headers: File name -> header, of the blocks that have one.
-        bad: File name -> why a block has none.
+        path: File or folder of the recording.
+        folder: Folder of the blocks; None for other formats.
+        headers: File name -> header of each readable block.
+        bad: File name -> error of each block without a readable header.
     """
 
     def __init__(self, scan: Any) -> None:
         self._scan = scan
-        path = scan.recording.path if scan.failure is None else Path(str(scan.path))
-        is_ours = path.is_dir() and scan.metadata.get("format") in (None, "rollout-data")
-        is_ours &= scan.failure is not None or scan.recording.format == "rollout-data"
-        self.path = path
-        self.folder = path if is_ours else None
+        self.path = scan.recording.path if scan.failure is None else Path(str(scan.path))
+        self.folder: Path | None = None
         self.headers: dict[str, BlockHeader] = {}
         self.bad: dict[str, RolloutDataError] = {}
-        for name in sorted(one.name for one in block_entries(path)) if is_ours else ():
+        if not self._is_block_folder():
+            return
+        self.folder = self.path
+        for name in sorted(entry.name for entry in block_entries(self.path)):
             try:
-                self.headers[name] = read_header(path / name)
+                self.headers[name] = read_header(self.path / name)
             except RolloutDataError as problem:
                 self.bad[name] = problem
             except OSError as error:
-                self.bad[name] = CorruptFileError("read the block", repr(name), "a readable file", str(error))
+                self.bad[name] = CorruptFileError(
+                    "read the block",
+                    repr(name),
+                    "a readable file",
+                    str(error),
+                )
+
+    def _is_block_folder(self) -> bool:
+        if not self.path.is_dir():
+            return False
+        if self._scan.metadata.get("format") not in (None, FORMAT_NAME):
+            return False
+        return self._scan.failure is not None or self._scan.recording.format == FORMAT_NAME
 
     @cached_property
     def writers(self) -> list[str]:
@@ -67,173 +116,247 @@ class Files:
 
     @cached_property
     def parts(self) -> Array:
-        """All fragments, those of a trajectory one after the other; without trajectories that were dropped.
+        """Fragments of all blocks, in the order of trajectories and frames.
 
-        A second copy of a block is left out. `writer` and `block` are positions in `writers` and `headers`.
+        Dropped trajectories and second copies of a block are left out. `writer` and `block` are
+        positions in `writers` and `headers`.
         """
         tables = [np.zeros(0, _PARTS)]
         seen = set()
-        for number, header in enumerate(self.headers.values()):
-            if (header.writer, header.sequence) not in seen:
-                table = np.zeros(len(header.fragments), _PARTS)
-                for name in FRAGMENT_DTYPE.names or ():
-                    table[name] = header.fragments[name]
-                table["writer"], table["sequence"] = self.writers.index(header.writer), header.sequence
-                table["block"] = number
-                tables.append(table)
-                seen.add((header.writer, header.sequence))
-        found = np.concatenate(tables)
-        key = found["writer"] << 40 | found["trajectory"]
-        found = found[~np.isin(key, key[found["flags"] & DROPPED > 0])]
-        return found[np.lexsort((found["sequence"], found["start"], found["trajectory"], found["writer"]))]
+        for block, header in enumerate(self.headers.values()):
+            if (header.writer, header.sequence) in seen:
+                continue
+            seen.add((header.writer, header.sequence))
+            table = np.zeros(len(header.fragments), _PARTS)
+            for name in FRAGMENT_DTYPE.names or ():
+                table[name] = header.fragments[name]
+            table["writer"] = self.writers.index(header.writer)
+            table["sequence"] = header.sequence
+            table["block"] = block
+            tables.append(table)
+        parts = np.concatenate(tables)
+        key = parts["writer"] << 40 | parts["trajectory"]
+        dropped = key[parts["flags"] & DROPPED > 0]
+        parts = parts[~np.isin(key, dropped)]
+        keys = [parts[name] for name in ("sequence", "start", "trajectory", "writer")]
+        return parts[np.lexsort(keys)]
 
     @cached_property
     def steps(self) -> tuple[Array, Array]:
-        """Which of `parts` is the first of its trajectory, and by how many frames each is off the one before it."""
+        """Relation of each part to the one before it.
+
+        The first array tells whether a part is the first of its trajectory: bool `[P]`. The second
+        one has the frames that are missing before it: int64 `[P]`, negative for an overlap.
+        """
         parts = self.parts
         is_first = np.ones(len(parts), bool)
-        same = (parts["writer"][1:] == parts["writer"][:-1]) & (parts["trajectory"][1:] == parts["trajectory"][:-1])
-        is_first[1:] = ~same
-        off = parts["start"].copy()
-        off[1:] -= np.where(same, parts["start"][:-1] + parts["length"][:-1], 0)
-        return is_first, np.where(parts["length"] > 0, off, 0)
+        is_first[1:] = parts["writer"][1:] != parts["writer"][:-1]
+        is_first[1:] |= parts["trajectory"][1:] != parts["trajectory"][:-1]
+        expected = np.zeros(len(parts), np.int64)
+        expected[1:] = parts["start"][:-1] + parts["length"][:-1]
+        expected[is_first] = 0
+        missing = parts["start"] - expected
+        return is_first, np.where(parts["length"] > 0, missing, 0)
 
-    def names(self, which: Array) -> list[str]:
-        """Name the trajectories of some of `parts`, each once."""
-        rows = self.parts[which]
+    def names(self, chosen: Array) -> list[str]:
+        """Return the names of the trajectories of some parts, each once.
+
+        Args:
+            chosen: Index of `parts`: places or a mask.
+        """
+        rows = self.parts[chosen]
         pairs = zip(rows["writer"].tolist(), rows["trajectory"].tolist(), strict=True)
         return list(dict.fromkeys(f"{self.writers[writer]}:{number}" for writer, number in pairs))
 
     def holes(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (writer, first, stop) of the blocks that are gone between others."""
-        bad = [match.groups() for name in self.bad if (match := _BLOCK.fullmatch(name))]
+        """Yield (writer, first, stop) of blocks that are missing between others."""
+        matches = [_BLOCK.fullmatch(name) for name in self.bad]
+        bad = [match.groups() for match in matches if match]
         for writer in self.writers:
-            there = {header.sequence for header in self.headers.values() if header.writer == writer}
-            there |= {int(sequence) for name, sequence in bad if name == writer}
-            listed = sorted(one for one in there if one < FIRST_EDIT)
-            for before, after in pairwise(listed):
+            headers = [header for header in self.headers.values() if header.writer == writer]
+            present = {header.sequence for header in headers}
+            present |= {int(sequence) for name, sequence in bad if name == writer}
+            data_blocks = sorted(sequence for sequence in present if sequence < FIRST_EDIT)
+            for before, after in pairwise(data_blocks):
                 if after > before + 1:
                     yield writer, before + 1, after
 
-    def lost(self, writer: str, first: int, stop: int, is_there: bool = False) -> list[str]:
-        """Name the trajectories that had frames in the blocks `first:stop` of a writer, as far as the others tell.
+    def trajectories_in(
+        self,
+        writer: str,
+        first: int,
+        stop: int,
+        exists: bool = False,
+    ) -> list[str]:
+        """Return the names of trajectories with frames in unreadable blocks `first:stop`.
 
-        Numbers that no other block has are of blocks that are there, and cannot be read; in one that is gone they may
-        have been dropped.
+        The other blocks of the writer decide: trajectories that are open before and go on after.
+
+        Args:
+            writer: Name of the writer.
+            first: Sequence number of the first block.
+            stop: Sequence number behind the last block.
+            exists: Whether the block file exists. Numbers that no other block has are then in it.
+                In a missing block they may have been dropped.
         """
-        parts = self.parts[self.parts["writer"] == (self.writers.index(writer) if writer in self.writers else -1)]
+        parts = self.parts[:0]
+        if writer in self.writers:
+            parts = self.parts[self.parts["writer"] == self.writers.index(writer)]
         before = parts[parts["sequence"] < first]
         after = parts[parts["sequence"] >= stop]
-        ended = set(before["trajectory"][before["flags"] & ENDS > 0].tolist())
-        numbers = set(before["trajectory"].tolist()) - ended
-        begun = dict(zip(before["trajectory"].tolist(), (before["start"] + before["length"]).tolist(), strict=True))
+
+        # Trajectories that had not ended before the blocks.
+        has_end = before["flags"] & ENDS > 0
+        numbers = set(before["trajectory"].tolist()) - set(before["trajectory"][has_end].tolist())
+
+        # Trajectories that continue after the blocks: with a gap or without.
+        stops = before["start"] + before["length"]
+        stop_of = dict(zip(before["trajectory"].tolist(), stops.tolist(), strict=True))
         heads = after[np.unique(after["trajectory"], return_index=True)[1]]
-        is_later = (heads["flags"] & FIRST) == 0
-        later = zip(heads["trajectory"][is_later].tolist(), heads["start"][is_later].tolist(), strict=True)
-        for number, start in later:
-            (numbers.add if begun.get(number, 0) < start else numbers.discard)(number)
-        if is_there and (len(before) or first == 0):
-            new = heads["trajectory"][~is_later]
-            last = int(heads["trajectory"].max(initial=-1))
-            numbers |= {*range(int(before["trajectory"].max(initial=-1)) + 1, int(new.min(initial=last + 1)))}
+        is_beginning = (heads["flags"] & FIRST) > 0
+        for head in heads[~is_beginning]:
+            number = int(head["trajectory"])
+            if stop_of.get(number, 0) < head["start"]:
+                numbers.add(number)
+            else:
+                numbers.discard(number)
+
+        if exists and (len(before) or first == 0):
+            last_known = int(heads["trajectory"].max(initial=-1))
+            unknown_from = int(before["trajectory"].max(initial=-1)) + 1
+            begun_later = heads["trajectory"][is_beginning]
+            unknown_stop = int(begun_later.min(initial=last_known + 1))
+            numbers |= set(range(unknown_from, unknown_stop))
         return [f"{writer}:{number}" for number in sorted(numbers)]
 
-    def named_by(self, name: str) -> list[str]:
-        """Name the trajectories of a block without a header: those in its table, or else those that others lack."""
+    def trajectories_of_bad_block(self, name: str) -> list[str]:
+        """Return the names of the trajectories of a block without a header.
+
+        Its error names one, or its table of fragments or the index cache list them, or the other
+        blocks lack them.
+        """
         match = _BLOCK.fullmatch(name)
-        writer, sequence = (match[1], int(match[2])) if match else ("", 0)
-        if (episode := self.bad[name].episode) and match:
+        writer = match[1] if match else ""
+        sequence = int(match[2]) if match else 0
+        episode = self.bad[name].episode
+        if episode and match:
             return [f"{writer}:{episode}"]
-        try:
-            with open_hdf5(self.path / name) as (file, _):
-                table = file["fragments"]
-                if table.dtype == FRAGMENT_DTYPE and table.shape[0] < _MAX_FRAGMENTS:
-                    numbers = np.unique(table[()]["trajectory"])
-                    return [f"{writer}:{number}" for number in numbers[(numbers >= 0) & (numbers < 1 << 40)].tolist()]
-        except (RolloutDataError, OSError, LookupError, AttributeError, TypeError, ValueError, RuntimeError):
-            pass  # no table can be read: what the cache and the other blocks tell remains
-        found = self._cached.get(name, [])
-        return [f"{writer}:{one}" for one in found] or self.lost(writer, sequence, sequence + 1, is_there=True)
+        numbers = self._numbers_in_table(name)
+        if numbers is None:
+            numbers = self._cached_numbers.get(name, [])
+            if not numbers:
+                return self.trajectories_in(writer, sequence, sequence + 1, exists=True)
+        return [f"{writer}:{number}" for number in numbers]
+
+    def _numbers_in_table(self, name: str) -> list[int] | None:
+        """Return the trajectories in the table of a block; None if it cannot be read."""
+        with suppress(*_BAD_TABLE), open_hdf5(self.path / name) as (file, _):
+            table = file["fragments"]
+            if table.dtype == FRAGMENT_DTYPE and table.shape[0] < _MAX_FRAGMENTS:
+                numbers = np.unique(table[()]["trajectory"])
+                is_valid = (numbers >= 0) & (numbers < _MAX_TRAJECTORY)
+                return list(numbers[is_valid].tolist())
+        return None
 
     @cached_property
-    def _cached(self) -> dict[str, list[int]]:
-        """Return the trajectories in each block by the index cache; none if it is damaged."""
+    def _cached_numbers(self) -> dict[str, list[int]]:
+        """Block -> trajectories in it, by the index cache; {} if that is damaged."""
         path = self.path / INDEX_CACHE_NAME
         with suppress(*BAD_CACHE):
-            if stamp_of(path) is not None and path.stat().st_size <= _MAX_CACHE_BYTES:
-                with np.load(path, allow_pickle=False) as cache:
-                    if all(member.compress_type == zipfile.ZIP_STORED for member in cache.zip.infolist()):
-                        about, parts = json.loads(bytes(cache["about"])), cache["fragments"]["trajectory"]
-                        found = zip(about["names"], np.split(parts, about["bounds"][1:-1]), strict=True)
-                        return {name: np.unique(one).tolist() for name, one in found}
+            if stamp_of(path) is None or path.stat().st_size > _MAX_CACHE_BYTES:
+                return {}
+            with np.load(path, allow_pickle=False) as cache:
+                members = cache.zip.infolist()
+                if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                    return {}
+                about = json.loads(bytes(cache["about"]))
+                numbers = cache["fragments"]["trajectory"]
+                by_block = np.split(numbers, about["bounds"][1:-1])
+                blocks = zip(about["names"], by_block, strict=True)
+                return {name: np.unique(part).tolist() for name, part in blocks}
         return {}
 
     @cached_property
-    def _places(self) -> dict[str, int]:
-        found = self._scan.recording.ids if self._scan.failure is None else []
-        return {name: place for place, name in enumerate(found)}
+    def _place_of(self) -> dict[str, int]:
+        """Name of an episode -> its place in the recording."""
+        names = self._scan.recording.ids if self._scan.failure is None else []
+        return {name: place for place, name in enumerate(names)}
 
-    def named(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return `trajectories` and `left_out` of a `Defect` for episodes by their names."""
-        places = list[int]()
-        left_out = list[str]()
+    def located(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return `trajectories` and `left_out` of a `Defect` for names of episodes."""
+        places: list[int] = []
+        left_out: list[str] = []
         for name in dict.fromkeys(names):
-            place = self._places.get(name)
-            if place is None:  # the older layout names episodes "folder:number"
-                of_folder = [at for one, at in self._places.items() if one.rpartition(":")[0].endswith(name)]
-                places += of_folder if name and self._scan.metadata.get("format") is None else []
-                left_out += [name] if name[-1:].isdecimal() and not of_folder else []
-            else:
-                places.append(place)
+            if name in self._place_of:
+                places.append(self._place_of[name])
+                continue
+            in_folder = self._places_in_folder(name)
+            if name and self._scan.metadata.get("format") is None:
+                places += in_folder
+            if name[-1:].isdecimal() and not in_folder:
+                left_out.append(name)
         return {"trajectories": places, "left_out": left_out}
+
+    def _places_in_folder(self, folder: str) -> list[int]:
+        """Return the places of the episodes of a trajectory folder, named "folder:number"."""
+        places = self._place_of.items()
+        return [place for name, place in places if name.rpartition(":")[0].endswith(folder)]
 
     @cached_property
     def problems(self) -> Sequence[RolloutDataError]:
-        """What opening met, advice included, and what blocks without a header are."""
-        failure = [] if self._scan.failure is None else [self._scan.failure]
+        """Problems and remarks of opening. Problems of bad blocks are in `bad`."""
         noted = [*self._scan.problems, *self._scan.advice]
-        problems = [one for one in noted if self.folder is None or one.kind not in ("", "header")]
-        return [*failure, *problems] if not self.bad else problems
+        if self.folder is not None:
+            noted = [problem for problem in noted if problem.kind not in ("", "header")]
+        if self._scan.failure is not None and not self.bad:
+            return [self._scan.failure, *noted]
+        return noted
 
-    def told(self, *kinds: str) -> Iterator[Defect]:
-        """Report blocks without a header, and the problems of some kinds that were met so far."""
+    def defects(self, *kinds: str) -> Iterator[Defect]:
+        """Yield a defect for each bad block and each problem of some kinds, met so far."""
         for name, problem in self.bad.items():
-            if self._kind_of_block(name) in kinds:
-                yield Defect(message=f"{name}: {problem}", evidence={"block": name}, **self.named(self.named_by(name)))
-        met = [(problem, [problem.episode] if problem.episode else []) for problem in self.problems]
-        ids = self._scan.recording.ids if self._scan.unreadable else []
-        met += [(one, [ids[place]]) for place, one in self._scan.unreadable if isinstance(one, RolloutDataError)]
-        for problem, names in met:
+            if self._kind_of_bad_block(name) in kinds:
+                trajectories = self.located(self.trajectories_of_bad_block(name))
+                message = f"{name}: {problem}"
+                yield Defect(message=message, evidence={"block": name}, **trajectories)
+        for problem in self.problems:
             if kind_of(problem) in kinds:
-                yield Defect(message=str(problem), **self.named(names))
+                names = [problem.episode] if problem.episode else []
+                yield Defect(message=str(problem), **self.located(names))
+        for place, error in self._scan.unreadable:
+            if isinstance(error, RolloutDataError) and kind_of(error) in kinds:
+                yield Defect(message=str(error), trajectories=[place])
 
-    def _kind_of_block(self, name: str) -> str:
+    def _kind_of_bad_block(self, name: str) -> str:
         kind = kind_of(self.bad[name])
-        return "header" if kind == "unreadable" and is_whole_hdf5(self.path / name) else kind
+        if kind == "unreadable" and is_whole_hdf5(self.path / name):
+            return "header"
+        return kind
 
 
 def kind_of(problem: RolloutDataError) -> str:
-    """Return the kind of a problem: as its finder noted, otherwise by its type."""
+    """Return the kind of a problem: its own, otherwise by its type; "" for none."""
     if isinstance(problem, UnsafeFileError):
         return "unsafe"
-    is_damage = isinstance(problem, (CorruptFileError, ForeignFileError)) and not isinstance(problem, UsageError)
-    return problem.kind or ("unreadable" if is_damage else "")
+    if problem.kind:
+        return problem.kind
+    is_of_file = isinstance(problem, (CorruptFileError, ForeignFileError))
+    return "unreadable" if is_of_file and not isinstance(problem, UsageError) else ""
 
 
-def usual(schemas: Iterable[Schema]) -> Schema:
-    """Return the most frequent of some schemas."""
-    counts: dict[Schema, int] = {}
-    for schema in schemas:
-        counts[schema] = counts.get(schema, 0) + 1
-    return max(counts, key=lambda schema: counts[schema])
+def most_frequent(schemas: Iterable[Schema]) -> Schema:
+    """Return the most frequent of some schemas, the first one of equally frequent ones."""
+    return Counter(schemas).most_common(1)[0][0]
 
 
 def is_whole_hdf5(path: Path) -> bool:
-    """Return whether a file begins as HDF5 does and is as long as it says there."""
+    """Return whether a file has the signature of HDF5 and the length that its superblock states."""
     try:
         with open(open_regular(path), "rb") as file:
             head = file.read(48)
     except (RolloutDataError, OSError):
         return False
-    at = 40 if head[8:9] < b"\x02" else 28
-    return head[:8] == b"\x89HDF\r\n\x1a\n" and path.stat().st_size >= int.from_bytes(head[at : at + 8], "little")
+    is_old_superblock = head[8:9] < b"\x02"
+    offset = 40 if is_old_superblock else 28
+    stated_bytes = int.from_bytes(head[offset : offset + 8], "little")
+    return head.startswith(b"\x89HDF\r\n\x1a\n") and path.stat().st_size >= stated_bytes

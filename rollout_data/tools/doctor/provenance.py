@@ -1,4 +1,4 @@
-"""What metadata tell of an origin, and what they should not tell."""
+"""The origin of the data in metadata, and private data in metadata."""
 
 from __future__ import annotations
 
@@ -6,54 +6,108 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: What should be known -> keys that tell it.
+#: Fact that should be known -> metadata keys that have it.
 ORIGINS: dict[str, tuple[str, ...]] = {
-    "env": ("env", "env_name", "env_id", "env_args", "env_spec", "task", "dataset_id", "robot_type", "robot"),
-    "policy": ("policy", "policy_version", "algorithm", "agent", "collector", "operator", "training_policy_logdir"),
-    "version": ("version", "software", "env_version", "commit", "commit_info", "code_version", "library_version"),
+    "env": (
+        "env",
+        "env_name",
+        "env_id",
+        "env_args",
+        "env_spec",
+        "task",
+        "dataset_id",
+        "robot_type",
+        "robot",
+    ),
+    "policy": (
+        "policy",
+        "policy_version",
+        "algorithm",
+        "agent",
+        "collector",
+        "operator",
+        "training_policy_logdir",
+    ),
+    "version": (
+        "version",
+        "software",
+        "env_version",
+        "commit",
+        "commit_info",
+        "code_version",
+        "library_version",
+    ),
     "rate": ("frame_rate_hz", "fps", "control_freq", "rate_hz", "dt", "frequency_hz"),
 }
 _TOKEN = (
-    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abpr]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\beyJ[\w-]{10,}\.[\w-]{10,}"
+    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abpr]-|AKIA|AIza)[A-Za-z0-9_-]{12,}"
+    r"|\beyJ[\w-]{10,}\.[\w-]{10,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*"
 )
+#: Kind of private data -> pattern.
 _SECRETS = {
-    "a token": re.compile(_TOKEN + r"|-----BEGIN [A-Z ]*PRIVATE KEY[\s\S]*"),
+    "a token": re.compile(_TOKEN),
     "a mail address": re.compile(r"\b[\w.+-]+@[\w-]+(?:\.[\w-]+)*\.[A-Za-z]{2,}\b"),
     "a home directory": re.compile(r"(?:/home/|/Users/|[A-Za-z]:\\Users\\)[^/\\\s\"']+"),
 }
-_KEYS = re.compile(r"(?i).*(api_?key|token|secret|passw(or)?d|credential)s?$")
+#: Keys whose texts are secrets.
+_SECRET_KEYS = re.compile(r"(?i).*(api_?key|token|secret|passw(or)?d|credential)s?$")
+#: A shorter text under such a key is no secret.
+_MIN_SECRET = 8
+#: Levels of nested metadata that are searched.
 _MAX_DEPTH = 8
+#: Items of a list that are searched.
+_MAX_ITEMS = 100
+#: Characters of a text that are searched.
 _MAX_TEXT = 1 << 16
-#: A shorter text is no secret, whatever it is called.
-_MIN_SECRET, _MASK = 8, "***"
+_MASK = "***"
 
 
-def secrets_of(about: Any, key: str = "metadata", depth: int = 0) -> Iterator[tuple[str, str, str]]:
-    """Yield (where, what, masked text) of each secret in nested metadata."""
-    if isinstance(about, Mapping):
-        for name, value in about.items() if depth < _MAX_DEPTH else ():
+def secrets_of(
+    metadata: Any,
+    key: str = "metadata",
+    depth: int = 0,
+) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, kind of private data, masked text) of private data in nested metadata."""
+    if isinstance(metadata, str):
+        for kind, secret in _secrets_in_text(metadata, key):
+            yield key, kind, f"{secret[:3]}{'*' * 8}"
+    elif depth >= _MAX_DEPTH:
+        return
+    elif isinstance(metadata, Mapping):
+        for name, value in metadata.items():
             yield from secrets_of(value, f"{key}.{name}", depth + 1)
-    elif isinstance(about, (list, tuple)):
-        for value in about[:100] if depth < _MAX_DEPTH else ():
+    elif isinstance(metadata, (list, tuple)):
+        for value in metadata[:_MAX_ITEMS]:
             yield from secrets_of(value, key, depth + 1)
-    elif isinstance(about, str):
-        matches = [(what, found[0]) for what, text in _SECRETS.items() if (found := text.search(about[:_MAX_TEXT]))]
-        if not matches and _KEYS.match(key) and len(about) >= _MIN_SECRET and " " not in about:
-            matches = [("a token", about)]
-        for what, secret in matches:
-            yield key, what, f"{secret[:3]}{'*' * 8}"
 
 
-def masked(about: Any, key: str = "") -> Any:
-    """Return nested metadata with `***` in place of what `secrets_of` finds."""
-    if isinstance(about, Mapping):
-        return {name: masked(value, str(name)) for name, value in about.items()}
-    if isinstance(about, (list, tuple)):
-        return [masked(value, key) for value in about]
-    if not isinstance(about, str):
-        return about
-    if _KEYS.match(key) and len(about) >= _MIN_SECRET and " " not in about:
+def _secrets_in_text(text: str, key: str) -> list[tuple[str, str]]:
+    """Return (kind, secret) of the first match of each kind."""
+    secrets = []
+    for kind, pattern in _SECRETS.items():
+        match = pattern.search(text[:_MAX_TEXT])
+        if match:
+            secrets.append((kind, match[0]))
+    if not secrets and _is_secret_by_key(text, key):
+        secrets.append(("a token", text))
+    return secrets
+
+
+def _is_secret_by_key(text: str, key: str) -> bool:
+    return bool(_SECRET_KEYS.match(key)) and len(text) >= _MIN_SECRET and " " not in text
+
+
+def masked(metadata: Any, key: str = "") -> Any:
+    """Return nested metadata with `***` in the place of private data."""
+    if isinstance(metadata, Mapping):
+        return {name: masked(value, str(name)) for name, value in metadata.items()}
+    if isinstance(metadata, (list, tuple)):
+        return [masked(value, key) for value in metadata]
+    if not isinstance(metadata, str):
+        return metadata
+    if _is_secret_by_key(metadata, key):
         return _MASK
-    for text in _SECRETS.values():
-        about = text.sub(_MASK, about)
-    return about
+    for pattern in _SECRETS.values():
+        metadata = pattern.sub(_MASK, metadata)
+    return metadata

@@ -1,6 +1,7 @@
-"""The scan: what rules may ask of a recording. Tables come at once, data in one pass when a rule first asks.
+"""The scan of a recording: everything that rules can read.
 
-One rule: rules ask, and only the scan reads; what one episode costs in memory has a bound.
+Tables are read at once. Data are read in one pass when a rule first needs them. Rules read only
+through the scan.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from storage.core.fields import Schema
 from storage.errors import RolloutDataError
 
 from ...sources.recording import Recording
-from .batched_reading import Array, Reading
+from .batched_reading import Array, Reading, evenly_spread
 from .batched_reading import Collector as Collector
 from .field_facts import Facts, Sample, runs_of
 from .field_roles import roles_of
 from .file_facts import Files
 from .findings import MAX_FRAMES, Inapplicable
 
-#: Fields of more numbers a row are pictures to the rules: read for those of images only.
+#: Elements of a row. Larger fields are pictures, which only rules of images read.
 MAX_ELEMENTS = 4096
+#: Smaller recordings are not compared within themselves.
 _MIN_EPISODES = 8
 _MIN_FRAMES = 100
 
 
 class Columns(dict[str, Array]):
-    """Columns of `Recording.table`; nothing is read for them, and returns are NaN."""
+    """Columns of `Recording.table`, each made when it is first used. Returns are NaN."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -41,20 +43,19 @@ class Columns(dict[str, Array]):
         return self[name]
 
 
-Kind = TypeVar("Kind", bound=Collector)
-Made = TypeVar("Made")
+CollectorType = TypeVar("CollectorType", bound=Collector)
+Computed = TypeVar("Computed")
 
 
 class Scan:
     """One examination of a recording.
 
     Attributes:
-        recording: What was opened; None if that failed.
-        failure: Why it could not be opened, or None.
-        path: As the caller gave it.
-        examined: int64, places of the episodes whose data are read: all, or a sample evenly spread.
-        unreadable: (episode, error) of those that could not be read.
-        with_pictures: Read the fields that are pictures as well.
+        failure: Error of opening the recording, or None.
+        path: Path as the caller passed it.
+        examined: int64, places of the episodes whose data are read: all, or an even sample.
+        unreadable: (episode, error) of episodes that could not be read.
+        with_pictures: Whether fields of pictures are read too.
     """
 
     def __init__(
@@ -72,18 +73,18 @@ class Scan:
         self.failure = failure
         self._progress = progress
         self.with_pictures = with_pictures
-        self._kinds = tuple(dict.fromkeys(collectors))
+        self._collector_types = tuple(dict.fromkeys(collectors))
         self.unreadable: list[tuple[int, Exception]] = []
-        self._made: dict[type[Any], Any] = {}
+        self._computed: dict[type[Any], Any] = {}
         count = self.num_episodes if sample is None else min(sample, self.num_episodes)
-        self.examined = np.unique(np.linspace(0, self.num_episodes - 1, count).astype(np.int64))
+        self.examined = evenly_spread(np.arange(self.num_episodes), count)
 
     @property
     def recording(self) -> Recording:
-        """What was opened.
+        """The opened recording.
 
         Raises:
-            Inapplicable: It could not be.
+            Inapplicable: The recording cannot be opened.
         """
         if self._recording is None:
             raise Inapplicable("the recording cannot be opened")
@@ -91,27 +92,27 @@ class Scan:
 
     @cached_property
     def files(self) -> Files:
-        """What the files tell besides rows."""
+        """Facts of the files besides rows."""
         return Files(self)
 
     @cached_property
     def columns(self) -> Columns:
-        """Columns of the table of episodes by their names, each made when it is asked for."""
+        """Columns of the table of episodes by name."""
         return Columns(self.recording)
 
     @cached_property
     def lengths(self) -> Array:
-        """int64 `[E]`: frames of each episode."""
+        """Frames of each episode: int64 `[E]`."""
         return self.recording.column("length")
 
     @cached_property
     def schema(self) -> Schema:
-        """All numeric fields, each as the first episode has it."""
+        """All numeric fields, each as the first episode with it has it."""
         return self.recording.schema
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the files say of the whole; {} if nothing could be opened."""
+        """Metadata of the whole recording; {} if it cannot be opened."""
         return {} if self._recording is None else self._recording.metadata
 
     @property
@@ -126,24 +127,24 @@ class Scan:
 
     @cached_property
     def num_episodes(self) -> int:
-        """How many episodes there are."""
+        """Number of episodes; 0 if the recording cannot be opened."""
         return 0 if self._recording is None else len(self._recording)
 
     @property
     def is_small(self) -> bool:
-        """Too few episodes or frames for comparing them."""
+        """Whether there are too few episodes or frames for comparisons between episodes."""
         return self.num_episodes < _MIN_EPISODES or int(self.lengths.sum()) < _MIN_FRAMES
 
     @cached_property
     def roles(self) -> dict[str, list[str]]:
-        """Role -> fields: "time", "success", "task_index", "quaternion", "heading", "frame_index"."""
+        """Role -> fields. See `roles_of`."""
         return roles_of(self.metadata, self.schema)
 
     def role(self, name: str) -> list[str]:
         """Return the fields of a role.
 
         Raises:
-            Inapplicable: There is none.
+            Inapplicable: No field has the role.
         """
         if not self.roles.get(name):
             raise Inapplicable(f"no field has the role {name!r}")
@@ -151,66 +152,90 @@ class Scan:
 
     @cached_property
     def pictures(self) -> list[str]:
-        """Names of the fields that are pictures: bytes of three axes, or more than `MAX_ELEMENTS` numbers."""
-        fields = self.schema.values()
-        return [one.name for one in fields if _is_bytes(one) or one.num_elements > MAX_ELEMENTS]
+        """Fields that are pictures: uint8 of three axes, or more than `MAX_ELEMENTS` elements."""
+        return [
+            field.name
+            for field in self.schema.values()
+            if _is_uint8_picture(field) or field.num_elements > MAX_ELEMENTS
+        ]
 
     @cached_property
     def numeric(self) -> list[str]:
-        """Names of all other fields."""
-        return [name for name in self.schema if name not in self.pictures and self.schema[name].num_elements]
+        """All other fields that have elements."""
+        names = [name for name in self.schema if name not in self.pictures]
+        return [name for name in names if self.schema[name].num_elements]
 
     def group(self, name: str) -> list[str]:
-        """Return the numeric fields called `name` or below it: those of "observation" or "action"."""
-        return [one for one in self.schema.below(name) if one in self.numeric]
+        """Return the numeric fields of a group: called `name`, or below it."""
+        return [field for field in self.schema.below(name) if field in self.numeric]
 
     @cached_property
     def sample(self) -> Sample:
-        """Batches of numeric fields, spread over the episodes: all of a small recording."""
+        """Batches of numeric fields, spread over the episodes; all of a small recording."""
         return Sample(self._reading(self.numeric), self.examined)
 
     @cached_property
     def facts(self) -> dict[str, Facts]:
-        """Numeric field -> what the pass found."""
+        """Facts of each numeric field, after the pass over the data."""
         self._pass  # noqa: B018
-        return self.pending
+        return self.sample_facts
 
     @cached_property
-    def pending(self) -> dict[str, Facts]:
-        """The same before the pass, for collectors: with what the sample tells only."""
-        about = self._reading(self.numeric)
-        return {name: Facts(about, name, self.examined, self.sample) for name in self.numeric}
+    def sample_facts(self) -> dict[str, Facts]:
+        """The same objects before the pass: only facts of the sample are known.
 
-    def once(self, kind: type[Made]) -> Made:
-        """Return `kind(scan)`, which is made once for all rules that ask; or raise again that it does not apply."""
-        if kind not in self._made:
+        Collectors use them.
+        """
+        reading = self._reading(self.numeric)
+        return {name: Facts(reading, name, self.examined, self.sample) for name in self.numeric}
+
+    def computed(self, cls: type[Computed]) -> Computed:
+        """Return `cls(scan)`, computed once for all rules that use it.
+
+        Raises:
+            Inapplicable: The constructor raised it.
+        """
+        if cls not in self._computed:
             try:
-                self._made[kind] = kind(self)  # type: ignore[call-arg]
-            except Inapplicable as why:
-                self._made[kind] = why
-        if isinstance(found := self._made[kind], Inapplicable):
-            raise found
-        assert isinstance(found, kind)
-        return found
+                self._computed[cls] = cls(self)  # type: ignore[call-arg]
+            except Inapplicable as reason:
+                self._computed[cls] = reason
+        result = self._computed[cls]
+        if isinstance(result, Inapplicable):
+            raise result
+        assert isinstance(result, cls)
+        return result
 
-    def collected(self, kind: type[Kind]) -> Kind:
-        """Return what a collector gathered."""
+    def collected(self, cls: type[CollectorType]) -> CollectorType:
+        """Return a collector after the pass over the data."""
         self._pass  # noqa: B018
-        found = self._collectors[kind]
-        assert isinstance(found, kind)
-        return found
+        collector = self._collectors[cls]
+        assert isinstance(collector, cls)
+        return collector
 
     @cached_property
     def _pass(self) -> None:
+        """Read the data once, for all facts and collectors."""
         if not len(self.examined):
             raise Inapplicable("there are no episodes")
         names = [*self.numeric, *(self.pictures if self.with_pictures else ())]
-        self._collectors: dict[type[Collector], Collector] = {kind: kind(self) for kind in self._kinds}
-        total = int(self.lengths[self.examined].sum())
-        with tqdm(desc="doctor", total=total, unit=" frames", unit_scale=True, disable=not self._progress) as bar:
-            is_kept = self.sample.is_all and names == self.numeric
-            for batch in self.sample.batches if is_kept else self._reading(names).batches(self.examined):
-                for facts in self.pending.values():
+        self._collectors: dict[type[Collector], Collector] = {}
+        for cls in self._collector_types:
+            self._collectors[cls] = cls(self)
+
+        if self.sample.is_all and names == self.numeric:
+            batches = iter(self.sample.batches)
+        else:
+            batches = self._reading(names).batches(self.examined)
+        with tqdm(
+            desc="doctor",
+            total=int(self.lengths[self.examined].sum()),
+            unit=" frames",
+            unit_scale=True,
+            disable=not self._progress,
+        ) as bar:
+            for batch in batches:
+                for facts in self.sample_facts.values():
                     facts.add(batch)
                 for collector in self._collectors.values():
                     collector.add(batch)
@@ -219,46 +244,62 @@ class Scan:
             collector.finish()
 
     def read(self, number: int, name: str, start: int = 0, stop: int | None = None) -> Array:
-        """Read a field of one episode again, `[T, D]`: for the few that look wrong."""
+        """Read a field of one episode again, as `[T, D]`."""
         values = np.asarray(self.recording[number].read(name, start, stop))
         return values.reshape(len(values), -1)
 
-    def runs(self, numbers: Array, name: str, test: Callable[..., Array], *given: Any) -> list[tuple[int, int, int]]:
-        """Find (episode, start, stop) where something is so in a field of the first 20 of some episodes.
+    def runs(
+        self, numbers: Array, name: str, test: Callable[..., Array], *arguments: Any
+    ) -> list[tuple[int, int, int]]:
+        """Return (episode, start, stop) of the frames that pass a test, in the first 20 episodes.
 
         Args:
-            numbers: Of the episodes.
-            name: Of the field.
-            test: `test(rows, *given)` gives bool `[T]`, or `[T - 1]` of the steps between rows; both rows count then.
-            given: Further arguments.
+            numbers: Episodes.
+            name: Field to test.
+            test: `test(rows, *arguments)` returns bool `[T]`, or bool `[T - 1]` of the steps
+                between rows. Both rows of a step pass then.
+            arguments: Further arguments of `test`.
         """
-        found = []
+        frames = []
         for number in numbers[:MAX_FRAMES].tolist():
             rows = self.read(number, name)
-            mask = test(rows, *given)
-            found += [(number, start, stop + len(rows) - len(mask)) for start, stop in runs_of(mask)]
-        return found
+            passes = test(rows, *arguments)
+            num_more = len(rows) - len(passes)
+            frames += [(number, start, stop + num_more) for start, stop in runs_of(passes)]
+        return frames
 
     def whole(self, numbers: Array) -> list[tuple[int, int, int]]:
-        """Return (episode, start, stop) of some episodes from start to end."""
+        """Return (episode, start, stop) of the first 20 episodes from start to end."""
         return [(number, 0, int(self.lengths[number])) for number in numbers[:MAX_FRAMES].tolist()]
 
-    def declared(self, *keys: str) -> Any:
-        """Return the first positive number that the metadata have under one of some keys; None without any."""
-        told = (self.metadata.get(key) for key in keys)
-        return next((one for one in told if isinstance(one, (int, float)) and one > 0), None)
+    @property
+    def declared_rate_hz(self) -> float | None:
+        """Frames per second by the metadata; None if there is no positive number."""
+        for key in ("fps", "frame_rate_hz"):
+            rate = self.metadata.get(key)
+            if isinstance(rate, (int, float)) and rate > 0:
+                return rate
+        return None
 
     def _reading(self, names: Sequence[str]) -> Reading:
-        return Reading(self.recording, self.lengths, names, self._note, *self._schemas)
+        schema_index, schemas = self._schemas
+        return Reading(
+            self.recording,
+            self.lengths,
+            names,
+            self._note_unreadable,
+            schema_index,
+            schemas,
+        )
 
     @cached_property
     def _schemas(self) -> tuple[Array, list[Schema]]:
         return self.recording.schemas()
 
-    def _note(self, number: int, error: Exception) -> None:
-        if all(number != one for one, _ in self.unreadable):
+    def _note_unreadable(self, number: int, error: Exception) -> None:
+        if all(number != noted for noted, _ in self.unreadable):
             self.unreadable.append((number, error))
 
 
-def _is_bytes(field: Any) -> bool:
+def _is_uint8_picture(field: Any) -> bool:
     return len(field.shape) == 3 and field.dtype == "uint8" and min(field.shape[:2]) > 1

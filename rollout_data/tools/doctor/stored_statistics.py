@@ -1,6 +1,6 @@
-"""Statistics and sums that are stored beside data, as plain arrays: of single episodes, and of the whole.
+"""Statistics and sums that are stored beside the data, of single episodes and of the whole.
 
-One rule: what is malformed is no statistic; other rules tell of damaged files.
+Malformed statistics are skipped: other rules report damaged files.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,120 +23,194 @@ from ...formats.parquet import ParquetFile
 from .batched_reading import Array
 
 _KEYS = ("mean", "std", "min", "max")
+#: Episodes whose statistics are compared.
 _MAX_EPISODES = 2000
+#: Bytes of a file of statistics, at most.
 _MAX_BYTES = 1 << 24
 #: Statistics of a whole LeRobot dataset.
 STATISTICS = "meta/stats.json"
-#: Attributes of Minari's episodes -> what they are.
-_OF_REWARDS = {"rewards_mean": "mean", "rewards_min": "min", "rewards_max": "max"}
+#: Statistics of the episodes of a LeRobot dataset of version 2.
+_EPISODE_STATISTICS = "meta/episodes_stats.jsonl"
+#: Statistic -> attribute of Minari's episodes.
+_MINARI_REWARDS = {"mean": "rewards_mean", "min": "rewards_min", "max": "rewards_max"}
 
 
 @dataclass(frozen=True)
-class Told:
-    """What is stored of a field: "mean", "std", "min", "max" -> float64 `[D]`."""
+class StoredStatistics:
+    """Statistics of a field: "mean", "std", "min", "max" -> float64 `[D]`."""
 
     field: str
     values: Mapping[str, Array]
 
 
-def _told(field: str, about: Any) -> Told | None:
-    if not isinstance(about, Mapping):
-        return None
+@dataclass(frozen=True)
+class RewardSums:
+    """Stored and computed sums of rewards of K episodes.
+
+    Attributes:
+        field: Name of the field.
+        numbers: int64 `[K]`, the episodes.
+        stored: `[K]`, stored sums.
+        computed: `[K]`, sums of the rows.
+        scale: `[K]`, size that an error is compared with.
+    """
+
+    field: str
+    numbers: Array
+    stored: Array
+    computed: Array
+    scale: Array
+
+
+def _parsed(field: str, stored: Any) -> Iterator[StoredStatistics]:
+    """Yield the statistics of a field; none if they are malformed or empty."""
+    if not isinstance(stored, Mapping):
+        return
+    values: dict[str, Array] = {}
     try:
-        values = {key: np.array(about[key], np.float64).reshape(-1) for key in _KEYS if about.get(key) is not None}
+        for key in _KEYS:
+            if stored.get(key) is not None:
+                values[key] = np.array(stored[key], np.float64).reshape(-1)
     except (TypeError, ValueError):
-        return None
-    return Told(field, values) if values else None
+        return
+    if values:
+        yield StoredStatistics(field, values)
 
 
-def _of_features(scan: Any, about: Any) -> Iterator[Told]:
-    names = scan.metadata.get("features") or {}
-    for source, one in about.items() if isinstance(about, Mapping) else ():
-        if (told := _told(field_name(str(source), names), one)) is not None:
-            yield told
+def _of_features(scan: Any, stored: Any) -> Iterator[StoredStatistics]:
+    """Yield the statistics of LeRobot's features: feature -> statistics."""
+    if not isinstance(stored, Mapping):
+        return
+    features = scan.metadata.get("features") or {}
+    for feature, statistics in stored.items():
+        yield from _parsed(field_name(str(feature), features), statistics)
 
 
-def of_whole(scan: Any) -> Iterator[Told]:
-    """Yield what is stored of all episodes together."""
+def of_whole(scan: Any) -> Iterator[StoredStatistics]:
+    """Yield the stored statistics of all episodes together."""
     path = scan.recording.path
     if scan.recording.format == "lerobot" and (path / STATISTICS).exists():
         try:
-            yield from _of_features(scan, read_object(file_inside(path, STATISTICS), _MAX_BYTES))
+            stored = read_object(file_inside(path, STATISTICS), _MAX_BYTES)
+            yield from _of_features(scan, stored)
         except (RolloutDataError, OSError):
             return
     for key in ("statistics", "stats"):
-        for name, about in (
-            (scan.metadata.get(key) or {}).items() if isinstance(scan.metadata.get(key), Mapping) else ()
-        ):
-            if (told := _told(str(name), about)) is not None:
-                yield told
+        stored = scan.metadata.get(key)
+        if isinstance(stored, Mapping):
+            for field, statistics in stored.items():
+                yield from _parsed(str(field), statistics)
 
 
-def of_episodes(scan: Any) -> Iterator[tuple[int, Told]]:
-    """Yield (place, what is stored) of single episodes, of some thousand at most."""
-    places = {name: place for place, name in enumerate(scan.recording.ids)}
+def of_episodes(scan: Any) -> Iterator[tuple[int, StoredStatistics]]:
+    """Yield (place, stored statistics) of some thousand single episodes at most."""
     if scan.recording.format == "minari":
-        for place in range(min(scan.num_episodes, _MAX_EPISODES)):
-            about = scan.recording.info(place).metadata
-            values = {ours: about.get(name) for name, ours in _OF_REWARDS.items()}
-            if (told := _told("reward", values)) is not None:
-                yield place, told
+        yield from _of_minari_episodes(scan)
     elif scan.recording.format == "lerobot":
-        try:
-            for episode, listed in islice(_lerobot(scan), _MAX_EPISODES):
-                for told in _of_features(scan, listed):
-                    if str(episode) in places:
-                        yield places[str(episode)], told
-        except (RolloutDataError, OSError, ValueError):
-            return
+        yield from _of_lerobot_episodes(scan)
 
 
-def _lerobot(scan: Any) -> Iterator[tuple[Any, Any]]:
+def _of_minari_episodes(scan: Any) -> Iterator[tuple[int, StoredStatistics]]:
+    for place in range(min(scan.num_episodes, _MAX_EPISODES)):
+        metadata = scan.recording.info(place).metadata
+        stored = {key: metadata.get(name) for key, name in _MINARI_REWARDS.items()}
+        for statistics in _parsed("reward", stored):
+            yield place, statistics
+
+
+def _of_lerobot_episodes(scan: Any) -> Iterator[tuple[int, StoredStatistics]]:
+    places = {name: place for place, name in enumerate(scan.recording.ids)}
+    try:
+        for episode, stored in islice(_read_lerobot(scan.recording.path), _MAX_EPISODES):
+            if str(episode) in places:
+                for statistics in _of_features(scan, stored):
+                    yield places[str(episode)], statistics
+    except (RolloutDataError, OSError, ValueError):
+        return
+
+
+def _read_lerobot(path: Path) -> Iterator[tuple[Any, Any]]:
     """Yield (episode, feature -> statistics) of a LeRobot dataset of either version."""
-    path = scan.recording.path
-    if (path / "meta/episodes_stats.jsonl").exists():
-        for line in read_text(file_inside(path, "meta/episodes_stats.jsonl"), max_bytes=_MAX_BYTES).splitlines():
-            about = json.loads(line)
-            yield about.get("episode_index"), about.get("stats")
+    if (path / _EPISODE_STATISTICS).exists():
+        text = read_text(file_inside(path, _EPISODE_STATISTICS), max_bytes=_MAX_BYTES)
+        for line in text.splitlines():
+            document = json.loads(line)
+            yield document.get("episode_index"), document.get("stats")
     for table in sorted((path / "meta" / "episodes").rglob("*.parquet")):
-        file = ParquetFile(file_inside(path, str(table.relative_to(path))))
-        columns = [name for name in file.types if name.startswith("stats/") and name.count("/") == 2]
-        for batch in file.batches(dict.fromkeys(["episode_index", *columns]), 0, file.num_rows) if columns else ():
-            rows = {name: batch[name].to_pylist() for name in batch}
-            for row, episode in enumerate(rows["episode_index"]):
-                listed: dict[str, dict[str, Any]] = {}
-                for column in columns:
-                    _, feature, key = column.split("/")
-                    listed.setdefault(feature, {})[key] = rows[column][row]
-                yield episode, listed
+        yield from _read_lerobot_table(file_inside(path, str(table.relative_to(path))))
 
 
-def reward_sums(scan: Any) -> Iterator[tuple[str, Array, Array, Array, Array]]:
-    """Yield (field, episodes, stored sums, sums of the rows, what they are compared with) of rewards."""
+def _read_lerobot_table(path: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (episode, feature -> statistics) of a table with columns "stats/FEATURE/KEY"."""
+    file = ParquetFile(path)
+    columns = [name for name in file.types if name.startswith("stats/")]
+    columns = [name for name in columns if name.count("/") == 2]
+    if not columns:
+        return
+    names = dict.fromkeys(["episode_index", *columns])
+    for batch in file.batches(names, 0, file.num_rows):
+        values = {name: batch[name].to_pylist() for name in batch}
+        for row, episode in enumerate(values["episode_index"]):
+            stored: dict[str, dict[str, Any]] = {}
+            for column in columns:
+                _, feature, key = column.split("/")
+                stored.setdefault(feature, {})[key] = values[column][row]
+            yield episode, stored
+
+
+def reward_sums(scan: Any) -> RewardSums | None:
+    """Return the sums of rewards that are stored and can be compared; None without any."""
     names = list(scan.schema.below("reward"))
     if len(names) != 1 or names[0] not in scan.facts:
-        return
+        return None
     facts = scan.facts[names[0]]
-    places = list[int]()
-    stored = list[float]()
+    if facts.field.num_elements != 1:
+        return None
     if scan.files.folder is not None:
-        found: dict[str, float] = {}
-        for header in {(one.writer, one.sequence): one for one in scan.files.headers.values()}.values():
-            if header.reward_sums.shape[1] == 1:  # a second copy of a block does not count
-                for number, one in zip(header.fragments["trajectory"].tolist(), header.reward_sums[:, 0], strict=True):
-                    found[f"{header.writer}:{number}"] = found.get(f"{header.writer}:{number}", 0.0) + float(one)
-        ids = scan.recording.ids if found else []
-        pairs = [(place, found[name]) for place, name in enumerate(ids) if name in found]
+        stored = _stored_in_blocks(scan)
+    elif scan.recording.format == "minari":
+        stored = _stored_in_minari(scan)
     else:
-        count = min(scan.num_episodes, _MAX_EPISODES) if scan.recording.format == "minari" else 0
-        told = [(place, scan.recording.info(place).metadata.get("rewards_sum")) for place in range(count)]
-        pairs = [(place, float(one)) for place, one in told if isinstance(one, (float, int, np.floating))]
+        return None
     rows = {number: row for row, number in enumerate(facts.numbers.tolist())}
-    pairs = [(place, one) for place, one in pairs if place in rows]
-    if pairs and facts.field.num_elements == 1:
-        places = [place for place, _ in pairs]
-        stored = [one for _, one in pairs]
-        at = np.array([rows[place] for place in places])
-        sums = facts.mean[at, 0].astype(np.float64) * facts.lengths[at]
-        most = np.maximum(np.abs(facts.low[at, 0]), np.abs(facts.high[at, 0])).astype(np.float64) * facts.lengths[at]
-        yield names[0], np.array(places), np.array(stored), sums, np.maximum(np.abs(sums), 0.01 * most)
+    stored = {place: total for place, total in stored.items() if place in rows}
+    if not stored:
+        return None
+
+    chosen = np.array([rows[place] for place in stored])
+    lengths = facts.lengths[chosen]
+    computed = facts.mean[chosen, 0].astype(np.float64) * lengths
+    largest = np.maximum(np.abs(facts.low[chosen, 0]), np.abs(facts.high[chosen, 0]))
+    return RewardSums(
+        names[0],
+        np.array(list(stored)),
+        np.array(list(stored.values())),
+        computed,
+        np.maximum(np.abs(computed), 0.01 * largest.astype(np.float64) * lengths),
+    )
+
+
+def _stored_in_blocks(scan: Any) -> dict[int, float]:
+    """Return place -> sum of rewards, added up over the blocks of a folder."""
+    sums: dict[str, float] = {}
+    # A second copy of a block does not count.
+    headers = {(header.writer, header.sequence): header for header in scan.files.headers.values()}
+    for header in headers.values():
+        if header.reward_sums.shape[1] == 1:
+            numbers = header.fragments["trajectory"].tolist()
+            for number, total in zip(numbers, header.reward_sums[:, 0], strict=True):
+                name = f"{header.writer}:{number}"
+                sums[name] = sums.get(name, 0.0) + float(total)
+    if not sums:
+        return {}
+    return {place: sums[name] for place, name in enumerate(scan.recording.ids) if name in sums}
+
+
+def _stored_in_minari(scan: Any) -> dict[int, float]:
+    """Return place -> sum of rewards of the first episodes."""
+    sums: dict[int, float] = {}
+    for place in range(min(scan.num_episodes, _MAX_EPISODES)):
+        total = scan.recording.info(place).metadata.get("rewards_sum")
+        if isinstance(total, (float, int, np.floating)):
+            sums[place] = float(total)
+    return sums

@@ -20,7 +20,13 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.errors import DataFileError, RolloutDataError, UsageError
 
-from ...blocks.block_folder import INDEX_CACHE_NAME, BlockFolder, FileStamp, block_entries, save_index_cache
+from ...blocks.block_folder import (
+    INDEX_CACHE_NAME,
+    BlockFolder,
+    FileStamp,
+    block_entries,
+    save_index_cache,
+)
 from ...blocks.block_header import METADATA_NAME, BlockHeader
 from ...blocks.edit_blocks import named_edit
 from ...blocks.folder_metadata import load_metadata, publish_metadata
@@ -105,7 +111,8 @@ def _report(folder: BlockFolder) -> FolderReport:
 
 def _lost(folder: BlockFolder) -> dict[str, list[str]]:
     files = Files(Scan(folder.data_dir, *opened("verify", folder.data_dir)))
-    return {name: lost for name in files.bad if (lost := files.named_by(name))}
+    trajectories = {name: files.trajectories_of_bad_block(name) for name in files.bad}
+    return {name: lost for name, lost in trajectories.items() if lost}
 
 
 def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> FolderReport:
@@ -201,7 +208,12 @@ def _finished(data_dir: str | os.PathLike[str], progress: bool) -> BlockFolder:
     folder = open_folder(data_dir, verify=True, progress=progress)
     where = repr(str(folder.data_dir))
     if alive := sorted(folder.data_dir.glob(".rollout_*.journal")):
-        raise UsageError("pack", where, "a folder that no writer records into", f"a writer with {alive[0].name!r}")
+        raise UsageError(
+            "pack",
+            where,
+            "a folder that no writer records into",
+            f"a writer with {alive[0].name!r}",
+        )
     for name, problem in folder.problems.items():
         advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"
         raise DataFileError("pack", where, "intact blocks", repr(name), advice) from problem

@@ -1,1 +1,1 @@
-"""The functions of the rules, a file for each group, and the scripts that change values."""
+"""The functions of the rules, one module for each group, and the scripts that change values."""

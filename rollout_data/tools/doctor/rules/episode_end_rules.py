@@ -1,4 +1,4 @@
-"""Rules END: how episodes end."""
+"""Rules END: the ends of episodes."""
 
 from __future__ import annotations
 
@@ -8,255 +8,373 @@ from contextlib import suppress
 
 import numpy as np
 
-from ....blocks.block_header import TERMINATED, TRUNCATED
+from ....blocks.block_header import FORMAT_NAME, TERMINATED, TRUNCATED
 from ..batched_reading import Array
-from ..episode_boundaries import Bounds, Jumps, Successors, floats, jumps
+from ..episode_boundaries import (
+    MIN_JUMP_DIMS,
+    BoundaryRows,
+    Jumps,
+    Successors,
+    float_observations,
+    jumps,
+)
+from ..field_facts import Facts
 from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
 _FLAG = re.compile(r"(dones?|terminals?|terminations?|is_last|is_terminal|truncations?)")
+#: Episodes whose flags are read again.
+_MAX_FLAGGED = 1000
+#: Duplicates that are reported.
+_MAX_DUPLICATES = 10_000
 
 
 @checks("END01")
 def never_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """An env has several open trajectories, or nothing ends at all."""
+    """Report several open trajectories of an environment, or a recording without ends."""
     table = scan.columns
     is_open = table["ends"] == "open"
+    is_ours = scan.recording.format == FORMAT_NAME
     if is_open.all() and scan.num_episodes >= settings["episodes"]:
         envs = set(zip(table["writer"].tolist(), table["env"].tolist(), strict=True))
-        has_envs = scan.recording.format == "rollout-data" and len(envs) == scan.num_episodes
-        severity = "info" if has_envs else ""
-        yield Defect(None, "no trajectory ends", range(scan.num_episodes), evidence={"open": int(is_open.sum())},
-                    severity=severity)  # fmt: skip
-    elif scan.recording.format == "rollout-data" and (table["env"] >= 0).all():
-        number = np.array([int(one.rpartition(":")[2]) for one in table["id"].tolist()])
-        order = np.lexsort((number, table["env"], table["writer"]))
-        same = [table[name][order[:-1]] == table[name][order[1:]] for name in ("env", "writer")]
-        goes_on = same[0] & same[1] & is_open[order[:-1]]
-        if goes_on.any():
-            message = f"{int(goes_on.sum())} open trajectories are not the last of their env"
-            yield Defect(None, message, order[:-1][goes_on])
+        is_one_per_env = is_ours and len(envs) == scan.num_episodes
+        yield Defect(
+            message="no trajectory ends",
+            trajectories=range(scan.num_episodes),
+            evidence={"open": int(is_open.sum())},
+            severity="info" if is_one_per_env else "",
+        )
+    elif is_ours and (table["env"] >= 0).all():
+        trajectory = np.array([int(name.rpartition(":")[2]) for name in table["id"].tolist()])
+        order = np.lexsort((trajectory, table["env"], table["writer"]))
+        env = table["env"][order]
+        writer = table["writer"][order]
+        has_successor = (env[:-1] == env[1:]) & (writer[:-1] == writer[1:])
+        is_wrong = has_successor & is_open[order[:-1]]
+        if is_wrong.any():
+            yield Defect(
+                message=f"{int(is_wrong.sum())} open trajectories are not the last of their env",
+                trajectories=order[:-1][is_wrong],
+            )
 
 
 @checks("END02")
 def end_inside(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """A flag of an end before the last frame."""
+    """Report flags of ends that are true before the last frame."""
     for name in scan.numeric:
-        last = name.rpartition("/")[2].rpartition(".")[2]
-        if not _FLAG.fullmatch(last) or scan.schema[name].num_elements != 1:
+        last_part = name.rpartition("/")[2].rpartition(".")[2]
+        if not _FLAG.fullmatch(last_part) or scan.schema[name].num_elements != 1:
             continue
         facts = scan.facts[name]
-        inside = facts.mean[:, 0] * facts.lengths - facts.last[:, 0]
-        for row in np.flatnonzero(inside > 0.5)[:1000].tolist():
+        num_inside = facts.mean[:, 0] * facts.lengths - facts.last[:, 0]
+        for row in np.flatnonzero(num_inside > 0.5)[:_MAX_FLAGGED].tolist():
             number = int(facts.numbers[row])
-            flags = scan.read(int(facts.numbers[row]), name)[:, 0] != 0
-            frames = np.flatnonzero(flags)
-            is_success = flags[frames[0] :].all()  # once reached, for the rest of the episode
-            message = f"{name!r} is true before the last frame"
-            yield Defect(name, message, [number], [(number, frames[0], frames[0] + 1)], {},
-                        "warning" if is_success else "")  # fmt: skip
+            is_set = scan.read(number, name)[:, 0] != 0
+            frame = int(np.argmax(is_set))
+            # A flag of success stays true for the rest of the episode.
+            is_success = is_set[frame:].all()
+            yield Defect(
+                name,
+                f"{name!r} is true before the last frame",
+                [number],
+                [(number, frame, frame + 1)],
+                severity="warning" if is_success else "",
+            )
 
 
 @checks("END03", Jumps)
 def two_in_one(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """An episode holds two: much jumps at once, or back into the cloud of first frames."""
-    seen = scan.collected(Jumps)
-    if seen.num_dims < 8:
+    """Report episodes in which many dimensions jump, or jump back to the first frames."""
+    collected = scan.collected(Jumps)
+    if collected.num_dims < MIN_JUMP_DIMS:
         raise Inapplicable("fewer than 8 continuous dimensions")
-    if seen.found:
-        found = sorted(seen.found, key=lambda one: -one[2])
-        frames = [(number, frame, frame + 1) for number, frame, _, _ in found]
-        message = f"{len(found)} frames look like the start of another episode"
-        evidence = {"share": found[0][2]}
-        yield Defect(None, message, [number for number, *_ in found], frames, evidence)
+    if collected.jumps:
+        ordered = sorted(collected.jumps, key=lambda jump: -jump.share)
+        yield Defect(
+            message=f"{len(ordered)} frames look like the start of another episode",
+            trajectories=[jump.number for jump in ordered],
+            frames=[(jump.number, jump.frame, jump.frame + 1) for jump in ordered],
+            evidence={"share": ordered[0].share},
+        )
 
 
 @checks("END04")
 def too_short(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Much shorter than the others, with nothing in between."""
+    """Report episodes that are much shorter than the others, if no length lies in between."""
     lengths = scan.lengths
-    usual = float(np.median(scan.lengths))
-    short = lengths <= settings["share"] * usual
-    between = (lengths > settings["share"] * usual) & (lengths < settings["gap"] * usual)
-    if usual >= 20 and short.any() and short.mean() <= settings["most"] and not between.any():
-        numbers = np.flatnonzero(short)
-        evidence = {"longest": int(lengths[numbers].max()), "median": usual}
-        yield Defect(None, f"{len(numbers)} of {len(lengths)} are far shorter than {usual:g} frames", numbers,
-                    [(number, 0, lengths[number]) for number in numbers.tolist()], evidence)  # fmt: skip
+    median = float(np.median(lengths))
+    is_short = lengths <= settings["share"] * median
+    is_between = ~is_short & (lengths < settings["gap"] * median)
+    if median < 20 or not is_short.any() or is_short.mean() > settings["most"]:
+        return
+    if not is_between.any():
+        numbers = np.flatnonzero(is_short)
+        yield Defect(
+            message=f"{len(numbers)} of {len(lengths)} are far shorter than {median:g} frames",
+            trajectories=numbers,
+            frames=[(number, 0, lengths[number]) for number in numbers.tolist()],
+            evidence={"longest": int(lengths[numbers].max()), "median": median},
+        )
 
 
 @checks("END05")
 def duplicate(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Equal observations and actions throughout."""
+    """Report episodes whose observations and actions equal those of an earlier one."""
     names = [*scan.group("observation"), *scan.group("action")]
     facts = [scan.facts[name] for name in names]
     if not facts:
         raise Inapplicable("neither observations nor actions")
-    least = settings["frames"] if any(one.is_continuous.any() for one in facts) else 5 * settings["frames"]
-    seen: dict[bytes, int] = {}
-    twice = list[int]()
-    of = list[int]()
+    is_discrete = not any(field.is_continuous.any() for field in facts)
+    # Short discrete episodes are equal by chance.
+    min_frames = settings["frames"] * (5 if is_discrete else 1)
+
+    first_with: dict[bytes, int] = {}
+    duplicates: list[int] = []
+    originals: list[int] = []
     for row, number in enumerate(facts[0].numbers.tolist()):
-        if facts[0].lengths[row] >= least:
-            key = b"".join(
-                np.stack([one.first[row], one.last[row], one.low[row], one.high[row]]).tobytes() for one in facts
-            )
-            other = seen.setdefault(key + int(facts[0].lengths[row]).to_bytes(8, "little"), number)
-            if other != number and len(twice) < 10_000:
-                same = (np.array_equal(scan.read(number, one), scan.read(other, one), equal_nan=True) for one in names)
-                if scan.lengths[other] == scan.lengths[number] and all(same):
-                    twice.append(number)
-                    of.append(other)
-    if twice:
-        yield Defect(None, f"{len(twice)} repeat an earlier one", twice, evidence={"of": of})
+        if facts[0].lengths[row] < min_frames or len(duplicates) >= _MAX_DUPLICATES:
+            continue
+        original = first_with.setdefault(_fingerprint(facts, row), number)
+        if original != number and _are_equal(scan, names, number, original):
+            duplicates.append(number)
+            originals.append(original)
+    if duplicates:
+        message = f"{len(duplicates)} repeat an earlier one"
+        yield Defect(None, message, duplicates, evidence={"of": originals})
+
+
+def _fingerprint(facts: list[Facts], row: int) -> bytes:
+    """Return bytes that equal episodes share: length, first and last rows and extremes."""
+    length = int(facts[0].lengths[row]).to_bytes(8, "little")
+    rows: list[Array] = []
+    for field in facts:
+        rows += [field.first[row], field.last[row], field.low[row], field.high[row]]
+    return b"".join(values.tobytes() for values in rows) + length
+
+
+def _are_equal(scan: Scan, names: list[str], number: int, other: int) -> bool:
+    """Return whether two episodes are equal in some fields."""
+    if scan.lengths[number] != scan.lengths[other]:
+        return False
+    return all(_have_equal_field(scan, name, number, other) for name in names)
+
+
+def _have_equal_field(scan: Scan, name: str, number: int, other: int) -> bool:
+    return np.array_equal(scan.read(number, name), scan.read(other, name), equal_nan=True)
 
 
 @checks("END06")
 def two_ends(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Terminated and truncated at once."""
+    """Report episodes that are terminated and truncated."""
     if scan.files.folder is not None:
-        parts = scan.files.parts
-        names = scan.files.names(parts["flags"] & (TERMINATED | TRUNCATED) == TERMINATED | TRUNCATED)
-        numbers = scan.files.named(names)["trajectories"]
+        both = TERMINATED | TRUNCATED
+        is_both = scan.files.parts["flags"] & both == both
+        numbers = scan.files.located(scan.files.names(is_both))["trajectories"]
     else:
-        infos = ((place, scan.recording.info(place)) for place in range(scan.num_episodes))
-        numbers = [place for place, info in infos if info.terminated and info.truncated]
+        numbers = []
+        for number in range(scan.num_episodes):
+            info = scan.recording.info(number)
+            if info.terminated and info.truncated:
+                numbers.append(number)
     if numbers:
-        env = str(next((scan.metadata[key] for key in ("env", "env_name", "env_id") if scan.metadata.get(key)), ""))
-        is_gymnasium = scan.recording.format == "minari" or re.search(r"-v\d+$", env) is not None
-        yield Defect(None, "terminated and truncated are both set", numbers,
-                    severity="warning" if is_gymnasium else "")  # fmt: skip
+        yield Defect(
+            message="terminated and truncated are both set",
+            trajectories=numbers,
+            severity="warning" if _is_gymnasium(scan) else "",
+        )
+
+
+def _is_gymnasium(scan: Scan) -> bool:
+    """Return whether the recording comes from gymnasium, which allows both ends at once."""
+    if scan.recording.format == "minari":
+        return True
+    names = [scan.metadata.get(key) for key in ("env", "env_name", "env_id")]
+    name = next((str(name) for name in names if name), "")
+    return re.search(r"-v\d+$", name) is not None
 
 
 @checks("END07")
 def one_row_more(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """The last row is the state after the episode."""
-    ended = np.flatnonzero((scan.columns["ends"] != "open") & (scan.lengths > 1))  # of one frame nothing would be left
+    """Report a last row that is the state after the episode."""
+    # An episode of one frame would have no rows left.
+    is_candidate = (scan.columns["ends"] != "open") & (scan.lengths > 1)
+    ended = np.flatnonzero(is_candidate)
     if len(ended) < settings["episodes"]:
         raise Inapplicable("too few episodes have ended")
     for name in scan.group("action"):
         facts = scan.facts[name]
         rows = np.isin(facts.numbers, ended)
-        zero = (facts.last[rows] == 0).all(1)
-        if facts.is_continuous.any() and zero.mean() >= settings["share"]:
-            inner = [_inner_zeros(batch.columns(name), batch.offsets) for batch in scan.sample.batches
-                     if name in batch.values]  # fmt: skip
-            elsewhere = sum(one for one, _ in inner) / max(1, sum(count for _, count in inner))
-            if elsewhere < 0.01:
-                yield Defect(name, f"the last {name!r} is 0", facts.numbers[rows][zero],
-                            evidence={"share": float(zero.mean()), "elsewhere": elsewhere})  # fmt: skip
+        is_zero = (facts.last[rows] == 0).all(1)
+        share = float(is_zero.mean())
+        if not facts.is_continuous.any() or share < settings["share"]:
+            continue
+        elsewhere = _share_of_inner_zeros(scan, name)
+        if elsewhere < 0.01:
+            yield Defect(
+                name,
+                f"the last {name!r} is 0",
+                facts.numbers[rows][is_zero],
+                evidence={"share": share, "elsewhere": elsewhere},
+            )
     try:
-        bounds = scan.once(Bounds)
-    except Inapplicable:  # there is nothing to compare with
+        boundaries = scan.computed(BoundaryRows)
+    except Inapplicable:  # there are no final observations to compare with
         return
-    same = (bounds.finals == bounds.last).all(1) & (scan.lengths[bounds.numbers] > 1)
-    if len(same) >= settings["episodes"] and same.mean() >= settings["share"]:
-        message = "the last observation is the one after it as well"
-        yield Defect("observation", message, bounds.numbers[same], evidence={"share": float(same.mean())})
+    is_equal = (boundaries.finals == boundaries.last).all(1)
+    is_equal &= scan.lengths[boundaries.numbers] > 1
+    if len(is_equal) >= settings["episodes"] and is_equal.mean() >= settings["share"]:
+        yield Defect(
+            "observation",
+            "the last observation equals the final observation",
+            boundaries.numbers[is_equal],
+            evidence={"share": float(is_equal.mean())},
+        )
 
 
-def _inner_zeros(columns: Array, offsets: Array) -> tuple[int, int]:
-    """Count rows of zeros, last ones left out, and all rows."""
-    zeros = (columns == 0).all(0)
-    zeros[offsets[1:] - 1] = False
-    return int(zeros.sum()), len(zeros)
+def _share_of_inner_zeros(scan: Scan, name: str) -> float:
+    """Return the share of rows in the sample that are 0 and not the last of their episode."""
+    num_zeros = 0
+    num_rows = 0
+    for batch in scan.sample.batches:
+        if name in batch.values:
+            is_zero = (batch.columns(name) == 0).all(0)
+            is_zero[batch.offsets[1:] - 1] = False
+            num_zeros += int(is_zero.sum())
+            num_rows += len(is_zero)
+    return num_zeros / max(1, num_rows)
 
 
-def _resets(scan: Scan, settings: Settings) -> Array:
-    """Episodes whose final observation is the first one of another; none, if that are too few."""
-    bounds = scan.once(Bounds)
-    found = [at for at, _ in bounds.resets()]
-    far = bounds.jumps(bounds.finals[found], bounds.last[found]) if found else np.zeros(0, bool)
-    is_usual = far.sum() >= max(2, settings["resets"] * len(bounds.numbers))
-    numbers: Array = bounds.numbers[found][far] if is_usual else bounds.numbers[:0]
+def _with_reset_as_final(scan: Scan, settings: Settings) -> Array:
+    """Return the episodes whose final observation starts another one; none if they are too few."""
+    boundaries = scan.computed(BoundaryRows)
+    rows = [row for row, _ in boundaries.resets()]
+    is_jump = np.zeros(0, bool)
+    if rows:
+        is_jump = boundaries.jumps(boundaries.finals[rows], boundaries.last[rows])
+    numbers: Array = boundaries.numbers[rows][is_jump]
+    if len(numbers) < max(2, settings["resets"] * len(boundaries.numbers)):
+        return numbers[:0]
     return numbers
 
 
 @checks("END08")
 def final_is_reset(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """The observation after the last is the first one of another episode."""
-    numbers = _resets(scan, settings)
+    """Report final observations that are the first one of another episode."""
+    numbers = _with_reset_as_final(scan, settings)
     if len(numbers):
-        yield Defect(
-            "observation",
-            f"{len(numbers)} finals are starts of others",
-            numbers,
-        )
+        message = f"{len(numbers)} final observations start other episodes"
+        yield Defect("observation", message, numbers)
 
 
 @checks("END09", Successors)
 def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Stored next observations are not the rows that follow."""
-    if scan.recording.format == "robomimic":  # finals are the last of the next observations
+    """Report stored next observations that are not the following rows."""
+    if scan.recording.format == "robomimic":  # its final observations are the last next_obs
         with suppress(Inapplicable):
-            if len(numbers := _resets(scan, settings)):
-                yield Defect("next_obs", f"{len(numbers)} next observations at ends are starts of others", numbers)
-    stored = scan.collected(Successors)
-    for name, other in stored.pairs.items():
-        wrong = stored.wrong[name]
-        inner = np.maximum(scan.lengths - 1, 0)
-        if wrong.sum() > settings["share"] * inner[scan.examined].sum():
-            all_same = bool(stored.same[name] > 0.9 * wrong.sum())
-            message = f"{name!r} is not the following {other!r} in {int(wrong.sum()):,} frames"
-            message += ", but the current one: it is shifted" * all_same
-            yield Defect(name, message, np.flatnonzero(wrong), evidence={"wrong": int(wrong.sum())})
-        facts = scan.facts[name]
-        first = scan.facts[other].first
-        same = (facts.last[:-1] == first[1:]).all(1) & (first[1:] != scan.facts[other].last[:-1]).any(1)
-        far = jumps(facts.last[:-1], scan.facts[other].last[:-1], scan.facts[other].step_quantile(0.99))
-        if (same & far).sum() >= max(2, 0.5 * (len(first) - 1)):
-            message = f"{name!r} at ends is the first {other!r} of the next episode"
-            yield Defect(name, message, facts.numbers[:-1][same & far], evidence={"ends": int((same & far).sum())})
+            numbers = _with_reset_as_final(scan, settings)
+            if len(numbers):
+                message = f"{len(numbers)} next observations at ends start other episodes"
+                yield Defect("next_obs", message, numbers)
+    successors = scan.collected(Successors)
+    for name, observation in successors.pairs.items():
+        num_wrong = int(successors.wrong[name].sum())
+        num_inner = np.maximum(scan.lengths - 1, 0)[scan.examined].sum()
+        if num_wrong > settings["share"] * num_inner:
+            message = f"{name!r} is not the following {observation!r} in {num_wrong:,} frames"
+            if successors.same[name] > 0.9 * num_wrong:
+                message += ", but the current one: it is shifted"
+            yield Defect(
+                name,
+                message,
+                np.flatnonzero(successors.wrong[name]),
+                evidence={"wrong": num_wrong},
+            )
+        yield from _next_is_reset(scan, name, observation)
+
+
+def _next_is_reset(scan: Scan, name: str, observation: str) -> Iterator[Defect]:
+    """Report next observations at ends that are the first one of the next episode."""
+    stored = scan.facts[name].last[:-1]
+    first = scan.facts[observation].first[1:]
+    last = scan.facts[observation].last[:-1]
+    is_reset = (stored == first).all(1) & (first != last).any(1)
+    is_reset &= jumps(stored, last, scan.facts[observation].step_quantile(0.99))
+    if is_reset.sum() >= max(2, 0.5 * len(first)):
+        yield Defect(
+            name,
+            f"{name!r} at ends is the first {observation!r} of the next episode",
+            scan.facts[name].numbers[:-1][is_reset],
+            evidence={"ends": int(is_reset.sum())},
+        )
 
 
 @checks("END10")
 def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """An episode begins with the final observation of the one before it, and then jumps."""
-    bounds = scan.once(Bounds)
-    pairs = [(at, other) for at, other in bounds.resets() if scan.lengths[other] > 1]
-    if len(pairs) < max(2, settings["share"] * len(bounds.numbers)):
+    """Report episodes that begin with the final observation of another one, and then jump."""
+    boundaries = scan.computed(BoundaryRows)
+    min_count = max(2, settings["share"] * len(boundaries.numbers))
+    pairs = [pair for pair in boundaries.resets() if scan.lengths[pair[1]] > 1]
+    if len(pairs) < min_count:
         return
-    ats, others = np.array(pairs).T
-    near = ~bounds.jumps(bounds.finals[ats], bounds.last[ats])
-    names = floats(scan)
-    count = np.full(len(others), 2)
-    rows = scan.recording.read_many(others, [*names, *scan.group("reward")], others * 0, count)
-    which = np.concatenate([scan.facts[name].is_continuous for name in names])
-    seen = np.concatenate([np.asarray(rows[name]).reshape(2 * len(others), -1) for name in names], axis=1)[:, which]
-    is_row = np.ones(len(others), bool)
-    for name in scan.group("reward"):
-        is_row &= (rows[name].reshape(2 * len(others), -1)[0::2] == 0).all(1)
-    far = bounds.jumps(seen[0::2], seen[1::2]) & near & is_row
-    if far.sum() >= max(2, settings["share"] * len(bounds.numbers)):  # then those that start nearby are such rows, too
-        numbers = others[is_row]
-        message = f"{len(numbers)} begin with a row of the reset before them"
-        yield Defect("observation", message, numbers, [(number, 0, 1) for number in numbers])
+    final_rows, numbers = np.array(pairs).T
+    is_near = ~boundaries.jumps(boundaries.finals[final_rows], boundaries.last[final_rows])
+
+    # The first two rows of each episode.
+    names = float_observations(scan)
+    rewards = scan.group("reward")
+    starts = np.zeros(len(numbers), np.int64)
+    rows = scan.recording.read_many(numbers, [*names, *rewards], starts, starts + 2)
+    dims = np.concatenate([scan.facts[name].is_continuous for name in names])
+    flat = [np.asarray(rows[name]).reshape(2 * len(numbers), -1) for name in names]
+    observations = np.concatenate(flat, axis=1)[:, dims]
+    is_unrewarded = np.ones(len(numbers), bool)
+    for name in rewards:
+        is_unrewarded &= (rows[name].reshape(2 * len(numbers), -1)[0::2] == 0).all(1)
+
+    is_jump = boundaries.jumps(observations[0::2], observations[1::2])
+    if (is_jump & is_near & is_unrewarded).sum() >= min_count:
+        # Episodes that start near the end of another have such rows too.
+        chosen = numbers[is_unrewarded]
+        yield Defect(
+            "observation",
+            f"{len(chosen)} begin with a row of the reset before them",
+            chosen,
+            [(number, 0, 1) for number in chosen],
+        )
 
 
 @checks("END11")
 def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Nearly all have one length, and are said to terminate."""
-    ended = np.isin(scan.columns["ends"], ("terminated", "truncated"))
-    values, counts = np.unique(scan.lengths[ended], return_counts=True)
-    if ended.sum() < settings["episodes"]:
+    """Report that nearly all episodes have one length and are marked as terminated."""
+    ends = scan.columns["ends"]
+    has_ended = np.isin(ends, ("terminated", "truncated"))
+    if has_ended.sum() < settings["episodes"]:
         raise Inapplicable("too few episodes have ended")
-    limit = int(values[np.argmax(counts)])
-    share = float(counts.max() / ended.sum())
-    at_limit = ended & (scan.lengths == limit)
-    if share >= settings["share"] and limit >= 20 and (scan.columns["ends"][at_limit] == "terminated").mean() >= 0.95:
-        evidence = {"length": limit, "share": share}
-        yield Defect(None, f"{share:.0%} have {limit} frames and are terminated", np.flatnonzero(at_limit),
-                    evidence=evidence)  # fmt: skip
+    lengths, counts = np.unique(scan.lengths[has_ended], return_counts=True)
+    limit = int(lengths[np.argmax(counts)])
+    share = float(counts.max() / has_ended.sum())
+    is_at_limit = has_ended & (scan.lengths == limit)
+    share_terminated = (ends[is_at_limit] == "terminated").mean()
+    if share >= settings["share"] and limit >= 20 and share_terminated >= 0.95:
+        yield Defect(
+            message=f"{share:.0%} have {limit} frames and are terminated",
+            trajectories=np.flatnonzero(is_at_limit),
+            evidence={"length": limit, "share": share},
+        )
 
 
 @checks("END12")
 def finals_missing(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Some of those that ended have no observation after the last one."""
+    """Report ended episodes without a final observation, if others have one."""
+    has_final = np.zeros(scan.num_episodes, bool)
     if scan.files.folder is not None:
-        named = scan.files.named(scan.files.names(scan.files.parts["final_row"] >= 0))["trajectories"]
-        has = np.isin(np.arange(scan.num_episodes), named)
+        names = scan.files.names(scan.files.parts["final_row"] >= 0)
+        has_final[scan.files.located(names)["trajectories"]] = True
     else:
-        has = np.array([len(scan.recording.info(place).final) > 0 for place in range(scan.num_episodes)], bool)
-    lacks = np.flatnonzero((scan.columns["ends"] != "open") & ~has)
-    if len(lacks) and has.any():
-        yield Defect(None, f"{len(lacks)} have no final observation, {int(has.sum())} have one", lacks)
+        for number in range(scan.num_episodes):
+            has_final[number] = len(scan.recording.info(number).final) > 0
+    lacking = np.flatnonzero((scan.columns["ends"] != "open") & ~has_final)
+    if len(lacking) and has_final.any():
+        num_final = int(has_final.sum())
+        message = f"{len(lacking)} have no final observation, {num_final} have one"
+        yield Defect(None, message, lacking)

@@ -4,124 +4,157 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..batched_reading import Array
 from ..camera_facts import Camera, Cameras
+from ..field_facts import worst
 from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
-#: Gives (which episodes, what was compared, message) of one camera.
-_Measure = Callable[[Camera, Scan, Settings], tuple[Any, Any, str]]
+
+class _Measurement(NamedTuple):
+    """The result of comparing the episodes of a camera.
+
+    Attributes:
+        is_wrong: bool `[E]`.
+        values: `[E]`, compared numbers. The largest sizes are the worst.
+        message: The defect, without the number of episodes.
+    """
+
+    is_wrong: Any
+    values: Array
+    message: str
 
 
-def _each(measure: _Measure, scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report the episodes of each camera that a measure chooses, with the numbers."""
-    cameras = scan.collected(Cameras)
-    if not cameras.found:
+_Measure = Callable[[Camera, Scan, Settings], _Measurement]
+
+
+def _check_cameras(measure: _Measure, scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report the episodes of each camera that a measure finds wrong."""
+    cameras = scan.collected(Cameras).cameras
+    if not cameras:
         raise Inapplicable("no pictures")
-    for name, camera in cameras.found.items():
-        if not camera.looked.any():
+    for name, camera in cameras.items():
+        is_examined = camera.looked > 0
+        if not is_examined.any():
             continue
-        which, values, message = measure(camera, scan, settings)
-        numbers = np.flatnonzero(which & (camera.looked > 0))
+        is_wrong, values, message = measure(camera, scan, settings)
+        numbers = np.flatnonzero(is_wrong & is_examined)
         if len(numbers):
-            order = numbers[np.argsort(-np.abs(values[numbers]), kind="stable")]
-            evidence = {"values": [float(values[number]) for number in order[:20]]}
-            yield Defect(name, f"{message} in {len(numbers)} episodes", numbers, scan.whole(order), evidence)
+            ordered = worst(numbers, np.abs(values))
+            yield Defect(
+                name,
+                f"{message} in {len(numbers)} episodes",
+                numbers,
+                scan.whole(ordered),
+                {"values": [float(values[number]) for number in ordered[:20]]},
+            )
 
 
-def _of_cameras(code: str) -> Callable[[_Measure], _Measure]:
-    """Make a measure of one camera the check of a rule."""
+def _measures(code: str) -> Callable[[_Measure], _Measure]:
+    """Register a measure of one camera as the check of a rule."""
 
     def register(measure: _Measure) -> _Measure:
-        checks(code, Cameras)(partial(_each, measure))
+        checks(code, Cameras)(partial(_check_cameras, measure))
         return measure
 
     return register
 
 
-@_of_cameras("IMG01")
-def _black(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
-    return camera.dark >= settings["frames"], camera.dark, "frames are black"
+@_measures("IMG01")
+def _black(camera: Camera, scan: Scan, settings: Settings) -> _Measurement:
+    return _Measurement(camera.dark >= settings["frames"], camera.dark, "frames are black")
 
 
-@_of_cameras("IMG02")
-def _blown(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
+@_measures("IMG02")
+def _blown_out(camera: Camera, scan: Scan, settings: Settings) -> _Measurement:
     share = camera.mean(camera.bright)
-    return share > settings["share"], share, "frames are white in large parts"
+    return _Measurement(share > settings["share"], share, "frames are white in large parts")
 
 
-@_of_cameras("IMG03")
-def _frozen(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
+@_measures("IMG03")
+def _frozen(camera: Camera, scan: Scan, settings: Settings) -> _Measurement:
     share = camera.repeats / np.maximum(1, scan.lengths - 1)
-    is_noisy = np.median(share[camera.looked > 0]) < settings["usual"]
-    return (camera.hold >= settings["frames"] - 1) & is_noisy, camera.hold, "the picture stands still"
+    usually_changes = np.median(share[camera.looked > 0]) < settings["usual"]
+    is_wrong = (camera.hold >= settings["frames"] - 1) & usually_changes
+    return _Measurement(is_wrong, camera.hold, "the picture stands still")
 
 
-@_of_cameras("IMG04")
-def _swapped(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
+@_measures("IMG04")
+def _channels_swapped(camera: Camera, scan: Scan, settings: Settings) -> _Measurement:
     is_lit = (camera.looked > 0) & (camera.dark == 0)
     if camera.channels < 3 or not is_lit.any():
-        return np.zeros(scan.num_episodes, bool), camera.dark, ""
-    grid = camera.mean(camera.grid)[..., :3]
-    usual = np.median(grid[is_lit], axis=0)
-    told, swapped = (np.abs(one - usual).mean((1, 2)) for one in (grid, grid[..., ::-1]))
-    wrong = (told > settings["levels"]) & (told > settings["ratio"] * swapped)
-    return wrong, told, "red and blue seem exchanged"
+        return _Measurement(np.zeros(scan.num_episodes, bool), camera.dark, "")
+    colours = camera.mean(camera.grid)[..., :3]
+    usual = np.median(colours[is_lit], axis=0)
+    distance = np.abs(colours - usual).mean((1, 2))
+    swapped_distance = np.abs(colours[..., ::-1] - usual).mean((1, 2))
+    is_wrong = distance > settings["levels"]
+    is_wrong &= distance > settings["ratio"] * swapped_distance
+    return _Measurement(is_wrong, distance, "red and blue seem exchanged")
 
 
-@_of_cameras("IMG05")
-def _layout(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
+@_measures("IMG05")
+def _layout(camera: Camera, scan: Scan, settings: Settings) -> _Measurement:
     variation = camera.mean(camera.variation)
-    told = variation[:, 0]
+    declared = variation[:, 0]
     other = variation[:, 1]
-    share = other.sum(1) / np.maximum(told.sum(1), 1e-9)
-    wrong = (share < settings["share"]) & (other < 0.95 * told).all(1) & (camera.channels > 1)
-    return wrong, share, "neighbours are more alike with channels at the other end"
+    share = other.sum(1) / np.maximum(declared.sum(1), 1e-9)
+    is_wrong = share < settings["share"]
+    is_wrong &= (other < 0.95 * declared).all(1)
+    is_wrong &= camera.channels > 1
+    message = "neighbours are more alike with channels at the other end"
+    return _Measurement(is_wrong, share, message)
 
 
-@_of_cameras("IMG07")
-def _blurred(camera: Camera, scan: Scan, settings: Settings) -> tuple[Any, Any, str]:
-    sharp = camera.mean(camera.sharp)
-    usual = np.median(sharp[camera.looked > 0])
-    wrong = (sharp < settings["share"] * usual) & (camera.dark == 0)
-    alone = (wrong & (camera.looked > 0)).sum() < 2
-    return wrong & (sharp < settings["share"] * usual * (0.5 if alone else 1)), usual - sharp, "pictures are blurred"
+@_measures("IMG07")
+def _blurred(camera: Camera, scan: Scan, settings: Settings) -> _Measurement:
+    is_examined = camera.looked > 0
+    sharpness = camera.mean(camera.sharp)
+    usual = np.median(sharpness[is_examined])
+    limit = settings["share"] * usual
+    is_wrong = (sharpness < limit) & (camera.dark == 0)
+    if (is_wrong & is_examined).sum() < 2:
+        is_wrong &= sharpness < 0.5 * limit
+    return _Measurement(is_wrong, usual - sharpness, "pictures are blurred")
 
 
 @checks("IMG06", Cameras)
 def value_range(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Floats of two ranges, or bytes of 0 and 1 only."""
-    for name, camera in scan.collected(Cameras).found.items():
-        there = camera.looked > 0
-        if not there.any():
+    """Report floats of two ranges, or bytes of 0 and 1 only."""
+    for name, camera in scan.collected(Cameras).cameras.items():
+        is_examined = camera.looked > 0
+        if not is_examined.any():
             continue
         if scan.schema[name].dtype == "uint8":
-            numbers = np.flatnonzero(there & (camera.high == 1) & (camera.low == 0))
+            numbers = np.flatnonzero(is_examined & (camera.high == 1) & (camera.low == 0))
             if len(numbers):
                 yield Defect(name, "bytes of 0 and 1 only", numbers)
             continue
-        large = there & (camera.high > 1.5)
-        small = there & (camera.high <= 1)
-        if large.any() and small.any():
-            fewer = large if large.sum() < small.sum() else small
-            yield Defect(name, "some episodes reach 1, some 255", np.flatnonzero(fewer))
+        is_large = is_examined & (camera.high > 1.5)
+        is_small = is_examined & (camera.high <= 1)
+        if is_large.any() and is_small.any():
+            rarer = is_large if is_large.sum() < is_small.sum() else is_small
+            yield Defect(name, "some episodes reach 1, some 255", np.flatnonzero(rarer))
 
 
 @checks("IMG08", Cameras)
 def same_camera(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Two fields hold the same pictures."""
+    """Report two fields with the same pictures."""
     cameras = scan.collected(Cameras)
-    for (one, other), is_unlike in cameras.unlike.items():
-        if not is_unlike and cameras.found[one].looked.any() and cameras.found[other].looked.any():
-            yield Defect(other, f"{other!r} is {one!r}", evidence={"fields": [one, other]})
+    for pair, is_unlike in cameras.is_unlike.items():
+        if not is_unlike and all(cameras.cameras[name].looked.any() for name in pair):
+            first, second = pair
+            message = f"{second!r} equals {first!r}"
+            yield Defect(second, message, evidence={"fields": [first, second]})
 
 
 @checks("IMG09", Cameras)
 def undecodable(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Decode all pictures: what cannot be is a problem then."""
+    """Decode all pictures, so that pictures that cannot be decoded become problems of the scan."""
     if scan.failure is None:
         scan.collected(Cameras)
     yield from ()

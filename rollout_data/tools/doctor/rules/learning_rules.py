@@ -1,30 +1,39 @@
-"""Rules LRN of what would mislead a learner: rewards, success, tasks, actions that are states."""
+"""Rules LRN: rewards, success, tasks and actions that would mislead a learner."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from ..batched_reading import Array, Batch
 from ..field_facts import worst
-from ..findings import Defect, Inapplicable, Settings, checks
+from ..findings import MAX_FRAMES, Defect, Inapplicable, Settings, checks
 from ..scan import Collector, Scan
+
+#: Episodes that are needed to compare returns, or success with ends.
+_MIN_EPISODES = 8
+#: Names of tasks in the evidence, at most.
+_MAX_LISTED = 8
 
 
 class Rewards(Collector):
-    """The rewards of each episode.
+    """Rewards of each episode.
 
     Attributes:
-        total: `[E]`: sums; NaN of episodes that were not read.
-        num_nonzero, num_rows: int64 `[E]`.
-        at_first, at_last: bool `[E]`: the reward of the first or last frame is not 0.
+        is_known: Whether there is one reward for each frame.
+        total: `[E]`, sums; NaN for episodes that were not read.
+        num_nonzero: int64 `[E]`, rewards other than 0.
+        num_rows: int64 `[E]`, frames that were read.
+        at_first: bool `[E]`, whether the reward of the first frame is not 0.
+        at_last: bool `[E]`, whether the reward of the last frame is not 0.
     """
 
     def __init__(self, scan: Scan) -> None:
-        self.is_known = "reward" in scan.numeric and scan.schema["reward"].num_elements == 1
         size = scan.num_episodes
+        self.is_known = "reward" in scan.numeric and scan.schema["reward"].num_elements == 1
         self.total = np.full(size, np.nan)
         self.num_nonzero = np.zeros(size, int)
         self.num_rows = np.zeros(size, int)
@@ -34,189 +43,272 @@ class Rewards(Collector):
     def add(self, batch: Batch) -> None:
         if not self.is_known or "reward" not in batch.values:
             return
-        values = batch.values["reward"].reshape(-1).astype(np.float64)
-        counted = values.copy()
+        rewards = batch.values["reward"].reshape(-1).astype(np.float64)
+        new_rewards = rewards.copy()
+        new_rewards[: batch.overlap] = 0
         starts = batch.offsets[:-1]
         numbers = batch.numbers
-        counted[: batch.overlap] = 0
-        self.total[numbers] = np.nan_to_num(self.total[numbers]) + np.add.reduceat(counted, starts)
-        self.num_nonzero[numbers] += np.add.reduceat((counted != 0).astype(np.int64), starts)
+        sums = np.add.reduceat(new_rewards, starts)
+        self.total[numbers] = np.nan_to_num(self.total[numbers]) + sums
+        self.num_nonzero[numbers] += np.add.reduceat((new_rewards != 0).astype(np.int64), starts)
         self.num_rows[numbers] += np.diff(batch.offsets) - batch.overlap
         if batch.starts[0] == 0:
-            self.at_first[numbers] = values[starts] != 0
-        self.at_last[numbers] = values[batch.offsets[1:] - 1] != 0
+            self.at_first[numbers] = rewards[starts] != 0
+        self.at_last[numbers] = rewards[batch.offsets[1:] - 1] != 0
 
 
 class Successes(Collector):
-    """int64 `[E]`: the first frame of each episode that is marked as a success; -1 without any."""
+    """The first frame of each episode that is marked as a success.
+
+    Attributes:
+        first: int64 `[E]`; -1 without any.
+    """
 
     def __init__(self, scan: Scan) -> None:
-        self._names = scan.roles["success"]
+        self._name = next(iter(scan.roles["success"]), "")
         self.first = np.full(scan.num_episodes, -1)
 
     def add(self, batch: Batch) -> None:
-        for name in self._names[:1]:
-            rows = np.flatnonzero(batch.values[name].reshape(-1) > 0) if name in batch.values else np.zeros(0, int)
-            which, first = np.unique(np.searchsorted(batch.offsets, rows, side="right") - 1, return_index=True)
-            numbers = batch.numbers[which]
-            frames = rows[first] - batch.offsets[which] + batch.starts[which]
-            self.first[numbers] = np.where(self.first[numbers] < 0, frames, self.first[numbers])
+        if self._name not in batch.values:
+            return
+        rows = np.flatnonzero(batch.values[self._name].reshape(-1) > 0)
+        _, first = np.unique(batch.index_of(rows), return_index=True)
+        numbers, frames = batch.episode_of(rows[first])
+        is_unset = self.first[numbers] < 0
+        self.first[numbers] = np.where(is_unset, frames, self.first[numbers])
 
 
-def _rewards(scan: Scan) -> Rewards:
-    found = scan.collected(Rewards)
-    if not found.is_known:
-        raise Inapplicable("no rewards, or several a frame")
-    return found
+def _known_rewards(scan: Scan) -> Rewards:
+    """Return the rewards.
+
+    Raises:
+        Inapplicable: There is not one reward for each frame.
+    """
+    rewards = scan.collected(Rewards)
+    if not rewards.is_known:
+        raise Inapplicable("no rewards, or several for each frame")
+    return rewards
 
 
 @checks("LRN01")
 def action_is_state(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    yield from _equal(scan, settings, 0, "the observation of the same frame")
+    """Report actions that equal the observation of their frame."""
+    yield from _equal_actions(scan, settings, 0, "the observation of the same frame")
 
 
 @checks("LRN02")
 def action_is_next_state(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    yield from _equal(scan, settings, 1, "the observation of the next frame")
+    """Report actions that equal the observation of the next frame."""
+    yield from _equal_actions(scan, settings, 1, "the observation of the next frame")
 
 
-def _equal(scan: Scan, settings: Settings, later: int, what: str) -> Iterator[Defect]:
-    """Compare actions with observations of the same width, a number of frames later."""
+def _equal_actions(scan: Scan, settings: Settings, lag: int, label: str) -> Iterator[Defect]:
+    """Report actions that equal an observation of their width `lag` frames later."""
     for action in scan.group("action"):
-        dims = np.flatnonzero(scan.facts[action].is_continuous)
-        for name in scan.group("observation") if len(dims) else ():
+        if not scan.facts[action].is_continuous.any():
+            continue
+        for name in scan.group("observation"):
             if scan.schema[name].num_elements != scan.schema[action].num_elements:
                 continue
-            near = settings["tolerance"] * np.maximum(scan.facts[action].spread, 1e-30)[dims, None]
-            num_equal = 0
-            num_all = 0
-            for batch in scan.sample.batches:
-                if action in batch.values and name in batch.values:
-                    a = batch.columns(action)[dims]
-                    o = batch.columns(name)[dims]
-                    inner = np.ones(len(batch), bool)
-                    inner[batch.offsets[1:] - 1] = not later
-                    rows = np.flatnonzero(inner)
-                    with np.errstate(invalid="ignore", over="ignore"):
-                        num_equal += int((np.abs(a[:, rows] - o[:, rows + later]) <= near).all(0).sum())
-                    num_all += len(rows)
-            if num_all and num_equal > settings["share"] * num_all:
-                evidence = {"share": num_equal / num_all, "observation": name}
-                yield Defect(action, f"{action!r} equals {what} ({name!r})", evidence=evidence)
+            share = _share_of_equal_frames(scan, action, name, lag, settings["tolerance"])
+            if share > settings["share"]:
+                evidence = {"share": share, "observation": name}
+                yield Defect(action, f"{action!r} equals {label} ({name!r})", evidence=evidence)
+
+
+def _share_of_equal_frames(
+    scan: Scan,
+    action: str,
+    observation: str,
+    lag: int,
+    tolerance: float,
+) -> float:
+    """Return the share of sampled frames with equal continuous dimensions."""
+    facts = scan.facts[action]
+    dims = np.flatnonzero(facts.is_continuous)
+    limit = tolerance * np.maximum(facts.spread, 1e-30)[dims, None]
+    num_equal = 0
+    num_rows = 0
+    for batch in scan.sample.batches:
+        if not batch.values.keys() >= {action, observation}:
+            continue
+        has_later = np.ones(len(batch), bool)
+        has_later[batch.offsets[1:] - 1] = lag == 0
+        rows = np.flatnonzero(has_later)
+        actions = batch.columns(action)[dims][:, rows]
+        observations = batch.columns(observation)[dims][:, rows + lag]
+        with np.errstate(invalid="ignore", over="ignore"):
+            is_equal = np.abs(actions - observations) <= limit
+        num_equal += int(is_equal.all(0).sum())
+        num_rows += len(rows)
+    return num_equal / max(1, num_rows)
 
 
 @checks("LRN03")
 def reward_zero(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report rewards that never change."""
     for name in scan.group("reward"):
         facts = scan.facts[name]
         if facts.num_rows >= settings["frames"] and facts.is_constant.all():
             value = float(facts.low[0, 0])
-            evidence = {"value": value, "frames": facts.num_rows}
-            message = f"{name!r} is {value:g} in all {facts.num_rows:,} frames"
-            yield Defect(name, message, evidence=evidence, severity="" if value == 0 else "info")
+            yield Defect(
+                name,
+                f"{name!r} is {value:g} in all {facts.num_rows:,} frames",
+                evidence={"value": value, "frames": facts.num_rows},
+                severity="" if value == 0 else "info",
+            )
 
 
 @checks("LRN04", Rewards)
 def reward_late(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Rewards arrive with the next episode."""
-    rewards = _rewards(scan)
+    """Report sparse rewards that arrive with the next episode."""
+    rewards = _known_rewards(scan)
     count = int(rewards.num_nonzero.sum())
-    rows = int(rewards.num_rows.sum())
-    if count >= 4 and count <= (1 - settings["zeros"]) * rows:
-        first = rewards.at_first.sum() / count
-        last = rewards.at_last.sum() / count
-        if first > settings["first"] and last < settings["last"]:
-            numbers = np.flatnonzero(rewards.at_first)
-            frames = [(number, 0, 1) for number in numbers[:20].tolist()]
-            message = f"{first:.0%} of the rewards stand in first frames"
-            evidence = {"on_first": first, "on_last": last}
-            yield Defect("reward", message, numbers, frames, evidence)
+    num_rows = int(rewards.num_rows.sum())
+    if count < 4 or count > (1 - settings["zeros"]) * num_rows:
+        return
+    on_first = rewards.at_first.sum() / count
+    on_last = rewards.at_last.sum() / count
+    if on_first > settings["first"] and on_last < settings["last"]:
+        numbers = np.flatnonzero(rewards.at_first)
+        yield Defect(
+            "reward",
+            f"{on_first:.0%} of the rewards are in first frames",
+            numbers,
+            [(number, 0, 1) for number in numbers[:MAX_FRAMES].tolist()],
+            {"on_first": on_first, "on_last": on_last},
+        )
 
 
 def _success(scan: Scan) -> Array:
-    """int `[E]`: 1, 0 or -1 if unknown: as noted of the episode, or by its flags."""
-    told = scan.columns["success"].astype(np.int64)
-    if (told < 0).all() and scan.roles["success"]:
-        told = np.full(scan.num_episodes, -1)
-        told[scan.examined] = scan.collected(Successes).first[scan.examined] >= 0
-    if (told < 0).all():
-        raise Inapplicable("nothing tells of success")
-    return told
+    """Return the success of each episode: int64 `[E]`, 1, 0 or -1 if unknown.
+
+    Notes of episodes come first, then flags of frames.
+    """
+    success = scan.columns["success"].astype(np.int64)
+    if (success < 0).all() and scan.roles["success"]:
+        first = scan.collected(Successes).first
+        success = np.full(scan.num_episodes, -1)
+        success[scan.examined] = first[scan.examined] >= 0
+    if (success < 0).all():
+        raise Inapplicable("success is not recorded")
+    return success
+
+
+class _Comparison(NamedTuple):
+    """Another sign of success.
+
+    Attributes:
+        label: "reward" or "termination".
+        numbers: int64 `[K]`, episodes that have both.
+        is_positive: bool `[K]`, whether the other sign means success.
+    """
+
+    label: str
+    numbers: Array
+    is_positive: Array
 
 
 @checks("LRN05", Rewards, Successes)
 def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Success and termination, or success and sparse reward, disagree without a rule."""
+    """Report success that disagrees with sparse rewards or termination without a plain relation."""
     success = _success(scan)
-    ends = scan.columns["ends"]
-    rewards = scan.collected(Rewards)
-    is_sparse = rewards.is_known and rewards.num_nonzero.sum() <= 0.2 * rewards.num_rows.sum()
-    ended = np.flatnonzero(np.isin(ends, ["terminated", "truncated", "unknown"]) & (success >= 0))
-    against = []
-    if is_sparse and (rewards.total[ended] > 0).any():
-        against.append(("reward", ended, rewards.total[ended] > 0))
-    told = ended[ends[ended] != "unknown"]
-    against.append(("termination", told, ends[told] == "terminated"))
-    against = [one for one in against if len(one[1]) >= 8]
-    if not against:
-        raise Inapplicable("fewer than 8 episodes that ended and tell of success")
-    for what, ended, other in against:
-        told = success[ended] == 1
-        cells = [np.mean((told == a) & (other == b)) for a in (True, False) for b in (True, False)]
-        differs = told != other
-        # One kind of contradiction that is (nearly) absent is a rule: "all that succeed terminate".
-        is_rule = min(cells) < 0.03 if what == "termination" else differs.mean() > 0.95
-        if differs.mean() >= settings["share"] and not is_rule:
-            numbers = ended[differs] if differs.mean() <= 0.5 or what == "reward" else ended[~differs]
-            message = f"success contradicts the {what} in {len(numbers)} trajectories"
-            yield Defect(None, message, numbers, (), {"share": differs.mean()}, "", "")
+    comparisons = _success_comparisons(scan, success)
+    if not comparisons:
+        raise Inapplicable("fewer than 8 ended episodes have a success")
+    for label, numbers, is_positive in comparisons:
+        is_success = success[numbers] == 1
+        differs = is_success != is_positive
+        share = differs.mean()
+        if label == "termination":
+            # Without one kind of contradiction there is a relation: "all successes terminate".
+            cells = [
+                np.mean((is_success == expected) & (is_positive == other))
+                for expected in (True, False)
+                for other in (True, False)
+            ]
+            is_relation = min(cells) < 0.03
+        else:
+            is_relation = share > 0.95
+        if share >= settings["share"] and not is_relation:
+            if share > 0.5 and label == "termination":  # then agreement is the exception
+                differs = ~differs
+            wrong = numbers[differs]
+            message = f"success contradicts the {label} in {len(wrong)} trajectories"
+            yield Defect(None, message, wrong, evidence={"share": share})
             return
+
+
+def _success_comparisons(scan: Scan, success: Array) -> list[_Comparison]:
+    """Return the signs of success that enough ended episodes have."""
+    ends = scan.columns["ends"]
+    has_ended = np.isin(ends, ["terminated", "truncated", "unknown"])
+    ended = np.flatnonzero(has_ended & (success >= 0))
+    comparisons = []
+    rewards = scan.collected(Rewards)
+    is_sparse = rewards.num_nonzero.sum() <= 0.2 * rewards.num_rows.sum()
+    is_rewarded = rewards.total[ended] > 0
+    if rewards.is_known and is_sparse and is_rewarded.any():
+        comparisons.append(_Comparison("reward", ended, is_rewarded))
+    known = ended[ends[ended] != "unknown"]
+    comparisons.append(_Comparison("termination", known, ends[known] == "terminated"))
+    return [comparison for comparison in comparisons if len(comparison.numbers) >= _MIN_EPISODES]
 
 
 @checks("LRN06", Successes)
 def after_success(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    scan.role("success")
+    """Report episodes that go on long after success."""
+    name = scan.role("success")[0]
     first = scan.collected(Successes).first
-    rest = np.where(first >= 0, scan.lengths - 1 - first, 0)
-    numbers = np.flatnonzero(rest > np.maximum(settings["frames"], settings["share"] * scan.lengths))
-    if len(numbers) >= settings["episodes"]:
-        numbers = worst(numbers, rest)
+    num_after = np.where(first >= 0, scan.lengths - 1 - first, 0)
+    limit = np.maximum(settings["frames"], settings["share"] * scan.lengths)
+    numbers = worst(np.flatnonzero(num_after > limit), num_after)
+    if len(numbers) and len(numbers) >= settings["episodes"]:
         frames = [(number, first[number] + 1, scan.lengths[number]) for number in numbers.tolist()]
-        evidence = {"frames_after": float(np.median(rest[numbers]))}
-        yield Defect(
-            scan.roles["success"][0], f"{len(numbers)} trajectories go on after success", numbers, frames, evidence
-        )
+        message = f"{len(numbers)} trajectories go on after success"
+        evidence = {"frames_after": float(np.median(num_after[numbers]))}
+        yield Defect(name, message, numbers, frames, evidence)
 
 
 @checks("LRN07", Rewards)
 def return_outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    rewards = _rewards(scan)
-    total = rewards.total
-    mean = rewards.total / np.maximum(1, rewards.num_rows)
-    known = np.flatnonzero(np.isfinite(total))
-    away = np.abs(total[known] - np.median(total[known])) if len(known) else total[known]
-    if len(known) < 8 or not (spread := float(np.median(away))):
+    """Report a return that is far from all others."""
+    rewards = _known_rewards(scan)
+    known = np.flatnonzero(np.isfinite(rewards.total))
+    if len(known) < _MIN_EPISODES:
+        raise Inapplicable("fewer than 8 returns are known")
+    returns = rewards.total[known]
+    distance = np.abs(returns - np.median(returns))
+    deviation = float(np.median(distance))
+    if not deviation:
         raise Inapplicable("most returns are equal")
-    order = np.argsort(-away, kind="stable")
-    # A long episode has a large sum of ordinary rewards.
-    by_frame = np.abs(mean[known] - np.median(mean[known]))
-    if by_frame[order[0]] <= settings["deviations"] * np.median(by_frame):
+    farthest, second = np.argsort(-distance, kind="stable")[:2]
+
+    # A long episode has a large sum of ordinary rewards, so its mean must be far too.
+    means = returns / np.maximum(1, rewards.num_rows[known])
+    mean_distance = np.abs(means - np.median(means))
+    if mean_distance[farthest] <= settings["deviations"] * np.median(mean_distance):
         return
-    if away[order[0]] > settings["deviations"] * spread and away[order[0]] > settings["gap"] * away[order[1]]:
-        number = int(known[order[0]])
-        evidence = {"return": total[number], "deviations": away[order[0]] / spread}
-        frames = [(number, 0, scan.lengths[number])]
-        yield Defect("reward", f"the return of one trajectory is {total[number]:.4g}", [number], frames, evidence)
+    is_far = distance[farthest] > settings["deviations"] * deviation
+    if is_far and distance[farthest] > settings["gap"] * distance[second]:
+        number = int(known[farthest])
+        yield Defect(
+            "reward",
+            f"the return of one trajectory is {returns[farthest]:.4g}",
+            [number],
+            [(number, 0, scan.lengths[number])],
+            {"return": returns[farthest], "deviations": distance[farthest] / deviation},
+        )
 
 
 def _declared_tasks(scan: Scan) -> list[object]:
-    """Return what the metadata lists as tasks: texts, or indices where they are keys."""
+    """Return the tasks in the metadata: texts, or indices if they are keys."""
     tasks = scan.metadata.get("tasks")
     return list(tasks) if isinstance(tasks, (Mapping, list, tuple)) else []
 
 
-def _tasks(scan: Scan) -> list[object]:
-    """Return the task of each episode: its text, or its index; "" where neither is known."""
+def _task_of_episodes(scan: Scan) -> list[object]:
+    """Return the task of each episode: its text, or its index; "" if neither is known."""
     texts = scan.columns["task"].tolist()
     if not any(texts) and scan.roles["task_index"]:
         facts = scan.facts[scan.roles["task_index"][0]]
@@ -226,55 +318,84 @@ def _tasks(scan: Scan) -> list[object]:
 
 @checks("LRN08")
 def imbalance(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    counts = Counter(task for task in _tasks(scan) if task != "")
+    """Report that nearly all episodes have the same one of several tasks."""
+    counts = Counter(task for task in _task_of_episodes(scan) if task != "")
     num_tasks = max(len(counts), len(_declared_tasks(scan)))
     if not counts or num_tasks < 2:
-        raise Inapplicable("no two tasks are declared or found")
-    (task, count), total = counts.most_common(1)[0], sum(counts.values())
-    if total >= settings["episodes"] and count >= settings["share"] * total:
-        evidence = {"task": task, "share": count / total, "tasks": num_tasks}
-        yield Defect(
-            None, f"{count / total:.0%} of the episodes are of one of {num_tasks} tasks: {task!r}", evidence=evidence
-        )
+        raise Inapplicable("fewer than two tasks")
+    num_episodes = sum(counts.values())
+    task, count = counts.most_common(1)[0]
+    share = count / num_episodes
+    if num_episodes >= settings["episodes"] and share >= settings["share"]:
+        message = f"{share:.0%} of the episodes are of one of {num_tasks} tasks: {task!r}"
+        yield Defect(None, message, evidence={"task": task, "share": share, "tasks": num_tasks})
 
 
 @checks("LRN09")
 def unknown_task(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report tasks that are empty or not declared."""
     texts = scan.columns["task"].tolist()
-    declared = _declared_tasks(scan)
+    declared = [str(task) for task in _declared_tasks(scan)]
+    if any(texts):
+        yield from _unknown_texts(scan, texts, declared)
+    if declared:
+        for name in scan.roles["task_index"]:
+            yield from _unknown_indices(scan, name, declared)
+
+
+def _unknown_texts(scan: Scan, texts: list[str], declared: list[str]) -> Iterator[Defect]:
     unread = {number for number, _ in scan.unreadable}
-    empty = [number for number, text in enumerate(texts) if not text.strip() and number not in unread]
-    if any(texts) and empty:
-        yield Defect(None, f"{len(empty)} trajectories have no task, others have", empty, (), {"empty": len(empty)})
-    known = {str(one) for one in declared}
-    if any(texts) and known and all(not one.isdigit() for one in known):
-        strange = [number for number, text in enumerate(texts) if text.strip() and text not in known]
+    blank = [number for number, text in enumerate(texts) if not text.strip()]
+    empty = [number for number in blank if number not in unread]
+    if empty:
+        message = f"{len(empty)} trajectories have no task, others have"
+        yield Defect(None, message, empty, evidence={"empty": len(empty)})
+    if declared and not any(task.isdigit() for task in declared):
+        tasks = {text for text in texts if text.strip()} - set(declared)
+        strange = [number for number, text in enumerate(texts) if text in tasks]
         if strange:
-            evidence = {"tasks": sorted({texts[number] for number in strange})[:8], "declared": sorted(known)[:8]}
-            yield Defect(None, f"{len(strange)} trajectories have a task that is not declared", strange, (), evidence)
-    for name in scan.roles["task_index"] if declared else ():
-        facts = scan.facts[name]
-        indices = {int(one) for one in known} if all(one.isdigit() for one in known) else set(range(len(declared)))
-        lowest = facts.low[:, 0]
-        highest = facts.high[:, 0]
-        was_read = lowest <= highest
-        wrong = facts.numbers[was_read & ~(np.isin(lowest, list(indices)) & np.isin(highest, list(indices)))]
-        if len(wrong):
-            strange = sorted({*lowest.tolist(), *highest.tolist()} - indices)[:8]
-            message = f"{len(wrong)} trajectories have an index of no declared task"
-            yield Defect(name, message, wrong, scan.whole(wrong), {"indices": strange, "declared": len(declared)})
+            message = f"{len(strange)} trajectories have a task that is not declared"
+            evidence = {
+                "tasks": sorted(tasks)[:_MAX_LISTED],
+                "declared": sorted(set(declared))[:_MAX_LISTED],
+            }
+            yield Defect(None, message, strange, evidence=evidence)
+
+
+def _unknown_indices(scan: Scan, name: str, declared: list[str]) -> Iterator[Defect]:
+    """Report indices of tasks that the metadata do not declare."""
+    facts = scan.facts[name]
+    indices = set(range(len(declared)))
+    if all(task.isdigit() for task in declared):
+        indices = {int(task) for task in declared}
+    lowest = facts.low[:, 0]
+    highest = facts.high[:, 0]
+    was_read = lowest <= highest
+    is_known = np.isin(lowest, list(indices)) & np.isin(highest, list(indices))
+    numbers = facts.numbers[was_read & ~is_known]
+    if len(numbers):
+        strange = sorted({*lowest.tolist(), *highest.tolist()} - indices)
+        message = f"{len(numbers)} trajectories have an index of no declared task"
+        evidence = {"indices": strange[:_MAX_LISTED], "declared": len(declared)}
+        yield Defect(name, message, numbers, scan.whole(numbers), evidence)
 
 
 @checks("LRN10")
 def frozen_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    names = scan.group("action")
-    if not names:
+    """Report episodes with one action from start to end."""
+    facts = [scan.facts[name] for name in scan.group("action")]
+    if not facts:
         raise Inapplicable("no actions")
-    facts = [scan.facts[name] for name in names]
-    still = np.logical_and.reduce([(one.low == one.high).all(1) for one in facts])
-    numbers = facts[0].numbers[still & (facts[0].lengths >= settings["frames"])]
+    is_still = facts[0].lengths >= settings["frames"]
+    for field in facts:
+        is_still &= (field.low == field.high).all(1)
+    numbers = facts[0].numbers[is_still]
     if len(numbers):
         is_usual = len(numbers) >= settings["usual"] * len(facts[0].numbers)
-        evidence = {"episodes": len(numbers)}
-        message = f"{len(numbers)} trajectories have one action from start to end"
-        yield Defect(None, message, numbers, scan.whole(numbers), evidence, "info" if is_usual else "")
+        yield Defect(
+            message=f"{len(numbers)} trajectories have one action from start to end",
+            trajectories=numbers,
+            frames=scan.whole(numbers),
+            evidence={"episodes": len(numbers)},
+            severity="info" if is_usual else "",
+        )

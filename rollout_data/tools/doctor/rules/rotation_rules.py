@@ -1,4 +1,4 @@
-"""Rules VAL11 to VAL13 of quaternions, four numbers of norm 1 in the order wxyz or xyzw."""
+"""Rules VAL11 to VAL13: quaternions, four numbers of norm 1 in the order wxyz or xyzw."""
 
 from __future__ import annotations
 
@@ -11,101 +11,142 @@ from ..field_facts import worst
 from ..findings import Defect, Settings, checks
 from ..scan import Collector, Scan
 
+#: Quaternions whose dot product is smaller point the other way.
 _FLIP = -0.9
+#: Allowed difference of a norm to 1.
 _NORM = 0.02
 
 
 class Rotations(Collector):
-    """Of each quaternion field, per episode.
+    """Facts of quaternion fields, per episode.
 
     Attributes:
-        num_off, num_flips: Field -> int64 `[E]`: rows of another norm than 1, and neighbours that flip their sign.
-        mean: Field -> `[E, Q, 4]`: of the first batch, each row with a positive largest component.
+        num_off: Field -> int64 `[E]`, rows with a norm other than 1.
+        num_flips: Field -> int64 `[E]`, rows with a quaternion of the other sign than before.
+        mean: Field -> `[E, Q, 4]`, mean of the first batch. The largest component of each row is
+            made positive.
     """
 
     def __init__(self, scan: Scan) -> None:
         self._names = scan.roles["quaternion"]
         size = scan.num_episodes
-        self.num_off = {name: np.zeros(size, np.int64) for name in self._names}
-        self.num_flips = {name: np.zeros(size, np.int64) for name in self._names}
-        self.mean = {name: np.zeros((size, scan.schema[name].num_elements // 4, 4)) for name in self._names}
+        self.num_off: dict[str, Array] = {}
+        self.num_flips: dict[str, Array] = {}
+        self.mean: dict[str, Array] = {}
+        for name in self._names:
+            num_quaternions = scan.schema[name].num_elements // 4
+            self.num_off[name] = np.zeros(size, np.int64)
+            self.num_flips[name] = np.zeros(size, np.int64)
+            self.mean[name] = np.zeros((size, num_quaternions, 4))
 
     def add(self, batch: Batch) -> None:
         starts = batch.offsets[:-1]
-        counts = np.diff(batch.offsets)
         for name in self._names:
             if name not in batch.values:
                 continue
             rows = batch.values[name].reshape(len(batch), -1, 4)
-            off = is_off(rows)
+            is_off = is_off_norm(rows)
+            is_off[: batch.overlap] = False
             flips = np.zeros(len(batch), bool)
-            off[: batch.overlap] = False
             flips[1:] = is_flip(rows)
             flips[starts] = False
-            self.num_off[name][batch.numbers] += np.add.reduceat(off.astype(np.int64), starts)
+            self.num_off[name][batch.numbers] += np.add.reduceat(is_off.astype(np.int64), starts)
             self.num_flips[name][batch.numbers] += np.add.reduceat(flips.astype(np.int64), starts)
             if batch.starts[0] == 0:
-                largest = np.take_along_axis(rows, np.abs(rows).argmax(-1)[..., None], -1)
-                with np.errstate(invalid="ignore", over="ignore"):
-                    mean = np.add.reduceat(rows * np.sign(largest), starts, axis=0) / counts[:, None, None]
-                self.mean[name][batch.numbers] = mean
+                self.mean[name][batch.numbers] = _means(rows, batch)
 
 
-def is_off(rows: Array) -> Array:
-    """bool `[n]`: rows `[n, Q * 4]` with a norm that is not 1."""
+def _means(rows: Array, batch: Batch) -> Array:
+    """Return the mean of each episode after the largest component is made positive: `[k, Q, 4]`."""
+    largest = np.take_along_axis(rows, np.abs(rows).argmax(-1)[..., None], -1)
+    counts = np.diff(batch.offsets)[:, None, None]
+    with np.errstate(invalid="ignore", over="ignore"):
+        sums = np.add.reduceat(rows * np.sign(largest), batch.offsets[:-1], axis=0)
+        means: Array = sums / counts
+    return means
+
+
+def is_off_norm(rows: Array) -> Array:
+    """Return which rows `[n, Q * 4]` have a norm other than 1: bool `[n]`."""
     parts = rows.reshape(len(rows), -1, 4)
-    found: Array = (np.abs(np.sqrt(np.einsum("nqd,nqd->nq", parts, parts)) - 1) > _NORM).any(1)
-    return found
+    norms = np.sqrt(np.einsum("nqd,nqd->nq", parts, parts))
+    is_off: Array = (np.abs(norms - 1) > _NORM).any(1)
+    return is_off
 
 
 def is_flip(rows: Array) -> Array:
-    """bool `[n - 1]`: neighbouring rows `[n, Q * 4]` that point the other way."""
+    """Return which neighbouring rows `[n, Q * 4]` point the other way: bool `[n - 1]`."""
     parts = rows.reshape(len(rows), -1, 4)
-    found: Array = (np.einsum("nqd,nqd->nq", parts[1:], parts[:-1]) < _FLIP).any(1)
-    return found
+    products = np.einsum("nqd,nqd->nq", parts[1:], parts[:-1])
+    flips: Array = (products < _FLIP).any(1)
+    return flips
 
 
 @checks("VAL11", Rotations)
 def norm(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report quaternions whose norm is not 1."""
     for name in scan.role("quaternion"):
         count = scan.collected(Rotations).num_off[name]
         share = float(count.sum() / max(1, scan.facts[name].num_rows))
         if share > settings["share"]:
             numbers = worst(np.flatnonzero(count), count)
             message = f"{share:.1%} of the quaternions {name!r} do not have the norm 1"
-            yield Defect(name, message, numbers, scan.runs(numbers, name, is_off), {"share": share})
+            frames = scan.runs(numbers, name, is_off_norm)
+            yield Defect(name, message, numbers, frames, {"share": share})
 
 
 @checks("VAL12", Rotations)
 def flips(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report quaternions that change their sign between frames."""
     for name in scan.role("quaternion"):
         count = scan.collected(Rotations).num_flips[name]
         numbers = worst(np.flatnonzero(count), count)
         if len(numbers):
-            message = f"{name!r} changes its sign {int(count.sum()):,} times within episodes"
-            evidence = {"flips": int(count.sum()), "dot_below": _FLIP}
+            num_flips = int(count.sum())
+            message = f"{name!r} changes its sign {num_flips:,} times within episodes"
+            evidence = {"flips": num_flips, "dot_below": _FLIP}
             yield Defect(name, message, numbers, scan.runs(numbers, name, is_flip), evidence)
 
 
 @checks("VAL13", Rotations)
 def order(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Some episodes are wxyz, others xyzw."""
+    """Report quaternions that are wxyz in some episodes and xyzw in others."""
     for name in scan.role("quaternion"):
-        for part, mean in enumerate(np.moveaxis(scan.collected(Rotations).mean[name], 1, 0)):
-            largest = np.where(np.abs(mean).max(1) > 0, np.abs(mean).argmax(1), -1)
-            groups = sorted((np.flatnonzero(largest == place) for place in (0, 3)), key=len)
-            few, many = groups
-            if len(few) < settings["episodes"]:
-                continue
-            turned = np.roll(mean[few], 1 if largest[few[0]] == 3 else -1, axis=1)
-            with np.errstate(invalid="ignore", over="ignore"):
-                centre = mean[many].mean(0)
-                spread = np.maximum(mean[many].std(0), 0.01)
-                before, after = (np.abs((one.mean(0) - centre) / spread).max() for one in (mean[few], turned))
-                each = np.median(np.abs(turned - centre) / spread, axis=0).mean()
-            # A few episodes lie off by chance, but far less than before; half turns fit in some components only.
-            fits = after < max(settings["after"], before / 8) and each < before / 4
-            if before > settings["before"] and fits:
-                evidence = {"deviations_before": before, "deviations_after_rolling": after, "quaternion": part}
-                message = f"{name!r} is wxyz in some trajectories and xyzw in others"
-                yield Defect(name, message, few, scan.whole(few), evidence)
+        means = scan.collected(Rotations).mean[name]
+        for quaternion in range(means.shape[1]):
+            yield from _order_of(scan, settings, name, quaternion, means[:, quaternion])
+
+
+def _order_of(
+    scan: Scan,
+    settings: Settings,
+    name: str,
+    quaternion: int,
+    mean: Array,
+) -> Iterator[Defect]:
+    """Report the orders of one quaternion of a field, from its means `[E, 4]`."""
+    is_known = np.abs(mean).max(1) > 0
+    largest = np.where(is_known, np.abs(mean).argmax(1), -1)
+    first_is_largest = np.flatnonzero(largest == 0)
+    last_is_largest = np.flatnonzero(largest == 3)
+    few, many = sorted((first_is_largest, last_is_largest), key=len)
+    if len(few) < settings["episodes"]:
+        return
+    rolled = np.roll(mean[few], 1 if largest[few[0]] == 3 else -1, axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        centre = mean[many].mean(0)
+        spread = np.maximum(mean[many].std(0), 0.01)
+        before = np.abs((mean[few].mean(0) - centre) / spread).max()
+        after = np.abs((rolled.mean(0) - centre) / spread).max()
+        single = np.median(np.abs(rolled - centre) / spread, axis=0).mean()
+    # A few episodes lie off by chance, but far less than before. Half turns fit in some components
+    # only.
+    fits = after < max(settings["after"], before / 8) and single < before / 4
+    if before > settings["before"] and fits:
+        evidence = {
+            "deviations_before": before,
+            "deviations_after_rolling": after,
+            "quaternion": quaternion,
+        }
+        message = f"{name!r} is wxyz in some trajectories and xyzw in others"
+        yield Defect(name, message, few, scan.whole(few), evidence)

@@ -5,25 +5,35 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from storage.errors import RolloutDataError
 
-from ....blocks.block_header import METADATA_NAME, damaged_fragments
+from ....blocks.block_header import FORMAT_NAME, METADATA_NAME, BlockHeader, damaged_fragments
 from ....blocks.folder_metadata import BAD_METADATA, read_document
 from ....formats.input_checks import read_object
 from ....writing.writer_journal import is_alive
+from ..batched_reading import Array, evenly_spread
+from ..field_facts import Facts
 from ..findings import Defect, Inapplicable, Settings, checks
 from ..provenance import ORIGINS, secrets_of
 from ..scan import Scan
-from ..stored_statistics import STATISTICS, Told, of_episodes, of_whole, reward_sums
+from ..stored_statistics import (
+    STATISTICS,
+    StoredStatistics,
+    of_episodes,
+    of_whole,
+    reward_sums,
+)
 
 _CHUNK = re.compile(r"traj_\d+_(\d+)\.(?:pickle|pkl)")
-#: Files that belong to a folder of a format, besides those of `_ANYWHERE`; of others this is not known.
+_JOURNAL = re.compile(r"\.rollout_(.+)\.journal")
+#: Format -> file names that belong to its folder, besides `_ANYWHERE`. Others are unknown.
 _EXPECTED = {
-    "rollout-data": r"rollout_.+\.h5|metadata\.json|damaged|trajectory_.*",
+    FORMAT_NAME: r"rollout_.+\.h5|metadata\.json|damaged|trajectory_.*",
     "lerobot": r"norm_stats\.json",
     "trajectory-folders": r"metadata\.json",
     "aloha": r"episode_\d+\.hdf5",
@@ -32,161 +42,240 @@ _EXPECTED = {
     "rlds": r"(dataset_info|features|metadata|dataset_statistics.*)\.json|.*tfrecord.*",
 }
 _ANYWHERE = r"|repair\.json|rollout_conversion\.jsonl|README.*|LICEN[CS]E.*|report.*\.html"
+#: Episodes whose metadata are searched for private data.
+_NUM_SEARCHED = 100
 
 
 @checks("STA01")
 def sums(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """What is stored of single episodes disagrees with their rows."""
-    if scan.failure is None:
-        for name, numbers, stored, found, scale in reward_sums(scan):
-            with np.errstate(invalid="ignore"):
-                wrong = np.flatnonzero(np.abs(stored - found) > settings["share"] * scale)
-            if len(wrong):
-                message = f"stored sums of {name!r} differ, as {stored[wrong[0]]:.6g} for {found[wrong[0]]:.6g}"
-                evidence = {"largest": float(np.abs(stored - found)[wrong].max())}
-                yield Defect(name, message, numbers[wrong], evidence=evidence)
-        for place, told in of_episodes(scan):
-            yield from _compared(scan, told, place, settings["share"])
+    """Report stored sums and statistics of single episodes that disagree with their rows."""
+    if scan.failure is not None:
+        return
+    rewards = reward_sums(scan)
+    if rewards is not None:
+        with np.errstate(invalid="ignore"):
+            error = np.abs(rewards.stored - rewards.computed)
+            wrong = np.flatnonzero(error > settings["share"] * rewards.scale)
+        if len(wrong):
+            stored = rewards.stored[wrong[0]]
+            computed = rewards.computed[wrong[0]]
+            message = f"stored sums of {rewards.field!r} differ from those of the rows, "
+            message += f"such as {stored:.6g} and {computed:.6g}"
+            evidence = {"largest": float(error[wrong].max())}
+            yield Defect(rewards.field, message, rewards.numbers[wrong], evidence=evidence)
+    for place, statistics in of_episodes(scan):
+        facts = scan.facts.get(statistics.field)
+        if facts is not None:
+            yield from _compared(statistics, facts, place, settings["share"])
 
 
-def _compared(scan: Scan, told: Told, place: int, share: float) -> Iterator[Defect]:
-    facts = scan.facts.get(told.field)
-    if facts is None or not len(row := np.flatnonzero(facts.numbers == place)) or (facts.low > facts.high)[row].all():
-        return  # its rows cannot be read
-    for key, table in (("mean", facts.mean), ("min", facts.low), ("max", facts.high)):
-        found = table[row[0]].astype(np.float64)
-        if (stored := told.values.get(key)) is not None and stored.shape == found.shape:
-            allowed = share * np.abs(found) + 10 * share * facts.spread + 1e-6
-            if (np.abs(stored - found) > allowed).any():
-                dim = int(np.argmax(np.abs(stored - found) - allowed))
-                message = (
-                    f"the stored {key} of {told.field!r}[{dim}] is {stored[dim]:.6g}, that of the rows {found[dim]:.6g}"
-                )
-                yield Defect(
-                    told.field, message, [place], evidence={key: float(stored[dim]), "rows": float(found[dim])}
-                )
-                return
+def _compared(
+    statistics: StoredStatistics,
+    facts: Facts,
+    place: int,
+    share: float,
+) -> Iterator[Defect]:
+    """Report the first statistic of an episode that disagrees with its rows."""
+    row = np.flatnonzero(facts.numbers == place)
+    if not len(row) or (facts.low > facts.high)[row].all():  # its rows cannot be read
+        return
+    tables = {"mean": facts.mean, "min": facts.low, "max": facts.high}
+    for key, table in tables.items():
+        stored = statistics.values.get(key)
+        computed = table[row[0]].astype(np.float64)
+        if stored is None or stored.shape != computed.shape:
+            continue
+        allowed = share * np.abs(computed) + 10 * share * facts.spread + 1e-6
+        error = np.abs(stored - computed)
+        if (error > allowed).any():
+            dim = int(np.argmax(error - allowed))
+            message = f"the stored {key} of {statistics.field!r}[{dim}] is {stored[dim]:.6g}, "
+            message += f"but that of the rows is {computed[dim]:.6g}"
+            evidence = {key: float(stored[dim]), "rows": float(computed[dim])}
+            yield Defect(statistics.field, message, [place], evidence=evidence)
+            return
 
 
 @checks("STA02")
 def statistics(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """What is stored of the whole disagrees with the rows."""
-    for told in of_whole(scan):
-        facts = scan.facts.get(told.field)
-        if facts is None or any(one.shape != facts.spread.shape for one in told.values.values()):
+    """Report stored statistics of the whole that disagree with the rows."""
+    for stored in of_whole(scan):
+        facts = scan.facts.get(stored.field)
+        if facts is None:
             continue
-        sample = facts.sorted
-        count = np.maximum(1, np.isfinite(facts.sorted).sum(1))
-        known = np.ma.masked_where(np.isnan(sample), sample)
-        nan = np.full(len(sample), np.nan)
-        with np.errstate(invalid="ignore", over="ignore"):
-            sd = known.std(axis=1, dtype=np.float64).filled(np.nan)
-            mean = np.average(facts.mean, axis=0, weights=facts.lengths)
-            far = np.abs(told.values.get("mean", nan) - mean) > settings["sd"] * sd + 1e-6 * (1 + np.abs(mean))
-            ratio = told.values.get("std", nan) / np.where(sd > 1e-6 * (1 + np.abs(mean)), sd, np.nan)
-            edge = 1e-3 * facts.spread + 1e-6
-            low, high = (told.values.get(key, nan)[:, None] for key in ("min", "max"))
-            crossed = ((sample < low - edge[:, None]) | (sample > high + edge[:, None])).sum(1) / count
-        wrong = {
-            "mean": far,
-            "std": (ratio > settings["ratio"]) | (ratio < 1 / settings["ratio"]),
-            "min or max": crossed > settings["share"],
-        }
-        for key, dims in wrong.items():
-            if dims.any():
-                listed = np.flatnonzero(dims).tolist()
-                message = f"the stored {key} of {told.field!r} is not that of the rows, in dimensions {listed[:9]}"
-                yield Defect(told.field, message, evidence={key: listed})
+        if any(values.shape != facts.spread.shape for values in stored.values.values()):
+            continue
+        for key, is_wrong in _wrong_dims(stored, facts, settings).items():
+            if is_wrong.any():
+                dims = np.flatnonzero(is_wrong).tolist()
+                message = f"the stored {key} of {stored.field!r} differs from that of the rows"
+                message += f" in dimensions {dims[:9]}"
+                yield Defect(stored.field, message, evidence={key: dims})
+
+
+def _wrong_dims(
+    statistics: StoredStatistics,
+    facts: Facts,
+    settings: Settings,
+) -> dict[str, Array]:
+    """Return statistic -> dimensions in which it disagrees with the rows: bool `[D]`."""
+    sample = facts.sorted
+    finite = np.ma.masked_where(np.isnan(sample), sample)
+    num_finite = np.maximum(1, np.isfinite(sample).sum(1))
+    unknown = np.full(len(sample), np.nan)
+    stored_mean = statistics.values.get("mean", unknown)
+    stored_sd = statistics.values.get("std", unknown)
+    stored_min = statistics.values.get("min", unknown)
+    stored_max = statistics.values.get("max", unknown)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = np.average(facts.mean, axis=0, weights=facts.lengths)
+        sd = finite.std(axis=1, dtype=np.float64).filled(np.nan)
+        rounding = 1e-6 * (1 + np.abs(mean))
+        is_off_mean = np.abs(stored_mean - mean) > settings["sd"] * sd + rounding
+        ratio = stored_sd / np.where(sd > rounding, sd, np.nan)
+        is_off_sd = (ratio > settings["ratio"]) | (ratio < 1 / settings["ratio"])
+        margin = 1e-3 * facts.spread + 1e-6
+        is_outside = sample < (stored_min - margin)[:, None]
+        is_outside |= sample > (stored_max + margin)[:, None]
+    return {
+        "mean": is_off_mean,
+        "std": is_off_sd,
+        "min or max": is_outside.sum(1) / num_finite > settings["share"],
+    }
 
 
 @checks("FIL01")
 def checksums(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Rows or notes that their checksums contradict."""
-    files = scan.files
-    if files.folder is None:
+    """Report rows and notes that differ from their checksums."""
+    if scan.files.folder is None:
         if scan.failure is not None or scan.recording.format != "rlds":
-            raise Inapplicable("only blocks of our own and TFRecord files have checksums that are compared here")
-        scan.facts  # noqa: B018 - records are compared when they are read
-    for name, header in files.headers.items():
-        for _, error in damaged_fragments(header):
-            about = files.named([f"{header.writer}:{error.trajectory}"])
-            frames = [(place, *error.frames) for place in about["trajectories"]]
-            message = f"{name}: {error}"
-            for field in error.fields:
-                yield Defect(field, message, frames=frames, evidence={"block": name}, **about)
-        for kind, table in header.notes.items():
-            lost = [key for key, data in table.read(header.read_bytes) if data is None]
-            names = [f"{header.writer}:{key}" for key in lost if kind == "episodes"]
-            if lost:
-                yield Defect(
-                    f"notes/{kind}", f"{name}: a note is damaged", evidence={"block": name}, **files.named(names)
-                )
+            raise Inapplicable("only block files and TFRecord files have checksums to compare")
+        scan.facts  # noqa: B018 - reading compares the checksums of records
+    for name, header in scan.files.headers.items():
+        yield from _damaged_rows(scan, name, header)
+        yield from _damaged_notes(scan, name, header)
+
+
+def _damaged_rows(scan: Scan, name: str, header: BlockHeader) -> Iterator[Defect]:
+    for _, error in damaged_fragments(header):
+        trajectories = scan.files.located([f"{header.writer}:{error.trajectory}"])
+        frames = [(place, *error.frames) for place in trajectories["trajectories"]]
+        for field in error.fields:
+            yield Defect(
+                field,
+                f"{name}: {error}",
+                frames=frames,
+                evidence={"block": name},
+                **trajectories,
+            )
+
+
+def _damaged_notes(scan: Scan, name: str, header: BlockHeader) -> Iterator[Defect]:
+    for kind, table in header.notes.items():
+        damaged = [key for key, data in table.read(header.read_bytes) if data is None]
+        if damaged:
+            names = [f"{header.writer}:{key}" for key in damaged] if kind == "episodes" else []
+            yield Defect(
+                f"notes/{kind}",
+                f"{name}: a note is damaged",
+                evidence={"block": name},
+                **scan.files.located(names),
+            )
 
 
 @checks("FIL03")
-def cut_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report chunks behind the frames that were read; opening takes one that was just written for unfinished."""
+def truncated_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report chunks behind the frames that were read.
+
+    Opening takes a chunk that was written just now for unfinished, and reports no problem.
+    """
     if scan.failure is not None or scan.recording.format != "trajectory-folders":
         return
-    there: dict[str, int] = {}
+    num_read: dict[str, int] = {}
     for name, length in zip(scan.recording.ids, scan.lengths.tolist(), strict=True):
-        folder = name.rpartition(":")[0]
-        there[folder] = there.get(folder, 0) + length
-    told = {problem.episode for problem in scan.problems}
+        folder_name = name.rpartition(":")[0]
+        num_read[folder_name] = num_read.get(folder_name, 0) + length
+    reported = {problem.episode for problem in scan.problems}
     for folder in sorted(scan.files.path.rglob("trajectory_*")):
-        stops = (
-            [int(match[1]) for one in os.listdir(folder) if (match := _CHUNK.fullmatch(one))] if folder.is_dir() else []
-        )
         name = str(folder.relative_to(scan.files.path))
-        if stops and max(stops) > there.get(name, 0) and not {name, folder.name} & told:
-            yield Defect(
-                message=f"the chunk of {name!r} that ends at {max(stops)} breaks off", **scan.files.named([name])
-            )
+        stop = _last_chunk_stop(folder)
+        if stop > num_read.get(name, 0) and reported.isdisjoint({name, folder.name}):
+            message = f"the chunk of {name!r} that ends at {stop} is truncated"
+            yield Defect(message=message, **scan.files.located([name]))
+
+
+def _last_chunk_stop(folder: Path) -> int:
+    """Return the stop of the last chunk by the file names of a folder; -1 without any."""
+    if not folder.is_dir():
+        return -1
+    matches = [_CHUNK.fullmatch(name) for name in os.listdir(folder)]
+    return max((int(match[1]) for match in matches if match), default=-1)
 
 
 @checks("FIL04")
 def leftovers(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """What writers that died have left."""
+    """Report files of writers that have ended without finishing."""
     folder = scan.files.path
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    alive = [name[9:-8] for name in names if re.fullmatch(r"\.rollout_.+\.journal", name) and is_alive(folder / name)]
-    used = tuple(f".tmp_rollout_{writer}_" for writer in alive) + tuple(f".rollout_{writer}.j" for writer in alive)
+    in_use: list[str] = []
     for name in names:
-        if name.startswith((".tmp_", ".rollout_", ".packing")) and not (used and name.startswith(used)):
-            yield Defect(message=f"{name!r} is left of a writer that has ended")
+        match = _JOURNAL.fullmatch(name)
+        if match and is_alive(folder / name):
+            in_use += [f".tmp_rollout_{match[1]}_", f".rollout_{match[1]}.j"]
+    for name in names:
+        is_temporary = name.startswith((".tmp_", ".rollout_", ".packing"))
+        if is_temporary and not name.startswith(tuple(in_use)):
+            yield Defect(message=f"{name!r} belongs to a writer that has ended")
     if scan.metadata.get("is_unfinished") is True:
         yield Defect(message="the writer of this set has not finished it")
 
 
 @checks("FIL05")
 def strangers(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Files that are no part of the recording; links that lead out of the folder."""
+    """Report files that do not belong to the recording, and links that lead out of the folder."""
     folder = scan.files.path
+    if not folder.is_dir():
+        return
     root = os.path.realpath(folder)
+    # The cache of the Hugging Face hub links each file of a snapshot to another folder.
+    is_hub_snapshot = os.path.basename(os.path.dirname(root)) == "snapshots"
     is_ours = scan.files.folder is not None
-    expected = _EXPECTED.get("rollout-data" if is_ours else scan.recording.format if scan.failure is None else "")
-    for entry in sorted(os.scandir(folder), key=lambda one: one.name) if folder.is_dir() else ():
-        if entry.is_symlink() and not os.path.realpath(entry.path).startswith(root + os.sep):
-            if os.path.basename(os.path.dirname(root)) != "snapshots":  # of the cache of the Hugging Face hub
-                yield Defect(message=f"{entry.name!r} leads out of the folder", severity="warning")
-        elif expected and entry.name[0] != "." and (is_ours or not entry.is_dir()):
-            if re.fullmatch(expected + _ANYWHERE, entry.name):
-                continue
-            yield Defect(message=f"{entry.name!r} is no part of the recording")
+    expected = _expected_names(scan)
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        leads_out = not os.path.realpath(entry.path).startswith(root + os.sep)
+        if entry.is_symlink() and leads_out:
+            if not is_hub_snapshot:
+                message = f"{entry.name!r} leads out of the folder"
+                yield Defect(message=message, severity="warning")
+            continue
+        is_hidden = entry.name.startswith(".")
+        if not expected or is_hidden or (entry.is_dir() and not is_ours):
+            continue
+        if not re.fullmatch(expected + _ANYWHERE, entry.name):
+            yield Defect(message=f"{entry.name!r} does not belong to the recording")
+
+
+def _expected_names(scan: Scan) -> str | None:
+    """Return the pattern of file names that belong to the folder; None if it is unknown."""
+    if scan.files.folder is not None:
+        return _EXPECTED[FORMAT_NAME]
+    return None if scan.failure is not None else _EXPECTED.get(scan.recording.format)
 
 
 @checks("FIL06")
 def metadata_file(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """The description of the whole is missing or cannot be read."""
-    if scan.failure is None and scan.recording.format == "lerobot" and (scan.files.path / STATISTICS).exists():
+    """Report metadata files that are missing or cannot be read."""
+    path = scan.files.path
+    format_name = None if scan.failure is not None else scan.recording.format
+    if format_name == "lerobot" and (path / STATISTICS).exists():
         try:
-            read_object(scan.files.path / STATISTICS)
+            read_object(path / STATISTICS)
         except (RolloutDataError, OSError) as problem:
             yield Defect(message=str(problem))
-    is_old = scan.failure is None and scan.recording.format == "trajectory-folders"
-    if (scan.files.folder is not None and (scan.files.headers or scan.files.bad)) or is_old:
+    has_blocks = bool(scan.files.headers or scan.files.bad)
+    if has_blocks or format_name == "trajectory-folders":
         try:
-            read_document(scan.files.path / METADATA_NAME)
+            read_document(path / METADATA_NAME)
         except FileNotFoundError:
             yield Defect(message=f"there is no {METADATA_NAME}")
         except BAD_METADATA as problem:
@@ -195,37 +284,44 @@ def metadata_file(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("FIL07")
 def lossy(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """A codec loses more than a small part of what varies."""
+    """Report codecs whose errors are not small against the variation of the field."""
     errors: dict[str, float] = {}
     for header in scan.files.headers.values():
         for name, coding in header.codings.items():
             errors[name] = max(errors.get(name, 0.0), coding.max_error)
     for name, error in errors.items():
-        if error and name in scan.schema and name in scan.facts:
-            sd = float(np.nanmedian(np.nanstd(scan.facts[name].sorted, axis=1, dtype=np.float64)))
-            if error > settings["share"] * sd:
-                message = f"{name!r} was coded with errors up to {error:.3g}, and varies by {sd:.3g}"
-                yield Defect(name, message, evidence={"error": error, "sd": sd})
+        if not error or name not in scan.schema or name not in scan.facts:
+            continue
+        deviations = np.nanstd(scan.facts[name].sorted, axis=1, dtype=np.float64)
+        sd = float(np.nanmedian(deviations))
+        if error > settings["share"] * sd:
+            message = f"{name!r} was coded with errors up to {error:.3g}, and varies by {sd:.3g}"
+            yield Defect(name, message, evidence={"error": error, "sd": sd})
 
 
 @checks("PRV01")
 def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Nothing says where the data came from. A rate of null is an answer."""
+    """Report metadata without the origin of the data. In block folders a rate of null is known."""
     if scan.failure is not None:
         raise Inapplicable("the recording cannot be opened")
-    is_ours = scan.files.folder is not None  # elsewhere null says nothing
-    known = {key for key, value in scan.metadata.items() if is_ours or value not in (None, "", {})}
-    lacking = [what for what, keys in ORIGINS.items() if known.isdisjoint(keys)]
-    if "env" in lacking or len(lacking) == len(ORIGINS):
-        yield Defect(message=f"the metadata name no {', '.join(lacking)}", evidence={"missing": lacking})
+    known = set(scan.metadata)
+    if scan.files.folder is None:
+        known = {key for key, value in scan.metadata.items() if value not in (None, "", {})}
+    missing = [fact for fact, keys in ORIGINS.items() if known.isdisjoint(keys)]
+    if "env" in missing:
+        message = f"the metadata name no {', '.join(missing)}"
+        yield Defect(message=message, evidence={"missing": missing})
 
 
 @checks("PRV02")
 def secrets(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Tokens, mail addresses or home directories in metadata; what is shown is masked."""
-    told: list[tuple[int | None, Mapping[str, Any]]] = [(None, scan.metadata)]
-    for place in np.unique(np.linspace(0, scan.num_episodes - 1, min(100, scan.num_episodes)).astype(int)).tolist():
-        told.append((place, scan.recording.info(place).metadata))
-    for place, about in told:
-        for key, kind, masked in secrets_of(about):
-            yield Defect(message=f"{key}: {kind} {masked}", trajectories=[] if place is None else [place])
+    """Report tokens, mail addresses and home directories in metadata. The message masks them."""
+    yield from _secrets_in(scan.metadata, [])
+    places = np.arange(scan.num_episodes)
+    for place in evenly_spread(places, min(_NUM_SEARCHED, scan.num_episodes)).tolist():
+        yield from _secrets_in(scan.recording.info(place).metadata, [place])
+
+
+def _secrets_in(metadata: Mapping[str, Any], places: list[int]) -> Iterator[Defect]:
+    for key, kind, masked in secrets_of(metadata):
+        yield Defect(message=f"{key}: {kind} {masked}", trajectories=places)

@@ -1,4 +1,4 @@
-"""Rules STR: gaps, overlaps, fields and counts that disagree."""
+"""Rules STR: gaps, overlaps, and fields and counts that disagree."""
 
 from __future__ import annotations
 
@@ -13,170 +13,275 @@ import numpy as np
 from storage.core.fields import Schema
 from storage.errors import RolloutDataError, UsageError
 
+from ....blocks.block_header import METADATA_NAME, BlockHeader
 from ....blocks.folder_metadata import BAD_METADATA, read_document
 from ....blocks.write_block import block_name
 from ..declared_spaces import boxes
-from ..file_facts import usual
+from ..file_facts import most_frequent
 from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
-#: Of ends, which an episode that was cut off may lack.
-_FLAGS = {"dones", "terminals", "timeouts"}
+#: Flags of ends. An episode that was cut off may lack them.
+_END_FLAGS = {"dones", "terminals", "timeouts"}
 _SPLIT = re.compile(r"(?:(.*)[_-])?(train|training|valid|validation|val|test|eval)")
+#: Names in a message, at most.
+_MAX_LISTED = 9
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_LISTED])
+
+
+def _trajectories_in(header: BlockHeader) -> list[str]:
+    numbers = np.unique(header.fragments["trajectory"]).tolist()
+    return [f"{header.writer}:{number}" for number in numbers]
 
 
 @checks("STR08")
 def counts(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Lengths, totals, indices or rows of columns disagree."""
-    if scan.files.folder is None:  # the ranges of an index are counts, too
-        yield from scan.files.told("outside")
-    if scan.failure is None and scan.recording.format == "trajectory-folders" and not scan.problems:
-        for key, count in (("total_timesteps", int(scan.lengths.sum())), ("total_trajectories", scan.num_episodes)):
-            if isinstance(said := scan.metadata.get(key), int) and said != count:
-                yield Defect(message=f"{key} is {said}, and {count} are there")
+    """Report lengths, totals and ranges that disagree with the data."""
+    if scan.files.folder is None:  # the ranges of an index are counts too
+        yield from scan.files.defects("outside")
+    if scan.failure is not None or scan.problems:
+        return
+    if scan.recording.format == "trajectory-folders":
+        totals = {
+            "total_timesteps": int(scan.lengths.sum()),
+            "total_trajectories": scan.num_episodes,
+        }
+        for key, count in totals.items():
+            declared = scan.metadata.get(key)
+            if isinstance(declared, int) and declared != count:
+                yield Defect(message=f"{key} is {declared}, but the data have {count}")
 
 
 @checks("STR01")
 def gap(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Parts of a trajectory leave frames out. What retention removed lies before a writer's first block."""
+    """Report missing frames between parts of a trajectory.
+
+    Frames before the first block of a writer are no gap: retention removed them.
+    """
     files = scan.files
-    is_first, off = files.steps
     for writer, first, stop in files.holes():
-        names = files.lost(writer, first, stop)
+        names = files.trajectories_in(writer, first, stop)
         blocks = f"{first}" if stop == first + 1 else f"{first} to {stop - 1}"
-        message = f"block {blocks} of writer {writer!r} is gone, with frames of trajectories {', '.join(names)}"
-        yield Defect(message=message, **files.named(names))
-    oldest = {files.writers.index(one.writer): one.sequence for one in reversed(_by_sequence(scan))}
-    begins = np.array([oldest.get(writer, 0) for writer in files.parts["writer"].tolist()], np.int64)
-    explained = {name for bad in files.bad for name in files.named_by(bad)}
-    is_pruned = is_first & (begins > 0) & (files.parts["sequence"] == begins)
-    names = [name for name in files.names((off > 0) & ~is_pruned) if name not in explained]
+        message = f"block {blocks} of writer {writer!r} is missing"
+        message += f", with frames of trajectories {', '.join(names)}"
+        yield Defect(message=message, **files.located(names))
+
+    oldest: dict[int, int] = {}
+    for header in files.headers.values():
+        writer_number = files.writers.index(header.writer)
+        oldest[writer_number] = min(header.sequence, oldest.get(writer_number, header.sequence))
+    parts = files.parts
+    oldest_of_writer = np.array(
+        [oldest.get(writer, 0) for writer in parts["writer"].tolist()],
+        np.int64,
+    )
+    is_first, missing = files.steps
+    is_oldest = (oldest_of_writer > 0) & (parts["sequence"] == oldest_of_writer)
+    is_pruned = is_first & is_oldest
+    explained: set[str] = set()
+    for name in files.bad:
+        explained.update(files.trajectories_of_bad_block(name))
+    names = [name for name in files.names((missing > 0) & ~is_pruned) if name not in explained]
     if names:
-        yield Defect(message=f"frames are missing between parts of {', '.join(names[:9])}", **files.named(names))
-
-
-def _by_sequence(scan: Scan) -> list[Any]:
-    return sorted(scan.files.headers.values(), key=lambda one: one.sequence)
+        message = f"frames are missing between parts of {_listed(names)}"
+        yield Defect(message=message, **files.located(names))
 
 
 @checks("STR02")
 def overlap(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """A part starts before the one before it ends."""
-    _, off = scan.files.steps
-    if names := scan.files.names((off < 0) & (scan.files.parts["start"] > 0)):
-        yield Defect(message=f"parts of {', '.join(names[:9])} overlap", **scan.files.named(names))
+    """Report parts that start before the part before them ends."""
+    _, missing = scan.files.steps
+    names = scan.files.names((missing < 0) & (scan.files.parts["start"] > 0))
+    if names:
+        yield Defect(message=f"parts of {_listed(names)} overlap", **scan.files.located(names))
 
 
 @checks("STR04")
 def shared(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Two parts or ranges name the same row."""
-    for found in scan.files.told("shared"):
-        before = [number - 1 for number in found.trajectories if number]
-        yield Defect(message=found.message, trajectories=[*before, *found.trajectories], left_out=found.left_out)
+    """Report parts or ranges that name the same row."""
+    for defect in scan.files.defects("shared"):
+        episodes_before = [number - 1 for number in defect.trajectories if number]
+        yield Defect(
+            message=defect.message,
+            trajectories=[*episodes_before, *defect.trajectories],
+            left_out=defect.left_out,
+        )
     parts = scan.files.parts
-    blocks = list(scan.files.headers)
     order = np.lexsort((parts["row"], parts["block"]))
     order = order[parts["length"][order] > 0]
     block = parts["block"][order]
-    stop = (parts["row"] + parts["length"])[order]
-    shares = (block[1:] == block[:-1]) & (parts["row"][order][1:] < stop[:-1])
+    start = parts["row"][order]
+    stop = start + parts["length"][order]
+    shares = (block[1:] == block[:-1]) & (start[1:] < stop[:-1])
+    block_names = list(scan.files.headers)
     for number in np.unique(block[1:][shares]).tolist():
-        both = np.flatnonzero(shares & (block[1:] == number))
-        names = scan.files.names(order[np.union1d(both, both + 1)])
-        yield Defect(message=f"{', '.join(names[:9])} share rows of {blocks[number]!r}", **scan.files.named(names))
+        later = np.flatnonzero(shares & (block[1:] == number))
+        names = scan.files.names(order[np.union1d(later, later + 1)])
+        message = f"{_listed(names)} share rows of {block_names[number]!r}"
+        yield Defect(message=message, **scan.files.located(names))
 
 
 @checks("STR05")
 def twice(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """A block, trajectory or number is there twice, or a name says something else than the content."""
+    """Report blocks, trajectories and numbers that exist twice, and wrong names."""
+    yield from _blocks_with_wrong_names(scan)
     files = scan.files
-    seen: dict[tuple[str, int], str] = {}
-    for name, header in sorted(files.headers.items()):
-        other = seen.setdefault((header.writer, header.sequence), name)
-        if name != (right := block_name(header.writer, header.sequence)) and name.startswith("rollout_"):
-            names = [f"{header.writer}:{number}" for number in np.unique(header.fragments["trajectory"]).tolist()]
-            message = f"{name!r} holds what {right!r} should" + (f", as {other!r} does" if other != name else "")
-            yield Defect(message=message, **files.named(names))
-    is_first, off = files.steps
-    if names := files.names(~is_first & (files.parts["start"] == 0) & (off < 0)):
-        yield Defect(message=f"trajectories {', '.join(names[:9])} begin twice", **files.named(names))
+    is_first, missing = files.steps
+    names = files.names(~is_first & (files.parts["start"] == 0) & (missing < 0))
+    if names:
+        yield Defect(message=f"trajectories {_listed(names)} begin twice", **files.located(names))
     if scan.failure is None and files.folder is None:
-        same: dict[str, list[int]] = {}
-        for place, name in enumerate(scan.recording.ids):
-            same.setdefault(re.sub(r"(?<!\d)0+(?=\d)", "", name), []).append(place)
-        for name, places in same.items():
-            if len(places) > 1:
-                yield Defect(message=f"{name!r} is there {len(places)} times", trajectories=places)
-        for place, name in enumerate(scan.recording.ids) if scan.recording.format == "minari" else ():
-            said = scan.recording.info(place).metadata.get("id")
-            if isinstance(said, (int, np.integer)) and not name.endswith(str(said)):
-                yield Defect(message=f"{name!r} says that it is number {said}", trajectories=[place])
+        yield from _equal_names(scan)
+        if scan.recording.format == "minari":
+            yield from _wrong_numbers(scan)
+
+
+def _blocks_with_wrong_names(scan: Scan) -> Iterator[Defect]:
+    """Report blocks whose name contradicts their header."""
+    name_of: dict[tuple[str, int], str] = {}
+    for name, header in sorted(scan.files.headers.items()):
+        first_name = name_of.setdefault((header.writer, header.sequence), name)
+        right_name = block_name(header.writer, header.sequence)
+        if name == right_name or not name.startswith("rollout_"):
+            continue
+        message = f"{name!r} has the content of {right_name!r}"
+        if first_name != name:
+            message += f", as {first_name!r} has"
+        yield Defect(message=message, **scan.files.located(_trajectories_in(header)))
+
+
+def _equal_names(scan: Scan) -> Iterator[Defect]:
+    """Report names of episodes that differ in leading zeros of numbers only."""
+    places_of: dict[str, list[int]] = {}
+    for place, name in enumerate(scan.recording.ids):
+        plain_name = re.sub(r"(?<!\d)0+(?=\d)", "", name)
+        places_of.setdefault(plain_name, []).append(place)
+    for name, places in places_of.items():
+        if len(places) > 1:
+            yield Defect(message=f"{name!r} exists {len(places)} times", trajectories=places)
+
+
+def _wrong_numbers(scan: Scan) -> Iterator[Defect]:
+    """Report Minari episodes whose name ends with another number than their id."""
+    for place, name in enumerate(scan.recording.ids):
+        number = scan.recording.info(place).metadata.get("id")
+        if isinstance(number, (int, np.integer)) and not name.endswith(str(number)):
+            yield Defect(message=f"{name!r} has the id {number}", trajectories=[place])
 
 
 @checks("STR06")
 def fields_differ(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Blocks or episodes differ in fields, dtypes or shapes; where a field is only missing, it may be meant."""
+    """Report blocks or episodes whose fields, dtypes or shapes differ from the usual ones."""
     files = scan.files
     if files.folder is None and scan.failure is None and scan.num_episodes:
-        scan.facts  # noqa: B018 - some readers look at the fields of an episode when it is read
-        infos = [scan.recording.info(place) for place in range(scan.num_episodes)]
-        common = usual(info.schema for info in infos)
-        for schema in dict.fromkeys(info.schema for info in infos if info.schema != common):
-            places = [place for place, info in enumerate(infos) if info.schema == schema]
-            same = all(schema[name] == common[name] for name in schema if name in common)
-            lacks = {*common} - {*schema}
-            severity = "info" if same and lacks <= _FLAGS else "warning" if same else ""
-            yield Defect(None, f"fields of others: {common.difference(schema)}", places, severity=severity)
+        yield from _episodes_with_other_fields(scan)
     if files.headers:
-        common = usual(header.schema for header in files.headers.values())
+        usual = most_frequent(header.schema for header in files.headers.values())
         for name, header in files.headers.items():
-            if difference := common.difference(header.schema):
-                names = [f"{header.writer}:{number}" for number in np.unique(header.fragments["trajectory"]).tolist()]
-                yield Defect(message=f"{name!r} has other fields: {difference}", **files.named(names))
+            difference = usual.difference(header.schema)
+            if difference:
+                message = f"{name!r} has other fields: {difference}"
+                yield Defect(message=message, **files.located(_trajectories_in(header)))
+
+
+def _episodes_with_other_fields(scan: Scan) -> Iterator[Defect]:
+    """Report episodes whose fields differ. A missing field may be intended: a warning or info."""
+    scan.facts  # noqa: B018 - some readers know the fields of an episode after it is read
+    schemas = [scan.recording.info(place).schema for place in range(scan.num_episodes)]
+    usual = most_frequent(schemas)
+    for schema in dict.fromkeys(schemas):
+        if schema == usual:
+            continue
+        places = [place for place, other in enumerate(schemas) if other == schema]
+        severity = ""
+        if all(schema[name] == usual[name] for name in schema if name in usual):
+            missing = {*usual} - {*schema}
+            severity = "info" if missing <= _END_FLAGS else "warning"
+        message = f"fields differ from those of other episodes: {usual.difference(schema)}"
+        yield Defect(None, message, places, severity=severity)
 
 
 @checks("STR07")
 def description(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """What is said of fields disagrees with the data."""
+    """Report declared fields that disagree with the data."""
     if scan.files.folder is not None and scan.files.headers:
-        there = usual(header.schema for header in scan.files.headers.values())
-        try:
-            said = Schema.from_json(read_document(scan.files.folder / "metadata.json")["fields"])
-        except BAD_METADATA as problem:
-            is_missing = isinstance(problem, (OSError, ValueError)) and not isinstance(problem, RolloutDataError)
-            if not is_missing and not isinstance(problem, (KeyError, TypeError)):
-                yield Defect(message=f"metadata.json describes no fields: {problem}")
-        else:
-            if len(said) and (difference := there.difference(said)):
-                yield Defect(message=f"metadata.json has other fields than the blocks: {difference}")
+        yield from _wrong_metadata_fields(scan)
+    elif scan.failure is None:
+        yield from _wrong_spaces(scan)
+
+
+def _wrong_metadata_fields(scan: Scan) -> Iterator[Defect]:
+    """Report fields in the metadata of a folder of blocks that differ from those of the blocks."""
+    folder = scan.files.folder
+    assert folder is not None
+    usual = most_frequent(header.schema for header in scan.files.headers.values())
+    try:
+        declared = Schema.from_json(read_document(folder / METADATA_NAME)["fields"])
+    except BAD_METADATA as problem:
+        # FIL06 reports a missing or unreadable file.
+        is_unreadable = isinstance(problem, (OSError, ValueError))
+        is_unreadable &= not isinstance(problem, RolloutDataError)
+        has_no_fields = isinstance(problem, (KeyError, TypeError))
+        if not is_unreadable and not has_no_fields:
+            yield Defect(message=f"{METADATA_NAME} describes no fields: {problem}")
         return
-    for group in ("observation", "action") if scan.failure is None else ():
+    difference = usual.difference(declared)
+    if len(declared) and difference:
+        message = f"{METADATA_NAME} has other fields than the blocks: {difference}"
+        yield Defect(message=message)
+
+
+def _wrong_spaces(scan: Scan) -> Iterator[Defect]:
+    """Report declared spaces of another shape than the field."""
+    for group in ("observation", "action"):
         for name, box in boxes(scan.metadata, group):
             shape: Any = box.get("shape")
-            is_told = name in scan.schema and isinstance(shape, list) and all(isinstance(one, int) for one in shape)
-            if is_told and math.prod(shape) != scan.schema[name].num_elements:
-                yield Defect(name, f"{name!r} is said to be {shape}, and is {list(scan.schema[name].shape)}")
+            if name not in scan.schema or not isinstance(shape, list):
+                continue
+            has_sizes = all(isinstance(size, int) for size in shape)
+            if has_sizes and math.prod(shape) != scan.schema[name].num_elements:
+                actual = list(scan.schema[name].shape)
+                yield Defect(name, f"{name!r} is declared as {shape}, but has the shape {actual}")
 
 
 @checks("STR10")
 def splits(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """An episode is in two parts that exclude each other, or a part names none."""
+    """Report episodes in two parts that exclude each other, and parts without episodes."""
     try:
         parts = {name: set(part.ids) for name, part in scan.recording.split().items()}
-    except UsageError as nothing:
-        raise Inapplicable("the files name no parts") from nothing
-    for one, other in combinations(parts, 2):
-        mine = _SPLIT.fullmatch(one.lower())
-        theirs = _SPLIT.fullmatch(other.lower())
-        both = parts[one] & parts[other]
-        if mine and theirs and mine[1] == theirs[1] and mine[2][:5] != theirs[2][:5] and both:
-            message = f"{len(both)} episodes are in {one!r} and in {other!r}"
-            yield Defect(message=message, **scan.files.named(both))
-    said = scan.metadata.get("splits")
-    total = scan.num_episodes
-    if scan.problems and isinstance(told := scan.metadata.get("total_episodes"), int):
-        total = max(total, told)  # some are left out
-    for name, text in said.items() if isinstance(said, Mapping) else ():
+    except UsageError as error:
+        raise Inapplicable("the files name no parts") from error
+    for name, other in combinations(parts, 2):
+        both = parts[name] & parts[other]
+        if both and _exclude_each_other(name, other):
+            message = f"{len(both)} episodes are in {name!r} and in {other!r}"
+            yield Defect(message=message, **scan.files.located(both))
+    yield from _parts_behind_the_end(scan)
+
+
+def _exclude_each_other(name: str, other: str) -> bool:
+    """Return whether two names are parts of one split, such as "fast_train" and "fast_test"."""
+    match = _SPLIT.fullmatch(name.lower())
+    other_match = _SPLIT.fullmatch(other.lower())
+    if match is None or other_match is None:
+        return False
+    # "train" and "training" have the same first five letters.
+    return match[1] == other_match[1] and match[2][:5] != other_match[2][:5]
+
+
+def _parts_behind_the_end(scan: Scan) -> Iterator[Defect]:
+    """Report declared ranges of episodes that end after the last one."""
+    ranges = scan.metadata.get("splits")
+    if not isinstance(ranges, Mapping):
+        return
+    num_episodes = scan.num_episodes
+    declared = scan.metadata.get("total_episodes")
+    if scan.problems and isinstance(declared, int):  # opening leaves out some episodes
+        num_episodes = max(num_episodes, declared)
+    for name, text in ranges.items():
         stop = str(text).partition(":")[2]
-        if stop.isdecimal() and int(stop) > total:
-            yield Defect(message=f"{name!r} is {text}, of {total} episodes")
+        if stop.isdecimal() and int(stop) > num_episodes:
+            yield Defect(message=f"{name!r} is {text}, of {num_episodes} episodes")

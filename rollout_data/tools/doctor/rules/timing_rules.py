@@ -1,375 +1,526 @@
-"""Rules TIM of clocks, of frames that repeat or are frozen, of lags and of idle robots."""
+"""Rules TIM: clocks, repeated and frozen frames, lags, and robots at rest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..batched_reading import Array, Batch
+from ..batched_reading import Array, Batch, evenly_spread
 from ..field_facts import medians_of, runs_of, worst
-from ..findings import Defect, Inapplicable, Settings, checks
+from ..findings import MAX_FRAMES, Defect, Inapplicable, Settings, checks
 from ..scan import Collector, Scan
 
-#: What one second is in units that a field's name ends with.
+#: End of a field's name -> units in a second.
 _UNITS = {"_ns": 1e9, "_us": 1e6, "_ms": 1e3, "_s": 1.0}
-_GAP = 1.8
+#: A clock with more jitter has no single dropped frames.
+_MAX_JITTER = 0.15
+#: Lags of which correlations are computed.
 _LAGS = 40
+#: Episodes that are correlated, at most, and at least.
+_MAX_CORRELATED = 64
+_MIN_CORRELATED = 3
+#: Numbers in the tables of roughness.
 _MAX_CELLS = 6_000_000
+#: Shorter episodes have no roughness.
+_MIN_ROUGH_FRAMES = 10
+#: Episodes whose clocks are compared.
+_NUM_COMPARED = 512
 
 
 class Clocks(Collector):
-    """Steps of the time fields, per episode.
+    """Steps of the time fields, per episode; NaN without steps.
 
     Attributes:
-        median, low, high, jitter: Field -> `[E]`: of the steps between frames; NaN without any. `jitter` is the 90 %
-            quantile of their distance to the median, divided by it.
+        median: Field -> `[E]`, median step.
+        low: Field -> `[E]`, smallest step.
+        high: Field -> `[E]`, largest step.
+        jitter: Field -> `[E]`, 90 % quantile of the distances to the median step, divided by it.
     """
 
     def __init__(self, scan: Scan) -> None:
         self._names = scan.roles["time"]
         size = scan.num_episodes
-        self.median, self.low, self.high, self.jitter = (
-            {name: np.full(size, np.nan) for name in self._names} for _ in range(4)
-        )
+        self.median = {name: np.full(size, np.nan) for name in self._names}
+        self.low = {name: np.full(size, np.nan) for name in self._names}
+        self.high = {name: np.full(size, np.nan) for name in self._names}
+        self.jitter = {name: np.full(size, np.nan) for name in self._names}
 
     def add(self, batch: Batch) -> None:
         parts = np.repeat(np.arange(len(batch.numbers)), np.diff(batch.offsets))
-        inner = np.ones(len(batch), bool)
-        inner[batch.offsets[:-1]] = False
-        for name in self._names:
-            if name not in batch.values or not inner.any():
-                continue
-            times = batch.values[name].reshape(-1)
-            steps = np.diff(times.astype(np.int64 if times.dtype.kind in "iu" else np.float64), prepend=times[:1])[
-                inner
-            ]
-            there, medians = medians_of(parts[inner], steps.astype(np.float64))
-            typical = np.ones(len(batch.numbers))
-            typical[there] = np.where(medians == 0, 1, np.abs(medians))
-            distance = np.abs(steps / typical[parts[inner]] - 1)
-            order = np.lexsort((distance, parts[inner]))
-            _, first, count = np.unique(parts[inner], return_index=True, return_counts=True)
-            numbers = batch.numbers[there]
-            is_first = batch.starts[0] == 0
-            self.median[name][numbers] = np.where(is_first, medians, self.median[name][numbers])
-            late = distance[order][first + np.minimum(count - 1, (0.9 * count).astype(np.int64))]
-            self.jitter[name][numbers] = np.fmax(self.jitter[name][numbers], late)
-            self.low[name][numbers] = np.fmin(self.low[name][numbers], np.minimum.reduceat(steps, first))
-            self.high[name][numbers] = np.fmax(self.high[name][numbers], np.maximum.reduceat(steps, first))
+        is_inner = np.ones(len(batch), bool)
+        is_inner[batch.offsets[:-1]] = False
+        if is_inner.any():
+            for name in self._names:
+                if name in batch.values:
+                    times = batch.values[name].reshape(-1)
+                    times = times.astype(np.int64 if times.dtype.kind in "iu" else np.float64)
+                    steps = np.diff(times, prepend=times[:1])[is_inner]
+                    self._add_steps(batch, name, parts[is_inner], steps)
+
+    def _add_steps(self, batch: Batch, name: str, parts: Array, steps: Array) -> None:
+        """Add steps `[n]`; `parts` `[n]` are the indices of their episodes in the batch."""
+        present, medians = medians_of(parts, steps.astype(np.float64))
+        typical = np.ones(len(batch.numbers))
+        typical[present] = np.where(medians == 0, 1, np.abs(medians))
+        distance = np.abs(steps / typical[parts] - 1)
+        order = np.lexsort((distance, parts))
+        _, first, count = np.unique(parts, return_index=True, return_counts=True)
+        place = first + np.minimum(count - 1, (0.9 * count).astype(np.int64))
+        jitter = distance[order][place]
+
+        numbers = batch.numbers[present]
+        if batch.starts[0] == 0:
+            self.median[name][numbers] = medians
+        self.jitter[name][numbers] = np.fmax(self.jitter[name][numbers], jitter)
+        low = np.minimum.reduceat(steps, first)
+        high = np.maximum.reduceat(steps, first)
+        self.low[name][numbers] = np.fmin(self.low[name][numbers], low)
+        self.high[name][numbers] = np.fmax(self.high[name][numbers], high)
 
 
 class Actions(Collector):
-    """How continuous actions move, per episode.
+    """Moves of continuous actions, per episode.
 
     Attributes:
-        first, last: int64 `[E]`: the first and last frame that differs clearly from the one before; -1 without any.
-        rough: Field -> `[E, D]`: mean square of the second difference in variances; NaN if unknown.
-        is_known: There is a continuous dimension.
+        first: int64 `[E]`, first frame that differs clearly from the one before; -1 without any.
+        last: int64 `[E]`, last such frame; -1 without any.
+        rough: Field -> `[E, D]`, mean square of the second difference, divided by the variance;
+            NaN if unknown.
+        is_known: Whether there is a continuous dimension.
     """
 
     def __init__(self, scan: Scan) -> None:
-        self._dims = {name: np.flatnonzero(scan.pending[name].is_continuous) for name in scan.group("action")}
-        self._dims = {name: dims for name, dims in self._dims.items() if len(dims)}
-        self._least = {name: 0.01 * scan.pending[name].range_98[dims, None] for name, dims in self._dims.items()}
-        self.is_known = bool(self._dims)
         size = scan.num_episodes
+        max_dims = max(1, _MAX_CELLS // max(1, size))
+        self._dims: dict[str, Array] = {}
+        self._least: dict[str, Array] = {}
+        self.rough: dict[str, Array] = {}
+        for name in scan.group("action"):
+            facts = scan.sample_facts[name]
+            dims = np.flatnonzero(facts.is_continuous)
+            if len(dims):
+                self._dims[name] = dims
+                self._least[name] = 0.01 * facts.range_98[dims, None]
+                self.rough[name] = np.full((size, min(max_dims, len(dims))), np.nan, "f4")
+        self.is_known = bool(self._dims)
         self.first = np.full(size, -1)
         self.last = np.full(size, -1)
-        most = max(1, _MAX_CELLS // max(1, size))  # dimensions whose roughness is kept
-        self.rough = {name: np.full((size, min(most, len(dims))), np.nan, "f4") for name, dims in self._dims.items()}
 
     def add(self, batch: Batch) -> None:
-        starts = batch.offsets[:-1]
-        counts = np.diff(batch.offsets)
-        moving = np.zeros(len(batch), bool)
-        inner = np.ones(len(batch), bool)
-        inner[starts] = False
-        inner[np.minimum(starts + 1, len(batch) - 1)] = False
-        for name in (one for one in self._dims if one in batch.values):
-            steps = batch.steps(name)[self._dims[name]]
-            columns = batch.columns(name)[self._dims[name]]
-            moving |= (np.abs(steps) > self._least[name]).any(0)
-            with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-                mean = np.add.reduceat(columns, starts, axis=1) / counts
-                centred = columns - np.repeat(mean, counts, axis=1)
-                variance = np.add.reduceat(np.square(centred), starts, axis=1) / counts
-                bend = np.zeros_like(steps)
-                bend[:, 1:] = np.square(steps[:, 1:] - steps[:, :-1])
-                bend[:, ~inner] = 0
-                rough = np.add.reduceat(bend, starts, axis=1) / np.maximum(1, counts - 2) / variance
-            rough[:, counts < 10] = np.nan
-            kept = self.rough[name]
-            kept[batch.numbers] = np.fmax(kept[batch.numbers], rough[: kept.shape[1]].T)
-        rows = np.flatnonzero(moving)
+        is_move = np.zeros(len(batch), bool)
+        for name, dims in self._dims.items():
+            if name in batch.values:
+                steps = batch.steps(name)[dims]
+                is_move |= (np.abs(steps) > self._least[name]).any(0)
+                roughness = _roughness(batch, batch.columns(name)[dims], steps)
+                table = self.rough[name]
+                added = roughness[: table.shape[1]].T
+                table[batch.numbers] = np.fmax(table[batch.numbers], added)
+
+        rows = np.flatnonzero(is_move)
         if len(rows):
-            which, first = np.unique(np.searchsorted(batch.offsets, rows, side="right") - 1, return_index=True)
+            parts, first = np.unique(batch.index_of(rows), return_index=True)
             last = np.append(first[1:], len(rows)) - 1
-            numbers = batch.numbers[which]
-            before = batch.starts[which] - batch.offsets[which]
-            self.first[numbers] = np.where(self.first[numbers] < 0, rows[first] + before, self.first[numbers])
-            self.last[numbers] = rows[last] + before
+            numbers = batch.numbers[parts]
+            row_to_frame = batch.starts[parts] - batch.offsets[parts]
+            is_unset = self.first[numbers] < 0
+            first_frames = rows[first] + row_to_frame
+            self.first[numbers] = np.where(is_unset, first_frames, self.first[numbers])
+            self.last[numbers] = rows[last] + row_to_frame
 
 
-def _clock(scan: Scan) -> str:
-    """Name the field of the main clock: the first that is no observation."""
+def _roughness(batch: Batch, columns: Array, steps: Array) -> Array:
+    """Return the mean square of the second difference over the variance: `[D, k]`.
+
+    NaN for episodes of fewer than 10 frames.
+    """
+    starts = batch.offsets[:-1]
+    counts = np.diff(batch.offsets)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        mean = np.add.reduceat(columns, starts, axis=1) / counts
+        centred = columns - np.repeat(mean, counts, axis=1)
+        variance = np.add.reduceat(np.square(centred), starts, axis=1) / counts
+        bend = np.zeros_like(steps)
+        bend[:, 1:] = np.square(steps[:, 1:] - steps[:, :-1])
+        # The first two rows of an episode have no second difference.
+        bend[:, starts] = 0
+        bend[:, np.minimum(starts + 1, len(batch) - 1)] = 0
+        mean_bend = np.add.reduceat(bend, starts, axis=1) / np.maximum(1, counts - 2)
+        roughness: Array = mean_bend / variance
+    roughness[:, counts < _MIN_ROUGH_FRAMES] = np.nan
+    return roughness
+
+
+def _main_clock(scan: Scan) -> str:
+    """Return the first time field that is no observation, or the first one of all."""
     names = scan.role("time")
-    return next((name for name in names if not name.startswith("observation/")), names[0])
+    others = [name for name in names if not name.startswith("observation/")]
+    return (others or names)[0]
+
+
+def _time_steps(rows: Array) -> Array:
+    return np.diff(rows[:, 0].astype(np.float64))
+
+
+def _median_jitter(scan: Scan, name: str) -> float:
+    """Return the jitter of a clock in the median episode; 0 if no episode has any steps."""
+    jitter = scan.collected(Clocks).jitter[name]
+    known = jitter[np.isfinite(jitter)]
+    return float(np.median(known)) if len(known) else 0.0
 
 
 @checks("TIM01", Clocks)
 def not_increasing(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """The main clock stands or runs back; others may stand, as slow sensors' do."""
+    """Report clocks that run back, and a main clock that stands still.
+
+    Other clocks may stand still, as those of slow sensors do.
+    """
     for name in scan.role("time"):
         low = scan.collected(Clocks).low[name]
-        is_wrong = (low <= 0) if name == _clock(scan) else (low < 0)
+        is_wrong = low <= 0 if name == _main_clock(scan) else low < 0
         if is_wrong.any():
             numbers = np.flatnonzero(is_wrong)
             message = f"{name!r} does not increase within {len(numbers)} trajectories"
-            frames = scan.runs(numbers, name, lambda rows: _steps(rows) <= 0)
+            frames = scan.runs(numbers, name, lambda rows: _time_steps(rows) <= 0)
             yield Defect(name, message, numbers, frames, {"smallest_step": float(np.nanmin(low))})
-
-
-def _steps(rows: Array) -> Array:
-    return np.diff(rows[:, 0].astype(np.float64))
-
-
-def _jitter(scan: Scan, name: str) -> float:
-    known = scan.collected(Clocks).jitter[name]
-    return float(np.median(known[np.isfinite(known)])) if np.isfinite(known).any() else 0.0
 
 
 @checks("TIM02", Clocks)
 def jitter(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    name = _clock(scan)
-    if (found := _jitter(scan, name)) > settings["share"]:
-        message = f"the steps of {name!r} vary by {found:.0%}"
-        yield Defect(name, message, evidence={"jitter": found})
+    """Report a main clock with irregular steps."""
+    name = _main_clock(scan)
+    median_jitter = _median_jitter(scan, name)
+    if median_jitter > settings["share"]:
+        message = f"the steps of {name!r} vary by {median_jitter:.0%}"
+        yield Defect(name, message, evidence={"jitter": median_jitter})
 
 
 @checks("TIM03", Clocks)
 def dropped(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Gaps in a clock that is regular otherwise."""
-    name = _clock(scan)
+    """Report gaps in a main clock that is regular otherwise."""
+    name = _main_clock(scan)
     clocks = scan.collected(Clocks)
-    if _jitter(scan, name) > 0.15:
+    if _median_jitter(scan, name) > _MAX_JITTER:
         raise Inapplicable("the clock is irregular as a whole (TIM02)")
     with np.errstate(invalid="ignore"):
-        ratio = np.where(clocks.median[name] > 0, clocks.high[name] / clocks.median[name], 0)
+        is_known = clocks.median[name] > 0
+        ratio = np.where(is_known, clocks.high[name] / clocks.median[name], 0)
     numbers = worst(np.flatnonzero(ratio > settings["ratio"]), ratio)
+
+    def is_gap(rows: Array) -> Array:
+        steps = _time_steps(rows)
+        gaps: Array = steps > settings["ratio"] * np.median(steps)
+        return gaps
+
     if len(numbers):
-        frames = scan.runs(numbers, name, lambda rows: _steps(rows) > settings["ratio"] * np.median(_steps(rows)))
+        message = f"frames are missing in {len(numbers)} trajectories"
         evidence = {"largest_step": float(ratio.max())}
-        yield Defect(name, f"frames are missing in {len(numbers)} trajectories", numbers, frames, evidence)
+        yield Defect(name, message, numbers, scan.runs(numbers, name, is_gap), evidence)
 
 
 class Repeats(Collector):
-    """int64 `[E]`: rows that equal the one before in all float observations and actions."""
+    """Rows that equal the one before in all float observations and actions.
+
+    Attributes:
+        names: Compared fields; none without an observation of floats.
+        count: int64 `[E]`.
+    """
 
     def __init__(self, scan: Scan) -> None:
-        floats = [name for name in scan.group("observation") if scan.pending[name].is_continuous.any()]
+        facts = scan.sample_facts
+        observations = scan.group("observation")
+        floats = [name for name in observations if facts[name].is_continuous.any()]
         self.names = [*floats, *scan.group("action")] if floats else []
         self.count = np.zeros(scan.num_episodes, int)
 
     def add(self, batch: Batch) -> None:
-        moved = [(batch.steps(name) != 0).any(0) for name in self.names if name in batch.values]
-        if moved:
-            num_moved = np.add.reduceat(np.logical_or.reduce(moved).astype(np.int64), batch.offsets[:-1])
-            self.count[batch.numbers] += np.diff(batch.offsets) - 1 - num_moved
+        names = [name for name in self.names if name in batch.values]
+        if not names:
+            return
+        is_changed = np.logical_or.reduce([(batch.steps(name) != 0).any(0) for name in names])
+        num_changed = np.add.reduceat(is_changed.astype(np.int64), batch.offsets[:-1])
+        self.count[batch.numbers] += np.diff(batch.offsets) - 1 - num_changed
 
 
 @checks("TIM04", Repeats)
 def repeated(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Single frames recorded twice; longer stretches are TIM07."""
-    if not scan.collected(Repeats).names:
+    """Report frames that were recorded twice. TIM07 reports longer runs."""
+    repeats = scan.collected(Repeats)
+    if not repeats.names:
         raise Inapplicable("no observation of floats")
-    count = scan.collected(Repeats).count
-    share = count.sum() / max(1, int((scan.lengths[scan.examined] - 1).sum()))
+    num_steps = max(1, int((scan.lengths[scan.examined] - 1).sum()))
+    share = repeats.count.sum() / num_steps
     if share > settings["share"]:
-        each = count / np.maximum(1, scan.lengths - 1)
-        numbers = worst(np.flatnonzero(each > settings["share"]), each)
-        yield Defect(None, f"{share:.1%} of the frames repeat the one before", numbers, evidence={"share": share})
+        share_of_episode = repeats.count / np.maximum(1, scan.lengths - 1)
+        numbers = np.flatnonzero(share_of_episode > settings["share"])
+        yield Defect(
+            message=f"{share:.1%} of the frames repeat the one before",
+            trajectories=worst(numbers, share_of_episode),
+            evidence={"share": share},
+        )
 
 
 @checks("TIM05", Clocks)
 def rate(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """The clock against the declared rate."""
-    declared = scan.declared("fps", "frame_rate_hz")
+    """Report a main clock that contradicts the declared rate."""
+    declared = scan.declared_rate_hz
     if declared is None:
         raise Inapplicable("no fps or frame_rate_hz is declared")
-    name = _clock(scan)
-    unit = next((size for end, size in _UNITS.items() if name.endswith(end)), None)
-    if unit is None and scan.schema[name].numpy_dtype.kind in "iu":
+    name = _main_clock(scan)
+    units = [units for ending, units in _UNITS.items() if name.endswith(ending)]
+    if not units and scan.schema[name].numpy_dtype.kind in "iu":
         raise Inapplicable(f"the unit of {name!r} is not known")
-    step = float(np.nanmedian(scan.collected(Clocks).median[name])) / (unit or 1.0)
-    if step > 0 and abs(1 / step / declared - 1) > settings["share"]:
-        message = f"{name!r} runs at {1 / step:.4g} Hz, {declared:g} are declared"
-        yield Defect(name, message, evidence={"rate_hz": 1 / step, "declared_hz": declared})
+    step = float(np.nanmedian(scan.collected(Clocks).median[name]))
+    step_s = step / (units[0] if units else 1.0)
+    if step_s > 0 and abs(1 / step_s / declared - 1) > settings["share"]:
+        message = f"{name!r} runs at {1 / step_s:.4g} Hz, {declared:g} are declared"
+        yield Defect(name, message, evidence={"rate_hz": 1 / step_s, "declared_hz": declared})
 
 
 @checks("TIM06", Clocks)
 def unit(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """The steps of some episodes are thousands of times those of others."""
+    """Report episodes whose time steps are many times those of the others."""
     for name in scan.role("time"):
         median = scan.collected(Clocks).median[name]
         known = np.flatnonzero(median > 0)
-        ratio = median[known] / np.median(median[known]) if len(known) else median[known]
-        off = (ratio > settings["ratio"]) | (ratio < 1 / settings["ratio"])
-        if off.any() and off.mean() < 0.5:
-            numbers = known[off]
-            factors = sorted(set(np.round(ratio[off], 6).tolist()))[:8]
-            message = f"{name!r} has another unit in {off.sum()} trajectories"
+        if not len(known):
+            continue
+        ratio = median[known] / np.median(median[known])
+        is_off = (ratio > settings["ratio"]) | (ratio < 1 / settings["ratio"])
+        if is_off.any() and is_off.mean() < 0.5:
+            numbers = known[is_off]
+            factors = sorted(set(np.round(ratio[is_off], 6).tolist()))[:8]
+            message = f"{name!r} has another unit in {len(numbers)} trajectories"
             yield Defect(name, message, numbers, scan.whole(numbers), {"factors": factors})
 
 
 @checks("TIM07")
 def frozen(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """A field stands still where it usually does not."""
+    """Report fields that stand still although they usually change."""
     skipped = {*scan.roles["time"], *scan.roles["success"], *scan.roles["frame_index"]}
+    lengths = np.maximum(2, scan.lengths[scan.examined])
+    min_frames = np.maximum(settings["frames"], settings["share"] * lengths)
     for name, facts in scan.facts.items():
-        group = name.partition("/")[0]
-        if not facts.is_float or name in skipped or group in ("reward", "action") or not facts.is_continuous.any():
+        if name in skipped or name.partition("/")[0] in ("reward", "action"):
             continue
-        lengths = np.maximum(2, scan.lengths[scan.examined])
+        if not facts.is_continuous.any():
+            continue
         usual = float(np.median(facts.repeats[scan.examined] / (lengths - 1)))
-        held = scan.examined[facts.hold[scan.examined] >= np.maximum(settings["frames"], settings["share"] * lengths)]
-        if len(held) and usual < settings["usual"]:
-            numbers = worst(held, facts.hold)
-            frames = []
-            for number in numbers[:20].tolist():
-                runs = runs_of((np.diff(scan.read(number, name), axis=0) == 0).all(1))
-                start, stop = max(runs, key=lambda run: run[1] - run[0])
-                frames.append((number, start, stop + 1))
+        is_frozen = facts.hold[scan.examined] >= min_frames
+        if is_frozen.any() and usual < settings["usual"]:
+            numbers = worst(scan.examined[is_frozen], facts.hold)
+            frames = [_longest_hold(scan, number, name) for number in numbers[:MAX_FRAMES].tolist()]
+            message = f"{name!r} stands still in {len(numbers)} trajectories"
             evidence = {"frames": int(facts.hold.max()), "usual_share": usual}
-            yield Defect(name, f"{name!r} stands still in {len(numbers)} trajectories", numbers, frames, evidence)
+            yield Defect(name, message, numbers, frames, evidence)
+
+
+def _longest_hold(scan: Scan, number: int, name: str) -> tuple[int, int, int]:
+    """Return (episode, start, stop) of the longest run of equal rows."""
+    is_hold = (np.diff(scan.read(number, name), axis=0) == 0).all(1)
+    start, stop = max(runs_of(is_hold), key=lambda run: run[1] - run[0])
+    return number, start, stop + 1
 
 
 @checks("TIM08")
 def lag(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """What actions do shows in the observation too late."""
-    fps = scan.declared("fps", "frame_rate_hz")
-    least = min(settings["frames"], max(4, settings["seconds"] * fps)) if fps else settings["frames"]
+    """Report observations that follow actions with a delay."""
+    min_lag = settings["frames"]
+    rate_hz = scan.declared_rate_hz
+    if rate_hz:
+        min_lag = min(min_lag, max(4, settings["seconds"] * rate_hz))
     for action in scan.group("action"):
         dims = np.flatnonzero(scan.facts[action].is_continuous)
-        for name in scan.group("observation") if len(dims) else ():
-            if scan.schema[name].num_elements != scan.schema[action].num_elements or not scan.facts[name].is_float:
+        if not len(dims):
+            continue
+        width = scan.schema[action].num_elements
+        for name in scan.group("observation"):
+            if scan.schema[name].num_elements != width or not scan.facts[name].is_float:
                 continue
-            own, both = _correlations(scan, action, name, dims)
-            fallen = np.flatnonzero(own < 0.3)
-            if not len(own) or not len(fallen) or own[fallen[0] :].max() > settings["periodic"]:
+            autocorrelation, correlation = _correlations(scan, action, name, dims)
+            if not len(correlation) or correlation.max() <= settings["peak"]:
                 continue
-            if both.max() <= settings["peak"]:
+            if _is_periodic(autocorrelation, settings["periodic"]):
                 continue
-            peak = int(np.flatnonzero(both >= 0.95 * both.max())[0])
-            if peak >= least and both[peak] > both[:4].max() + settings["above"]:
-                evidence = {"lag_frames": peak, "correlation": both[peak], "correlation_at_0_to_3": both[:4].max()}
-                yield Defect(name, f"{name!r} follows {action!r} after {peak} frames", evidence=evidence)
+            peak = int(np.flatnonzero(correlation >= 0.95 * correlation.max())[0])
+            at_start = correlation[:4].max()
+            if peak >= min_lag and correlation[peak] > at_start + settings["above"]:
+                evidence = {
+                    "lag_frames": peak,
+                    "correlation": correlation[peak],
+                    "correlation_at_0_to_3": at_start,
+                }
+                message = f"{name!r} follows {action!r} after {peak} frames"
+                yield Defect(name, message, evidence=evidence)
+
+
+def _is_periodic(autocorrelation: Array, limit: float) -> bool:
+    """Return whether a signal resembles itself at some lag after it stopped resembling itself."""
+    fallen = np.flatnonzero(autocorrelation < 0.3)
+    return not len(fallen) or bool(autocorrelation[fallen[0] :].max() > limit)
 
 
 def _correlations(scan: Scan, action: str, name: str, dims: Array) -> tuple[Array, Array]:
-    """Correlate differences of the action at lags of 0 to 40 frames: with itself, and with the observation."""
-    own = np.zeros(_LAGS + 1)
-    both = np.zeros(_LAGS + 1)
+    """Return the correlation of steps of an action with itself, and with an observation.
+
+    Both are `[41]`, at lags of 0 to 40 frames; empty with fewer than 3 long episodes.
+    """
+    autocorrelation = np.zeros(_LAGS + 1)
+    correlation = np.zeros(_LAGS + 1)
     count = 0
     for batch in scan.sample.batches:
-        if action not in batch.values or name not in batch.values:
+        if not batch.values.keys() >= {action, name}:
             continue
-        for first, stop in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
-            if stop - first < 2 * _LAGS or count >= 64:
+        for first, stop in pairwise(batch.offsets.tolist()):
+            if stop - first < 2 * _LAGS or count >= _MAX_CORRELATED:
                 continue
-            a, o = (_normal(batch.steps(one)[dims, first + 1 : stop]) for one in (action, name))
-            first_rows = a[:, : a.shape[1] - _LAGS]
-            for total, other in ((own, a), (both, o)):
-                later = sliding_window_view(other, first_rows.shape[1], axis=1)
-                total += np.einsum("dkt,dt->k", later, first_rows) / first_rows.size
+            action_steps = _normalized(batch.steps(action)[dims, first + 1 : stop])
+            steps = _normalized(batch.steps(name)[dims, first + 1 : stop])
+            autocorrelation += _lagged_products(action_steps, action_steps)
+            correlation += _lagged_products(action_steps, steps)
             count += 1
-    return (own / count, both / count) if count >= 3 else (own[:0], both[:0])
+    if count < _MIN_CORRELATED:
+        return np.zeros(0), np.zeros(0)
+    return autocorrelation / count, correlation / count
 
 
-def _normal(steps: Array) -> Array:
-    wide = np.nan_to_num(steps.astype(np.float64))
-    wide -= wide.mean(1, keepdims=True)
-    found: Array = wide / np.maximum(wide.std(1, keepdims=True), 1e-30)
-    return found
+def _lagged_products(steps: Array, later_steps: Array) -> Array:
+    """Return the mean products of steps with later steps at each lag: `[41]`, from `[D, n]`."""
+    early = steps[:, : steps.shape[1] - _LAGS]
+    later = sliding_window_view(later_steps, early.shape[1], axis=1)
+    products: Array = np.einsum("dkt,dt->k", later, early) / early.size
+    return products
+
+
+def _normalized(steps: Array) -> Array:
+    """Return steps `[D, n]` with mean 0 and standard deviation 1."""
+    centred = np.nan_to_num(steps.astype(np.float64))
+    centred -= centred.mean(1, keepdims=True)
+    normalized: Array = centred / np.maximum(centred.std(1, keepdims=True), 1e-30)
+    return normalized
 
 
 @checks("TIM09", Actions)
 def idle_start(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    moves = scan.collected(Actions)
-    yield from _idle(scan, settings, np.where(moves.first < 0, 0, moves.first), True)
+    """Report episodes that begin with a long rest."""
+    first = scan.collected(Actions).first
+    num_idle = np.where(first < 0, 0, first)
+    numbers = _idle_episodes(scan, settings, num_idle)
+    frames = [(number, 0, num_idle[number]) for number in numbers.tolist()]
+    yield from _idle_defect(scan, "start", numbers, num_idle, frames)
 
 
 @checks("TIM10", Actions)
 def idle_end(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    moves = scan.collected(Actions)
-    yield from _idle(scan, settings, np.where(moves.last < 0, 0, scan.lengths - 1 - moves.last), False)
+    """Report episodes that end with a long rest."""
+    last = scan.collected(Actions).last
+    num_idle = np.where(last < 0, 0, scan.lengths - 1 - last)
+    numbers = _idle_episodes(scan, settings, num_idle)
+    stops = scan.lengths
+    starts = stops - num_idle
+    frames = [(number, starts[number], stops[number]) for number in numbers.tolist()]
+    yield from _idle_defect(scan, "end", numbers, num_idle, frames)
 
 
-def _idle(scan: Scan, settings: Settings, idle: Array, at_start: bool) -> Iterator[Defect]:
+def _idle_episodes(scan: Scan, settings: Settings, num_idle: Array) -> Array:
+    """Return the episodes with a long rest, the longest first; none if they are too few.
+
+    Args:
+        scan: The scan.
+        settings: Thresholds of the rule.
+        num_idle: int64 `[E]`, frames of rest.
+    """
     if not scan.collected(Actions).is_known:
         raise Inapplicable("no continuous action")
-    numbers = scan.examined[
-        (idle > np.maximum(settings["frames"] - 1, settings["share"] * scan.lengths))[scan.examined]
-    ]
-    if len(numbers) and len(numbers) >= settings["episodes"] * len(scan.examined):
-        numbers = worst(numbers, idle)
-        spans = [
-            (n, 0, idle[n]) if at_start else (n, scan.lengths[n] - idle[n], scan.lengths[n]) for n in numbers.tolist()
-        ]
-        evidence = {"idle_frames": float(np.median(idle[numbers])), "episodes": len(numbers) / len(scan.examined)}
-        where = "start" if at_start else "end"
-        yield Defect(None, f"actions rest at the {where} of {len(numbers)} trajectories", numbers, spans, evidence)
+    max_idle = np.maximum(settings["frames"] - 1, settings["share"] * scan.lengths)
+    numbers = scan.examined[(num_idle > max_idle)[scan.examined]]
+    if len(numbers) < settings["episodes"] * len(scan.examined):
+        return numbers[:0]
+    return worst(numbers, num_idle)
+
+
+def _idle_defect(
+    scan: Scan,
+    place: str,
+    numbers: Array,
+    num_idle: Array,
+    frames: list[tuple[int, int, int]],
+) -> Iterator[Defect]:
+    if len(numbers):
+        message = f"actions rest at the {place} of {len(numbers)} trajectories"
+        evidence = {
+            "idle_frames": float(np.median(num_idle[numbers])),
+            "episodes": len(numbers) / len(scan.examined),
+        }
+        yield Defect(None, message, numbers, frames, evidence)
 
 
 @checks("TIM12", Actions)
 def jerk(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """The actions of an episode are much rougher than others'."""
+    """Report episodes whose actions are much rougher than those of the others."""
     tables = list(scan.collected(Actions).rough.values())
     rough = np.concatenate(tables, axis=1) if tables else np.zeros((scan.num_episodes, 0))
-    known = np.flatnonzero((np.isfinite(rough) & (rough > 0)).any(1))
+    is_known = np.isfinite(rough) & (rough > 0)
+    known = np.flatnonzero(is_known.any(1))
     if len(known) < 8:
         raise Inapplicable("fewer than 8 episodes with continuous actions")
-    # Each dimension is compared with itself: a gripper that opens twice is no rougher arm.
+    # Each dimension is compared with itself: a gripper that opens twice is no rough arm.
     logs = 0.5 * np.log(np.where(rough[known] > 0, rough[known], np.nan))
-    usual = np.nanmedian(logs[:, np.isfinite(logs).any(0)], axis=0)
-    above = np.nanmedian(logs[:, np.isfinite(logs).any(0)] - usual, axis=1)
+    logs = logs[:, np.isfinite(logs).any(0)]
+    above = np.nanmedian(logs - np.nanmedian(logs, axis=0), axis=1)
     spread = max(settings["floor"], float(np.median(np.abs(above))))
-    off = (above > settings["deviations"] * spread) & (above > np.log(settings["ratio"]))
-    if off.any():
-        numbers = worst(known[off], above[off], aligned=True)
+    is_rough = above > settings["deviations"] * spread
+    is_rough &= above > np.log(settings["ratio"])
+    if is_rough.any():
+        numbers = worst(known[is_rough], above[is_rough], aligned=True)
+        message = f"actions of {len(numbers)} trajectories jerk more than others'"
         evidence = {"ratio": float(np.exp(above.max())), "deviations": above.max() / spread}
-        yield Defect(
-            None,
-            f"actions of {len(numbers)} trajectories jerk more than others'",
-            numbers,
-            scan.whole(numbers),
-            evidence,
-        )
+        yield Defect(None, message, numbers, scan.whole(numbers), evidence)
 
 
 @checks("TIM13", Clocks)
 def apart(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Two clocks of one recording disagree."""
+    """Report clocks of one recording that disagree."""
     names = scan.role("time")
     if len(names) < 2:
         raise Inapplicable("only one field of times")
-    main = _clock(scan)
-    chosen = scan.examined[np.unique(np.linspace(0, len(scan.examined) - 1, 512).astype(np.int64))]
-    for name in (one for one in names if one != main):
-        step = float(np.nanmedian(scan.collected(Clocks).median[main]))
-        offs = []
-        drifts = []
-        for number in chosen.tolist():
-            one, other = (scan.read(number, which)[:, 0].astype(np.float64) for which in (main, name))
-            fresh = np.append(True, np.diff(other) != 0)  # a slow sensor holds its time as well
-            apart = (other - one)[fresh] / step
-            offs.append(np.median(apart))
-            drifts.append(apart.max() - apart.min())
-        off = np.array(offs)
-        drifting = np.array(drifts)
-        is_same = np.abs(np.median(off)) < 0.5 * np.median(scan.lengths)  # otherwise they start at different zeros
-        wrong = (drifting > settings["frames"] + 0.01) | (is_same & (np.abs(off) > settings["frames"] + 0.01))
-        if step > 0 and wrong.any():
-            evidence = {"frames_apart": float(np.maximum(np.abs(off) * is_same, drifting).max())}
-            yield Defect(name, f"{name!r} and {main!r} are more than a frame apart", chosen[wrong], (), evidence)
+    main = _main_clock(scan)
+    numbers = evenly_spread(scan.examined, _NUM_COMPARED)
+    step = float(np.nanmedian(scan.collected(Clocks).median[main]))
+    max_frames = settings["frames"] + 0.01
+    for name in names:
+        if name == main:
+            continue
+        distances = []
+        for number in numbers.tolist():
+            distances.append(_distance_of_clocks(scan, number, main, name, step))
+        offset, drift = np.array(distances).T
+        # With larger offsets the clocks start at different zeros.
+        has_same_zero = np.abs(np.median(offset)) < 0.5 * np.median(scan.lengths)
+        is_apart = (drift > max_frames) | (has_same_zero & (np.abs(offset) > max_frames))
+        if step > 0 and is_apart.any():
+            distance = np.maximum(np.abs(offset) * has_same_zero, drift).max()
+            message = f"{name!r} and {main!r} are more than a frame apart"
+            yield Defect(name, message, numbers[is_apart], (), {"frames_apart": float(distance)})
+
+
+def _distance_of_clocks(
+    scan: Scan,
+    number: int,
+    main: str,
+    name: str,
+    step: float,
+) -> tuple[float, float]:
+    """Return the median distance of a clock to the main one in an episode, and its range.
+
+    Both are in steps of the main clock.
+    """
+    times = scan.read(number, main)[:, 0].astype(np.float64)
+    other_times = scan.read(number, name)[:, 0].astype(np.float64)
+    # A slow sensor holds its time, so only rows with a new time are compared.
+    is_new = np.append(True, np.diff(other_times) != 0)
+    distance = (other_times - times)[is_new] / step
+    return float(np.median(distance)), float(distance.max() - distance.min())

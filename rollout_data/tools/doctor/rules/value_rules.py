@@ -1,9 +1,9 @@
-"""Rules VAL of single values and dimensions: absolute, unless a comparison says otherwise."""
+"""Rules VAL: single values and dimensions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,330 +13,585 @@ from ..field_facts import Facts, worst
 from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
-#: Values that stand for "no value" in many systems.
-_SENTINELS = (-9999.0, -999.0, 999.0, 9999.0, 99999.0, 65535.0, 32767.0, -32768.0, 2147483647.0)
-#: Ratios of units that are often mixed up.
-_UNITS = {57.2958: "degrees and radians", 1000.0: "mm and m", 100.0: "cm and m", 255.0: "bytes and 0 to 1"}
+#: Values that mark missing data in many systems.
+_PLACEHOLDERS = (
+    -9999.0,
+    -999.0,
+    999.0,
+    9999.0,
+    99999.0,
+    65535.0,
+    32767.0,
+    -32768.0,
+    2147483647.0,
+)
+#: Ratio of two units that are often mixed up -> their names.
+_UNITS = {
+    57.2958: "degrees and radians",
+    1000.0: "mm and m",
+    100.0: "cm and m",
+    255.0: "bytes and 0 to 1",
+}
+#: A whole turn in radians and in degrees.
 _TURNS = (2 * np.pi, 360.0)
+#: Bits of the mantissa of the dtypes of 16 bits.
+_MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
+#: Shorter episodes tell nothing about a dimension that died.
+_MIN_DIED_FRAMES = 5
+#: Episodes that are needed to compare scales.
+_MIN_EPISODES = 8
+#: Episodes that are needed to compare early and late ones.
+_MIN_DRIFT_EPISODES = 20
+#: Outliers of rarely changing dimensions that are located.
+_MAX_RARE = 20
+#: Other values that are needed to recognize a placeholder.
+_MIN_OTHERS = 20
 
 
 def _signals(scan: Scan) -> Iterator[tuple[str, Facts]]:
-    """Yield all fields but rewards, times and flags."""
-    special = {name for names in scan.roles.values() for name in names} - set(scan.roles["quaternion"])
-    special -= set(scan.roles["heading"])
+    """Yield all fields but rewards, times, flags and indices."""
+    special = {name for names in scan.roles.values() for name in names}
+    special -= {*scan.roles["quaternion"], *scan.roles["heading"]}
     for name, facts in scan.facts.items():
-        if name.partition("/")[0] != "reward" and name not in special:
+        if name not in special and name.partition("/")[0] != "reward":
             yield name, facts
 
 
 def _dims(mask: Any) -> list[int]:
-    found: list[int] = np.flatnonzero(mask).tolist()
-    return found
+    dims: list[int] = np.flatnonzero(mask).tolist()
+    return dims
 
 
 @checks("VAL01")
 def not_finite(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report values that are NaN or infinite."""
     for name, facts in scan.facts.items():
-        numbers = worst(np.flatnonzero(facts.num_bad), facts.num_bad)
         count = int(facts.num_bad.sum())
-        if count:
-            share = count / facts.num_values
-            is_extra = name.partition("/")[0] not in ("observation", "action", "reward")
-            frames = scan.runs(numbers, name, lambda rows: ~np.isfinite(rows).all(1))
-            severity = "warning" if is_extra and share < settings["share"] else ""
-            message = f"{count:,} numbers of {name!r} are NaN or infinite, in {len(numbers):,} trajectories"
-            yield Defect(name, message, numbers, frames, {"count": count, "share": share}, severity)
+        if not count:
+            continue
+        numbers = worst(np.flatnonzero(facts.num_bad), facts.num_bad)
+        share = count / facts.num_values
+        is_extra = name.partition("/")[0] not in ("observation", "action", "reward")
+        message = f"{count:,} numbers of {name!r} are NaN or infinite"
+        message += f", in {len(numbers):,} trajectories"
+        yield Defect(
+            name,
+            message,
+            numbers,
+            scan.runs(numbers, name, _has_bad),
+            {"count": count, "share": share},
+            severity="warning" if is_extra and share < settings["share"] else "",
+        )
+
+
+def _has_bad(rows: Array) -> Array:
+    has_bad: Array = ~np.isfinite(rows).all(1)
+    return has_bad
 
 
 @checks("VAL02")
 def dead_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report constant dimensions of actions that have a continuous one."""
     for name in scan.group("action"):
         facts = scan.facts[name]
-        if (dead := _dims(facts.is_constant)) and facts.is_continuous.any():
-            values = facts.low[0, dead].tolist()
-            yield Defect(name, f"{name!r}{dead} is always {values}", evidence={"dimensions": dead, "values": values})
+        dims = _dims(facts.is_constant)
+        if dims and facts.is_continuous.any():
+            values = facts.low[0, dims].tolist()
+            evidence = {"dimensions": dims, "values": values}
+            yield Defect(name, f"{name!r}{dims} is always {values}", evidence=evidence)
 
 
 @checks("VAL03")
 def constant(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report constant dimensions of observations."""
     for name in scan.group("observation"):
         facts = scan.facts[name]
-        if still := _dims(facts.is_constant):
-            message = f"{len(still)} of {facts.field.num_elements} dimensions of {name!r} never change"
-            yield Defect(name, message, evidence={"dimensions": still})
+        dims = _dims(facts.is_constant)
+        if dims:
+            size = facts.field.num_elements
+            message = f"{len(dims)} of {size} dimensions of {name!r} never change"
+            yield Defect(name, message, evidence={"dimensions": dims})
 
 
 @checks("VAL04")
 def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """The last episodes are constant at one value, and earlier ones were not."""
+    """Report dimensions that are constant in the last episodes, and were not in earlier ones."""
     for name, facts in _signals(scan):
-        rows = np.flatnonzero(facts.lengths >= 5)
-        if len(rows) < 8:
+        rows = np.flatnonzero(facts.lengths >= _MIN_DIED_FRAMES)
+        if len(rows) < _MIN_EPISODES:
             continue
-        still = (facts.low == facts.high)[rows] & (facts.low[rows] == facts.low[rows[-1]])
-        count = np.where(still.all(0), 0, np.argmin(still[::-1], axis=0))
-        lively = facts.changes[rows] > settings["changing"] * (facts.lengths[rows, None] - 1)
-        earlier = np.arange(len(rows))[:, None] < len(rows) - count
-        share = (lively & earlier).sum(0) / np.maximum(1, earlier.sum(0))
-        needed = max(settings["episodes"], settings["share"] * len(rows))
-        if dims := _dims((count >= needed) & (share >= settings["earlier"])):
-            last = facts.numbers[rows[-int(count[dims].max()) :]]
-            evidence = {"dimensions": dims, "episodes": len(last), "changed_before": share[dims].min()}
-            message = f"{name!r}{dims} stays at one value in the last {len(last)} episodes"
-            yield Defect(name, message, last, scan.whole(last), evidence)
+        low = facts.low[rows]
+        is_still = (low == facts.high[rows]) & (low == low[-1])
+        num_still = np.argmin(is_still[::-1], axis=0)  # episodes at the end
+        num_still = np.where(is_still.all(0), 0, num_still)
+
+        num_steps = facts.lengths[rows, None] - 1
+        is_lively = facts.changes[rows] > settings["changing"] * num_steps
+        is_earlier = np.arange(len(rows))[:, None] < len(rows) - num_still
+        num_lively = (is_lively & is_earlier).sum(0)
+        share = num_lively / np.maximum(1, is_earlier.sum(0))
+
+        min_still = max(settings["episodes"], settings["share"] * len(rows))
+        dims = _dims((num_still >= min_still) & (share >= settings["earlier"]))
+        if dims:
+            first = len(rows) - int(num_still[dims].max())
+            numbers = facts.numbers[rows[first:]]
+            message = f"{name!r}{dims} stays at one value in the last {len(numbers)} episodes"
+            evidence = {
+                "dimensions": dims,
+                "episodes": len(numbers),
+                "changed_before": share[dims].min(),
+            }
+            yield Defect(name, message, numbers, scan.whole(numbers), evidence)
+
+
+class _Outlier(NamedTuple):
+    """A value that is far from all others, `distance` ranges away from the median."""
+
+    distance: float
+    dim: int
+    number: int
+    frame: int
 
 
 @checks("VAL05")
 def outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Alone and far away."""
+    """Report single values that are far from all others."""
     for name, facts in _signals(scan):
-        far = facts.far
-        active = facts.is_active & (facts.spread > 0)
-        places: list[tuple[float, int, int, int]] = []
-        for dim in _dims(active & facts.is_continuous):
-            mine = far[far["dim"] == dim]
-            away = np.sort(np.abs(mine["value"] - facts.quantile(0.5)[dim]) / facts.spread[dim])[::-1]
-            near = np.abs(facts.sorted[dim] - facts.quantile(0.5)[dim]) / facts.spread[dim]
-            usual = near[near <= facts.far_ranges].max(initial=0)  # of those that are not far
-            steps = away >= settings["gap"] * np.append(away[1:], usual)
-            alone = np.flatnonzero(steps & (away > settings["ranges"]))
-            if len(alone) and alone[-1] + 1 <= settings["share"] * facts.num_values / facts.field.num_elements:
-                order = np.argsort(-np.abs(mine["value"] - facts.quantile(0.5)[dim]), kind="stable")
-                chosen = mine[order[: alone[-1] + 1]]
-                places += [(a, dim, one["number"], one["frame"]) for a, one in zip(away.tolist(), chosen, strict=False)]
-        peak = np.where(active, 0, np.nan_to_num(np.maximum(np.abs(facts.low), np.abs(facts.high)), posinf=0))
-        usual = float(np.maximum(np.abs(facts.low), np.abs(facts.high))[:, active].max(initial=0))
-        rare = np.sort(peak[peak > usual].astype(np.float64))[::-1] if usual > 0 else peak[:0, 0]
-        steps = rare >= settings["gap"] * np.append(rare[1:], usual)
-        alone = np.flatnonzero(steps & (rare > settings["passive"] * usual))
-        for row, dim in np.argwhere(peak >= rare[alone[-1]])[:20] if len(alone) else ():
-            frame = int(np.argmax(np.abs(scan.read(facts.numbers[row], name)[:, dim])))
-            places.append((float(peak[row, dim] / usual), int(dim), int(facts.numbers[row]), frame))
-        if places:
-            places.sort(key=lambda one: -one[0])
-            evidence = {"ranges": places[0][0], "dimensions": sorted({dim for _, dim, _, _ in places})}
-            message = f"{len(places)} values of {name!r} lie up to {places[0][0]:,.0f} ranges away from the median"
-            frames = [(number, frame, frame + 1) for _, _, number, frame in places]
-            yield Defect(name, message, {number for number, _, _ in frames}, frames, evidence)
+        is_active = facts.is_active & (facts.spread > 0)
+        outliers: list[_Outlier] = []
+        for dim in _dims(is_active & facts.is_continuous):
+            outliers += _active_outliers(facts, dim, settings)
+        outliers += _rare_outliers(scan, facts, is_active, settings)
+        if outliers:
+            outliers.sort(key=lambda outlier: -outlier.distance)
+            largest = outliers[0].distance
+            message = f"{len(outliers)} values of {name!r} lie up to {largest:,.0f} ranges away"
+            message += " from the median"
+            dims = sorted({outlier.dim for outlier in outliers})
+            yield Defect(
+                name,
+                message,
+                {outlier.number for outlier in outliers},
+                [(outlier.number, outlier.frame, outlier.frame + 1) for outlier in outliers],
+                {"ranges": largest, "dimensions": dims},
+            )
+
+
+def _active_outliers(facts: Facts, dim: int, settings: Settings) -> list[_Outlier]:
+    """Return the outliers of a dimension that changes in most frames."""
+    median = facts.quantile(0.5)[dim]
+    spread = facts.spread[dim]
+    far = facts.far[facts.far["dim"] == dim]
+    order = np.argsort(-np.abs(far["value"] - median), kind="stable")
+    far = far[order]
+    distance = np.abs(far["value"] - median) / spread
+    sample_distance = np.abs(facts.sorted[dim] - median) / spread
+    usual = sample_distance[sample_distance <= facts.far_ranges].max(initial=0)
+    count = _num_alone(distance, usual, settings["gap"], settings["ranges"])
+    num_rows = facts.num_values / facts.field.num_elements
+    if count > settings["share"] * num_rows:
+        return []
+    return [
+        _Outlier(ranges, dim, int(value["number"]), int(value["frame"]))
+        for ranges, value in zip(distance[:count].tolist(), far[:count], strict=True)
+    ]
+
+
+def _rare_outliers(
+    scan: Scan,
+    facts: Facts,
+    is_active: Array,
+    settings: Settings,
+) -> list[_Outlier]:
+    """Return the outliers of dimensions that rarely change, such as contact forces.
+
+    They are compared with the largest value of the other dimensions.
+    """
+    largest = np.maximum(np.abs(facts.low), np.abs(facts.high))
+    usual = float(largest[:, is_active].max(initial=0))
+    if usual <= 0:
+        return []
+    peak = np.where(is_active, 0, np.nan_to_num(largest, posinf=0))
+    sizes = np.sort(peak[peak > usual].astype(np.float64))[::-1]
+    count = _num_alone(sizes, usual, settings["gap"], settings["passive"] * usual)
+    if not count:
+        return []
+    outliers = []
+    for row, dim in np.argwhere(peak >= sizes[count - 1])[:_MAX_RARE].tolist():
+        number = int(facts.numbers[row])
+        frame = int(np.argmax(np.abs(scan.read(number, facts.name)[:, dim])))
+        outliers.append(_Outlier(float(peak[row, dim] / usual), dim, number, frame))
+    return outliers
+
+
+def _num_alone(sizes: Array, usual: float, gap: float, limit: float) -> int:
+    """Return the number of leading sizes that are far larger than the rest.
+
+    Args:
+        sizes: In descending order.
+        usual: Largest of the sizes that are not in `sizes`.
+        gap: Ratio to the next smaller size.
+        limit: The sizes are larger than this.
+    """
+    is_gap = sizes >= gap * np.append(sizes[1:], usual)
+    last = np.flatnonzero(is_gap & (sizes > limit))
+    return int(last[-1]) + 1 if len(last) else 0
 
 
 @checks("VAL06")
 def placeholder(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """One exact value again and again, far away from all others."""
+    """Report an exact value that occurs again and again, far from all others."""
     for name, facts in _signals(scan):
         for dim in _dims(facts.is_active & ~facts.is_constant):
-            ordered = facts.sorted[dim, np.isfinite(facts.sorted[dim])]
-            far = facts.far["value"][facts.far["dim"] == dim]
-            ends = ordered[-1:].tolist() + ordered[:1].tolist()
-            for value in dict.fromkeys([*ends, *np.unique(far).tolist()[:20]]):
-                rest = ordered[ordered != value]
-                count = max(len(ordered) - len(rest), int((far == value).sum()))
-                total = max(len(ordered), facts.num_rows * (len(far) > 0))
-                is_rare = settings["count"] <= count < settings["share"] * total
-                if not is_rare or len(rest) < 20 or len(np.unique(rest[:4096])) < 20:
-                    continue
-                low, middle, high = np.quantile(rest, [0.005, 0.5, 0.995]).tolist()
-                known = value in _SENTINELS and max(low - value, value - high) > 2 * (rest[-1] - rest[0]) > 0
-                away = abs(value - middle) / max(high - low, 1e-30)
-                if known or (facts.is_float and away > settings["ranges"]):
-                    numbers = facts.numbers[(facts.low[:, dim] == value) | (facts.high[:, dim] == value)]
-                    frames = scan.runs(numbers, name, lambda rows, *at: rows[:, at[0]] == at[1], dim, value)
-                    evidence = {"dimension": dim, "value": value, "count": count, "ranges": away}
-                    message = f"{name!r}[{dim}] is exactly {value:g} again and again"
-                    yield Defect(name, message, numbers, frames, evidence)
+            yield from _placeholders(scan, name, facts, dim, settings)
+
+
+def _placeholders(
+    scan: Scan,
+    name: str,
+    facts: Facts,
+    dim: int,
+    settings: Settings,
+) -> Iterator[Defect]:
+    """Report the placeholders of a dimension. Candidates are both extremes and far values."""
+    ordered = facts.sorted[dim]
+    ordered = ordered[np.isfinite(ordered)]
+    far = facts.far["value"][facts.far["dim"] == dim]
+    num_all = max(len(ordered), facts.num_rows if len(far) else 0)
+    extremes = [*ordered[-1:].tolist(), *ordered[:1].tolist()]
+    for value in dict.fromkeys([*extremes, *np.unique(far).tolist()[:20]]):
+        others = ordered[ordered != value]
+        count = max(len(ordered) - len(others), int((far == value).sum()))
+        if count < settings["count"] or count >= settings["share"] * num_all:
+            continue
+        if len(others) < _MIN_OTHERS or len(np.unique(others[:4096])) < _MIN_OTHERS:
+            continue
+        low, median, high = np.quantile(others, [0.005, 0.5, 0.995]).tolist()
+        distance = abs(value - median) / max(high - low, 1e-30)
+        is_far = facts.is_float and distance > settings["ranges"]
+        if is_far or _is_common_placeholder(value, low, high, others[-1] - others[0]):
+            has_value = (facts.low[:, dim] == value) | (facts.high[:, dim] == value)
+            numbers = facts.numbers[has_value]
+            frames = scan.runs(numbers, name, _equals, dim, value)
+            message = f"{name!r}[{dim}] is exactly {value:g} again and again"
+            evidence = {"dimension": dim, "value": value, "count": count, "ranges": distance}
+            yield Defect(name, message, numbers, frames, evidence)
+
+
+def _is_common_placeholder(value: float, low: float, high: float, span: float) -> bool:
+    """Return whether a value is a usual placeholder, more than twice the span from the others."""
+    return value in _PLACEHOLDERS and span > 0 and max(low - value, value - high) > 2 * span
+
+
+def _equals(rows: Array, dim: int, value: float) -> Array:
+    is_equal: Array = rows[:, dim] == value
+    return is_equal
 
 
 @checks("VAL07")
 def saturated(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Many actions at an extreme that is not the declared bound."""
+    """Report actions of which many lie at an extreme that is no declared bound."""
     for name in scan.group("action"):
         facts = scan.facts[name]
         dims = np.flatnonzero(facts.is_continuous)
-        low = facts.low.min(0)[dims]
-        high = facts.high.max(0)[dims]
         values = facts.sorted[dims]
         if not values.size:
             continue
-        at_low = (values == low[:, None]).mean(1)
-        at_high = (values == high[:, None]).mean(1)
-        share = at_low + at_high
-        if (share >= settings["share"]).mean() < 0.5 and share.max() <= settings["alone"]:
+        low = facts.low.min(0)[dims]
+        high = facts.high.max(0)[dims]
+        share_low = (values == low[:, None]).mean(1)
+        share_high = (values == high[:, None]).mean(1)
+        share = share_low + share_high
+        is_saturated = share >= settings["share"]
+        if is_saturated.mean() < 0.5 and share.max() <= settings["alone"]:
             continue
-        bounds = declared_bounds(scan, name)
         is_declared = False
+        bounds = declared_bounds(scan, name)
         if bounds is not None:
-            sides = ((low, bounds[0], at_low), (high, bounds[1], at_high))
-            reached = [np.isclose(a, b[dims], atol=1e-6) | (at < 0.05) for a, b, at in sides]
-            is_declared = bool((reached[0] & reached[1])[share >= settings["share"]].all())
-        evidence = {"dimensions": dims.tolist(), "shares": share.tolist(), "declared": is_declared}
-        message = f"up to {share.max():.0%} of the values of {name!r} lie at its smallest or largest value"
+            is_low_bound = np.isclose(low, bounds[0][dims], atol=1e-6) | (share_low < 0.05)
+            is_high_bound = np.isclose(high, bounds[1][dims], atol=1e-6) | (share_high < 0.05)
+            is_declared = bool((is_low_bound & is_high_bound)[is_saturated].all())
+        message = f"up to {share.max():.0%} of the values of {name!r} lie at its smallest or"
+        message += " largest value"
+        evidence = {
+            "dimensions": dims.tolist(),
+            "shares": share.tolist(),
+            "declared": is_declared,
+        }
         yield Defect(name, message, evidence=evidence, severity="info" if is_declared else "")
 
 
 @checks("VAL08")
 def narrowed(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Float32 that holds no more than 16 bits told."""
+    """Report float32 values with the precision of 16 bits."""
     for name, facts in _signals(scan):
         if facts.field.dtype != "float32":
             continue
-        values = [np.unique(facts.sorted[dim][np.isfinite(facts.sorted[dim])]) for dim in _dims(facts.is_continuous)]
-        if sum(map(len, values)) < settings["distinct"]:
+        values = []
+        for dim in _dims(facts.is_continuous):
+            ordered = facts.sorted[dim]
+            values.append(np.unique(ordered[np.isfinite(ordered)]))
+        num_distinct = sum(map(len, values))
+        if num_distinct < settings["distinct"]:
             continue
-        for kind, bits in (("float16", 10), ("bfloat16", 7)):
-            exact = [_is_narrow(one, kind, settings["share"]) and not _is_uniform(one, bits) for one in values]
-            if np.mean(exact) > 0.5:
-                evidence = {"dtype": kind, "distinct": sum(map(len, values)), "share": np.mean(exact)}
-                yield Defect(name, f"the float32 values of {name!r} are all values of {kind}", evidence=evidence)
+        for dtype, bits in _MANTISSA_BITS.items():
+            is_narrowed = []
+            for distinct in values:
+                is_exact = _is_exact(distinct, dtype, settings["share"])
+                is_narrowed.append(is_exact and not _is_uniform(distinct, bits))
+            share = np.mean(is_narrowed)
+            if share > 0.5:
+                message = f"the float32 values of {name!r} are all values of {dtype}"
+                evidence = {"dtype": dtype, "distinct": num_distinct, "share": share}
+                yield Defect(name, message, evidence=evidence)
                 break
 
 
-def _is_narrow(values: Array, kind: str, share: float) -> bool:
-    with np.errstate(over="ignore"):
-        is_exact = values.astype(np.float16) == values if kind == "float16" else values.view(np.uint32) & 0xFFFF == 0
+def _is_exact(values: Array, dtype: str, share: float) -> bool:
+    """Return whether more than a share of float32 values are exact in a dtype of 16 bits."""
+    if dtype == "bfloat16":
+        is_exact = values.view(np.uint32) & 0xFFFF == 0
+    else:
+        with np.errstate(over="ignore"):
+            is_exact = values.astype(np.float16) == values
     return bool(np.mean(is_exact) > share)
 
 
 def _is_uniform(values: Array, bits: int) -> bool:
-    """Integers, or steps of one size: multiples of the resolution that the largest value has."""
-    step = 2.0 ** (np.floor(np.log2(np.abs(values).max())) - bits)
-    return any(bool(np.mean(values % one == 0) > 0.99) for one in (1.0, step))
+    """Return whether values are integers, or multiples of the resolution of the largest one."""
+    exponent = np.floor(np.log2(np.abs(values).max()))
+    resolution = 2.0 ** (exponent - bits)
+    return any(bool(np.mean(values % step == 0) > 0.99) for step in (1.0, resolution))
 
 
 @checks("VAL09")
 def denormals(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report fields with many subnormal values."""
     for name, facts in scan.facts.items():
-        if facts.field.dtype in ("float32", "float64") and facts.sorted.size:
-            size = np.abs(facts.sorted)
-            share = float(np.mean((size > 0) & (size < np.finfo(facts.dtype).tiny)))
-            if share > settings["share"]:
-                yield Defect(name, f"{share:.2%} of {name!r} are subnormal", evidence={"share": share})
+        if facts.field.dtype not in ("float32", "float64") or not facts.sorted.size:
+            continue
+        size = np.abs(facts.sorted)
+        is_subnormal = (size > 0) & (size < np.finfo(facts.dtype).tiny)
+        share = float(np.mean(is_subnormal))
+        if share > settings["share"]:
+            yield Defect(name, f"{share:.2%} of {name!r} are subnormal", evidence={"share": share})
 
 
 @checks("VAL10")
 def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Episodes whose values are ten times those of others, with no episode in between."""
+    """Report episodes of another scale than the others, with no episode in between."""
     for name, facts in _signals(scan):
         known = np.flatnonzero(facts.scale > 0)
-        if not facts.is_float or len(known) < 8:
+        if not facts.is_float or len(known) < _MIN_EPISODES:
             continue
         logs = np.log(facts.scale[known] / np.median(facts.scale[known]))
-        off = np.zeros(len(known), bool)
-        units = np.log(list(_UNITS))
-        for sign in (1, -1):
-            far = sign * logs > np.log(settings["ratio"])
-            rest = max(0.0, float((sign * logs[~far]).max(initial=0)))
-            gap = float((sign * logs[far]).min(initial=np.inf)) - rest
-            far &= gap > np.log(settings["gap"])
-            shared = _scaled_alike(facts, known, sign, settings["alike"])
-            if sign > 0:  # one dimension that is far off all others tells a unit, too
-                far &= shared | (gap > np.log(settings["ratio"]))
-            else:  # an episode at rest is small as well, but not by the ratio of units
-                width = min(0.7, max(0.25, 4.4 * float(np.median(np.abs(logs)))))
-                far &= shared & (np.abs(-logs[:, None] - units).min(1) < width)
-            off |= far
-        if 0 < off.sum() <= len(known) / 2:
-            typical = float(np.exp(np.median(np.abs(logs[off]))))
-            unit = min(_UNITS, key=lambda one: abs(np.log(one / typical)))
-            named = f", as between {_UNITS[unit]}" if abs(np.log(unit / typical)) < 0.3 else ""
-            numbers = worst(known[off], np.abs(logs[off]), aligned=True)
-            message = f"{name!r} is off by a factor of about {typical:,.1f}{named} in {len(numbers)} trajectories"
-            evidence = {"factor": typical, "unit": named[5:]}
-            yield Defect(name, message, numbers, scan.whole(numbers), evidence)
+        is_off = _is_too_large(facts, known, logs, settings)
+        is_off |= _is_too_small(facts, known, logs, settings)
+        if not is_off.any() or is_off.sum() > len(known) / 2:
+            continue
+        factor = float(np.exp(np.median(np.abs(logs[is_off]))))
+        unit = _unit_of(factor)
+        numbers = worst(known[is_off], np.abs(logs[is_off]), aligned=True)
+        message = f"{name!r} is off by a factor of about {factor:,.1f}"
+        if unit:
+            message += f", as between {unit}"
+        message += f" in {len(numbers)} trajectories"
+        evidence = {"factor": factor, "unit": f"between {unit}" if unit else ""}
+        yield Defect(name, message, numbers, scan.whole(numbers), evidence)
 
 
-def _scaled_alike(facts: Facts, known: Array, sign: int, share: float) -> Array:
-    """bool `[k]`: more than a share of the dimensions that change are five times larger, or smaller, than usual."""
-    there = np.isin(known, facts.numbers)
-    size = np.maximum(np.abs(facts.low), np.abs(facts.high))[np.searchsorted(facts.numbers, known[there])]
+def _unit_of(factor: float) -> str:
+    """Return the names of the units that a factor converts; "" if none is near."""
+    ratio = min(_UNITS, key=lambda ratio: abs(np.log(ratio / factor)))
+    return _UNITS[ratio] if abs(np.log(ratio / factor)) < 0.3 else ""
+
+
+def _is_too_large(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
+    """Return which episodes are much larger than the others: bool `[k]`.
+
+    Args:
+        facts: Facts of the field.
+        known: int64 `[k]`, the episodes.
+        logs: `[k]`, logarithm of their scale over the median scale.
+        settings: Thresholds of the rule.
+    """
+    is_far, gap = _beyond_gap(logs, settings)
+    # One dimension that is far off all others is enough for a large gap.
+    if gap > np.log(settings["ratio"]):
+        return is_far
+    return is_far & _scaled_together(facts, known, 1, settings["alike"])
+
+
+def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
+    """Return which episodes are smaller by the ratio of two units: bool `[k]`.
+
+    An episode at rest is small too, but not by such a ratio. See `_is_too_large`.
+    """
+    is_far, _ = _beyond_gap(-logs, settings)
+    typical = float(np.median(np.abs(logs)))
+    tolerance = min(0.7, max(0.25, 4.4 * typical))
+    distance_to_units = np.abs(-logs[:, None] - np.log(list(_UNITS))).min(1)
+    is_far &= distance_to_units < tolerance
+    return is_far & _scaled_together(facts, known, -1, settings["alike"])
+
+
+def _beyond_gap(logs: Array, settings: Settings) -> tuple[Array, float]:
+    """Return which logarithms are beyond the ratio and a gap: bool `[k]`, and the gap."""
+    is_far = logs > np.log(settings["ratio"])
+    largest_near = max(0.0, float(logs[~is_far].max(initial=0)))
+    gap = float(logs[is_far].min(initial=np.inf)) - largest_near
+    if gap <= np.log(settings["gap"]):
+        is_far = np.zeros(len(logs), bool)
+    return is_far, gap
+
+
+def _scaled_together(facts: Facts, known: Array, sign: int, share: float) -> Array:
+    """Return which episodes have another scale in most dimensions: bool `[k]`.
+
+    More than a share of the dimensions that change must be 5 times larger (sign 1) or smaller
+    (sign -1) than usual. Episodes without a row in the tables are not.
+    """
+    has_row = np.isin(known, facts.numbers)
+    rows = np.searchsorted(facts.numbers, known[has_row])
+    size = np.maximum(np.abs(facts.low), np.abs(facts.high))[rows]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        logs = sign * np.log(size / np.median(size, axis=0))[:, ~facts.is_constant]
-    found = np.zeros(len(known), bool)
-    found[there] = (logs > np.log(5)).sum(1) > share * logs.shape[1]
-    return found
+        logs = sign * np.log(size / np.median(size, axis=0))
+    logs = logs[:, ~facts.is_constant]
+    is_scaled = np.zeros(len(known), bool)
+    is_scaled[has_row] = (logs > np.log(5)).sum(1) > share * logs.shape[1]
+    return is_scaled
 
 
 @checks("VAL15")
 def out_of_bounds(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    names = [name for name in scan.numeric if name.partition("/")[0] in ("observation", "action")]
-    bounds = {name: one for name in names if (one := declared_bounds(scan, name)) is not None}
-    if not bounds:
+    """Report values outside of the declared space."""
+    has_bounds = False
+    for name in scan.numeric:
+        if name.partition("/")[0] not in ("observation", "action"):
+            continue
+        bounds = declared_bounds(scan, name)
+        if bounds is not None:
+            has_bounds = True
+            yield from _outside_of(scan, settings, name, *bounds)
+    if not has_bounds:
         raise Inapplicable("no bounds of spaces are declared in the metadata")
-    for name, (low, high) in bounds.items():
-        facts = scan.facts[name]
-        width = high - low
-        with np.errstate(invalid="ignore"):
-            slack = settings["share"] * np.where(np.isfinite(width), width, np.maximum(1, np.abs(facts.spread)))
-            above = np.where(np.isfinite(high), facts.high - high, 0)
-            over = np.fmax(above, np.where(np.isfinite(low), low - facts.low, 0))
-        outside = over > slack
-        numbers = facts.numbers[outside.any(1)]
-        if len(numbers):
-            numbers = worst(numbers, over.max(1)[outside.any(1)], aligned=True)
-            frames = scan.runs(numbers, name, _outside, low - slack, high + slack)
-            message = f"{name!r} leaves its declared space in {len(numbers)} trajectories"
-            dims = _dims(outside.any(0))
-            evidence = {
+
+
+def _outside_of(
+    scan: Scan,
+    settings: Settings,
+    name: str,
+    low: Array,
+    high: Array,
+) -> Iterator[Defect]:
+    """Report values of a field outside of bounds, each `[D]`. Infinite bounds allow all values."""
+    facts = scan.facts[name]
+    width = high - low
+    with np.errstate(invalid="ignore"):
+        finite_width = np.where(np.isfinite(width), width, np.maximum(1, np.abs(facts.spread)))
+        slack = settings["share"] * finite_width
+        above = np.where(np.isfinite(high), facts.high - high, 0)
+        below = np.where(np.isfinite(low), low - facts.low, 0)
+        excess = np.fmax(above, below)
+    is_outside = excess > slack
+    rows = np.flatnonzero(is_outside.any(1))
+    if len(rows):
+        numbers = worst(facts.numbers[rows], excess.max(1)[rows], aligned=True)
+        dims = _dims(is_outside.any(0))
+        yield Defect(
+            name,
+            f"{name!r} leaves its declared space in {len(numbers)} trajectories",
+            numbers,
+            scan.runs(numbers, name, _is_outside, low - slack, high + slack),
+            {
                 "dimensions": dims,
                 "low": low[dims].tolist(),
                 "high": high[dims].tolist(),
-                "excess": over.max(),
-            }
-            yield Defect(name, message, numbers, frames, evidence)
+                "excess": excess.max(),
+            },
+        )
 
 
-def _outside(rows: Array, low: Array, high: Array) -> Any:
+def _is_outside(rows: Array, low: Array, high: Array) -> Any:
     return np.logical_or(rows > high, rows < low).any(1)
 
 
-def _jumps(rows: Array, dims: list[int], least: float, most: float) -> Any:
-    """bool `[T - 1]`: steps of a size between two."""
+def _is_jump(rows: Array, dims: list[int], low: float, high: float) -> Any:
+    """Return which steps have a size between two numbers: bool `[T - 1]`."""
     steps = np.abs(np.diff(rows[:, dims].astype(np.float64), axis=0))
-    return np.logical_and(steps > least, steps < most).any(1)
+    return np.logical_and(steps > low, steps < high).any(1)
 
 
 @checks("VAL14")
 def wraps(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report angles that jump by a whole turn."""
     for name, facts in _signals(scan):
         with np.errstate(invalid="ignore", over="ignore"):
             span = facts.high.max(0) - facts.low.min(0)
         for turn in _TURNS:
             usual = facts.usual_step(turn / 2)
-            is_angle = facts.is_continuous & facts.is_active & (span < 3 * turn) & (turn > 10 * usual)
-            hits = (np.abs(facts.step / turn - 1) < settings["share"]) & is_angle
-            if dims := _dims(hits.any(0)):
-                numbers = facts.numbers[hits.any(1)]
-                off = turn * settings["share"]
-                evidence = {"dimensions": dims, "turn": turn, "usual_step": usual[dims].max()}
-                frames = scan.runs(numbers, name, _jumps, dims, turn - off, turn + off)
-                severity = "info" if name in scan.roles["heading"] else ""
-                yield Defect(name, f"{name!r}{dims} wraps around by {turn:.4g}", numbers, frames, evidence, severity)
+            is_angle = facts.is_continuous & facts.is_active & (span < 3 * turn)
+            is_angle &= turn > 10 * usual
+            is_wrap = (np.abs(facts.step / turn - 1) < settings["share"]) & is_angle
+            dims = _dims(is_wrap.any(0))
+            if dims:
+                numbers = facts.numbers[is_wrap.any(1)]
+                margin = turn * settings["share"]
+                yield Defect(
+                    name,
+                    f"{name!r}{dims} wraps around by {turn:.4g}",
+                    numbers,
+                    scan.runs(numbers, name, _is_jump, dims, turn - margin, turn + margin),
+                    {"dimensions": dims, "turn": turn, "usual_step": usual[dims].max()},
+                    severity="info" if name in scan.roles["heading"] else "",
+                )
 
 
 @checks("VAL16")
 def drift(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Early and late episodes differ."""
-    if scan.num_episodes < 20:
+    """Report means that differ between early and late episodes."""
+    if scan.num_episodes < _MIN_DRIFT_EPISODES:
         raise Inapplicable("fewer than 20 episodes")
+    groups = ("observation", "action", "privileged_observation")
     for name, facts in _signals(scan):
-        if len(facts.numbers) < 20 or name.partition("/")[0] not in ("observation", "action", "privileged_observation"):
+        if name.partition("/")[0] not in groups or len(facts.numbers) < _MIN_DRIFT_EPISODES:
             continue
-        shift, noise = _halves(facts.mean)
-        moved = (np.abs(shift) > settings["deviations"] * noise) & (np.abs(shift) > settings["share"] * facts.spread)
-        if dims := _dims(moved & facts.is_continuous & (facts.spread > 0)):
-            others = [one.mean * one.lengths[:, None] for one in (scan.facts.get("reward"),) if one is not None]
-            others.append(facts.lengths[:, None].astype(np.float64))
-            is_curriculum = any((np.abs(a) > 1.5 * b + 1e-9).any() for a, b in map(_halves, others))
-            ratio = (np.abs(shift) / np.maximum(noise, 1e-30))[dims].max()
-            evidence = {"dimensions": dims, "deviations": ratio}
-            message = f"the means of {name!r}{dims} differ between early and late episodes"
+        shift, noise = _shift_of_means(facts.mean)
+        size = np.abs(shift)
+        is_moved = (size > settings["deviations"] * noise) & facts.is_continuous
+        is_moved &= (size > settings["share"] * facts.spread) & (facts.spread > 0)
+        dims = _dims(is_moved)
+        if dims:
+            is_curriculum = _is_curriculum(scan, facts)
             late = facts.numbers[len(facts.numbers) // 2 :]
-            yield Defect(name, message, () if is_curriculum else late, (), evidence, "info" if is_curriculum else "")
+            deviations = (size / np.maximum(noise, 1e-30))[dims].max()
+            yield Defect(
+                name,
+                f"the means of {name!r}{dims} differ between early and late episodes",
+                () if is_curriculum else late,
+                evidence={"dimensions": dims, "deviations": deviations},
+                severity="info" if is_curriculum else "",
+            )
 
 
-def _halves(means: Array) -> tuple[Array, Array]:
-    """Return how far the later half of rows lies above the earlier one, and the deviation within the halves.
+def _is_curriculum(scan: Scan, facts: Facts) -> bool:
+    """Return whether the lengths or the returns of episodes drift too."""
+    measures = [facts.lengths[:, None].astype(np.float64)]
+    rewards = scan.facts.get("reward")
+    if rewards is not None:
+        measures.append(rewards.mean * rewards.lengths[:, None])
+    for measure in measures:
+        shift, noise = _shift_of_means(measure)
+        if (np.abs(shift) > 1.5 * noise + 1e-9).any():
+            return True
+    return False
 
-    NaN where all values of a half are not finite.
+
+def _shift_of_means(means: Array) -> tuple[Array, Array]:
+    """Return the difference of the means of both halves of rows, and the deviation within them.
+
+    Both are `[D]`, from `[K, D]`; NaN if all values of a half are not finite.
     """
     early, late = np.array_split(np.ma.masked_invalid(means.astype(np.float64)), 2)
     shift = late.mean(0) - early.mean(0)
@@ -346,29 +601,36 @@ def _halves(means: Array) -> tuple[Array, Array]:
 
 @checks("VAL17")
 def overflow(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Integers that jump by the whole range of their dtype."""
+    """Report integers that jump by the range of their dtype."""
     for name, facts in _signals(scan):
         if facts.field.numpy_dtype.kind not in "iu":
             continue
         limits = np.iinfo(facts.field.numpy_dtype)
         size = float(limits.max) - float(limits.min)
-        hits = (facts.step > settings["share"] * size) & (facts.step_quantile(0.9) < 0.1 * size)
-        if dims := _dims(hits.any(0)):
-            numbers = facts.numbers[hits.any(1)]
-            frames = scan.runs(numbers, name, _jumps, dims, settings["share"] * size, np.inf)
+        min_jump = settings["share"] * size
+        is_wrap = (facts.step > min_jump) & (facts.step_quantile(0.9) < 0.1 * size)
+        dims = _dims(is_wrap.any(0))
+        if dims:
+            numbers = facts.numbers[is_wrap.any(1)]
+            frames = scan.runs(numbers, name, _is_jump, dims, min_jump, np.inf)
+            message = f"{name!r}{dims} jumps by the range of {facts.field.dtype}"
             evidence = {"dimensions": dims, "jump": facts.step.max(), "range": size}
-            yield Defect(name, f"{name!r}{dims} jumps by the range of {facts.field.dtype}", numbers, frames, evidence)
+            yield Defect(name, message, numbers, frames, evidence)
 
 
 @checks("VAL18")
 def narrow_quantiles(scan: Scan, settings: Settings) -> Iterator[Defect]:
+    """Report dimensions whose quantiles are too close for a normalization."""
     for name in (*scan.group("action"), *scan.group("observation")):
         facts = scan.facts[name]
         low = facts.quantile(0.01)
         high = facts.quantile(0.99)
         is_narrow = high - low < settings["part"] * np.maximum(np.abs(low), np.abs(high))
-        if narrow := _dims(is_narrow & ~facts.is_constant):
-            pairs = [(float(low[dim]), float(high[dim])) for dim in narrow]
-            shown = ", ".join(f"{first:.6g} to {last:.6g}" for first, last in pairs[:4])
-            message = f"98 % of the values of {name!r}{narrow} lie within {shown}{' ...' * (len(pairs) > 4)}"
-            yield Defect(name, message, evidence={"dimensions": narrow, "quantiles": pairs})
+        dims = _dims(is_narrow & ~facts.is_constant)
+        if dims:
+            quantiles = [(float(low[dim]), float(high[dim])) for dim in dims]
+            ranges = ", ".join(f"{first:.6g} to {last:.6g}" for first, last in quantiles[:4])
+            if len(quantiles) > 4:
+                ranges += " ..."
+            message = f"98 % of the values of {name!r}{dims} lie within {ranges}"
+            yield Defect(name, message, evidence={"dimensions": dims, "quantiles": quantiles})
