@@ -1,4 +1,4 @@
-"""Recordings of `worlds.py` as folders of our own format, block by block, and of others through our writers."""
+"""Write recordings of `worlds.py` as block files, or convert them to other formats."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _START_NS = 1_700_000_000_000_000_000
 
 @dataclass
 class Block:
-    """A block before it is written; tests change it to make it wrong.
+    """A block before it is written. Tests change it to make it wrong.
 
     Attributes:
         fragments: Of `FRAGMENT_DTYPE`.
         rows: Field -> `[num_rows, ...]`.
         finals: Observation field -> `[num_finals, ...]`.
-        notes: (number of the trajectory, what is said of it).
-        sums: `[F, 1]` float64; None is computed from the rows.
+        notes: (number of the trajectory, notes).
+        sums: `[F, 1]` float64; None to compute them from the rows.
     """
 
     sequence: int
@@ -78,7 +78,7 @@ class Block:
 
 
 def blocks_of(world: World, num_blocks: int = 3, writer: str = "w") -> list[Block]:
-    """Lay the episodes one after the other and cut them into blocks, in the midst of episodes."""
+    """Return the rows of all episodes in blocks of equal size. Blocks end within episodes."""
     total = sum(one.length for one in world.episodes)
     bounds = [round(total * number / num_blocks) for number in range(num_blocks + 1)]
     flat = {name: np.concatenate(list(world.arrays(name))) for name in world[0].fields}
@@ -105,7 +105,7 @@ def blocks_of(world: World, num_blocks: int = 3, writer: str = "w") -> list[Bloc
 
 
 def write_own(path: Path, world: World, edit: Callable[[list[Block]], Any] | None = None, num_blocks: int = 3) -> Path:
-    """Write block files with their metadata; `edit` may change the blocks before."""
+    """Write block files with their metadata. `edit` changes the blocks first."""
     path.mkdir(parents=True, exist_ok=True)
     blocks = blocks_of(world, num_blocks)
     schema = blocks[0].schema()
@@ -118,7 +118,7 @@ def write_own(path: Path, world: World, edit: Callable[[list[Block]], Any] | Non
     return path
 
 
-#: Format -> how `convert` makes it of our own; the name of the file or folder.
+#: Name -> format of `convert`, name of the file or folder, and options.
 FOREIGN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "robomimic": ("robomimic", "demos.hdf5", {"next_obs": True}),
     "minari": ("minari", "set", {}),
@@ -128,12 +128,12 @@ FOREIGN: dict[str, tuple[str, str, dict[str, Any]]] = {
     "folders": ("trajectory-folders", "set", {"env": "Arm", "policy": "p"}),
     "isaaclab": ("isaaclab", "demos.hdf5", {}),
 }
-#: Where an arm's quaternions and vectors have no names of their own, and texts no place.
+#: All formats of `write`.
 FORMATS = ("own", *FOREIGN)
 
 
 def write(path: Path, world: World, form: str = "own", **options: Any) -> Path:
-    """Write a recording below a new folder; gives what is to be opened."""
+    """Write a recording below a new folder. Return the path to open."""
     if form == "own":
         return write_own(path / "own", world)
     source = write_own(path / "source", world)

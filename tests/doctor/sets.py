@@ -1,4 +1,4 @@
-"""Folders for the doctor: sound ones of every kind, and ones with a single defect, each with what must be found."""
+"""Recordings for the doctor: sound ones, and ones with a single defect and the expected trajectories."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.doctor.worlds import WORLDS, Rng, World
 from tests.doctor.wrong_files import FILES
 from tests.doctor.wrong_values import VALUES, Made, Named
 
-assert wrong_bytes.broken and wrong_ends.defect, "they register what they make"
+assert wrong_bytes.broken and wrong_ends.defect, "importing them registers their defects"
 #: World -> formats that cannot hold it.
 _CANNOT = {"bandit": ("minari",), "ant": ("lerobot_v21",), "curriculum": ("isaaclab",)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A folder that can be made.
+    """A recording that a test can write.
 
     Attributes:
-        name: What it is.
-        code: Of the rule that must find something; "" if none may.
-        make: Writes it below an empty folder; gives what is to be opened and the numbers that must be named.
+        name: Name of the case.
+        code: Code of the rule that must find the defect; "" for a sound recording.
+        make: Write it below an empty folder. Return the path to open, and the expected trajectories.
     """
 
     name: str
@@ -56,7 +56,7 @@ def _wrong(made: Made, form: str, path: Path, rng: Rng) -> tuple[Path, Named]:
 
 
 def _together(path: Path, rng: Rng) -> tuple[Path, Named]:
-    """Two writers, one of many blocks, packed and pruned."""
+    """Write the blocks of two writers into one folder."""
     source = write(path / "a", WORLDS["walker"](rng))
     other = write(path / "b", WORLDS["walker"](rng))
     for file in other.glob("*.h5"):
@@ -77,7 +77,7 @@ def _packed(path: Path, rng: Rng) -> tuple[Path, Named]:
 
 
 def sound_cases(forms: tuple[str, ...] = FORMATS) -> Iterator[Case]:
-    """Give every world in every format, the simulators, and folders that were worked on."""
+    """Yield every world in every format, the simulators, and pruned and packed folders."""
     for form in forms:
         for name, make in WORLDS.items():
             if form not in _CANNOT.get(name, ()):
@@ -92,7 +92,7 @@ def sound_cases(forms: tuple[str, ...] = FORMATS) -> Iterator[Case]:
 
 
 def wrong_cases() -> Iterator[Case]:
-    """Give every defect in every format in which it can be told."""
+    """Yield every defect in every format that can hold it."""
     for name, made in VALUES.items():
         for form in made.formats:
             yield Case(f"{name}/{form}", made.code, partial(_wrong, made, form))

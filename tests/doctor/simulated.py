@@ -1,4 +1,4 @@
-"""Recordings of gymnasium's own environments, where it is installed: what must stay silent is decided by these."""
+"""Recordings of the environments of gymnasium, if it is installed. The doctor must find nothing in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLES = ("FrozenLake-v1", "Taxi-v4", "CliffWalking-v1", "Blackjack-v1")
 
 
 def simulate(name: str, rng: Rng, num_frames: int = 1500, max_episodes: int = 30) -> World:
-    """Run a policy of noise around slow waves; the last episode is cut off."""
+    """Run a policy of noise around slow waves. The last episode is cut off."""
     import gymnasium
 
     env = gymnasium.make(name)

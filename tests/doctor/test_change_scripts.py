@@ -1,7 +1,6 @@
-"""The scripts beside the advice of rules: each makes a recording without the finding.
+"""Scripts of rules: each writes a recording without the finding.
 
-The recording is named in the second assignment of the script's head, `source = ...`, and the new
-folder in `target = ...`. A user runs the printed text as it is, or with other names there.
+A user runs the printed text, and may change the paths in `source = ...` and `target = ...` first.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def run_printed_script(path: Path, code: str, target: Path, capsys) -> None:
 
 
 @pytest.mark.parametrize("case", cases_of_own_format(), ids=lambda case: f"{case.code}-{case.name}")
-def test_after_the_printed_script_the_finding_is_gone(case: Case, tmp_path: Path, capsys) -> None:
+def test_the_printed_script_removes_the_finding(case: Case, tmp_path: Path, capsys) -> None:
     path, named = case.written(tmp_path / "wrong", 0)
     before = files(path)
     run_printed_script(path, case.code, tmp_path / "changed", capsys)

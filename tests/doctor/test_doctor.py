@@ -1,4 +1,4 @@
-"""The examination as a whole: which rules run, what they report, and that no rule ends it."""
+"""The examination as a whole: the chosen rules, their findings, and rules that fail."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_sample_reads_only_some_episodes(folder: Path) -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 @pytest.mark.parametrize("bad", [slice(0, None), slice(0, 12), slice(3, 4)], ids=["all", "half", "one"])
-def test_no_rule_fails_or_warns_where_numbers_are_not_finite_and_pictures_black(
+def test_no_rule_fails_or_warns_about_infinite_numbers_and_black_pictures(
     tmp_path: Path, bad: slice, value: float
 ) -> None:
     rng = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def test_an_episode_read_in_pieces_has_the_sum_of_its_rewards(tmp_path: Path) ->
     assert [finding.code for finding in doctor(tmp_path).findings if finding.code.startswith("STA")] == []
 
 
-def test_what_cannot_be_opened_is_examined_without_an_exception(tmp_path: Path) -> None:
+def test_a_recording_that_cannot_be_opened_is_examined_without_an_exception(tmp_path: Path) -> None:
     diagnosis = doctor(tmp_path, only=["VAL"])
     assert diagnosis.summary["episodes"] == 0 and {code for code, _ in diagnosis.skipped} >= {"VAL01"}
 
@@ -94,5 +94,5 @@ def test_what_cannot_be_opened_is_examined_without_an_exception(tmp_path: Path) 
         (["--only", "NIX"], 2),
     ],
 )
-def test_the_exit_code_tells_whether_something_was_found(folder: Path, given: list[str], code: int) -> None:
+def test_the_exit_code_is_1_with_a_finding_of_the_chosen_severity(folder: Path, given: list[str], code: int) -> None:
     assert main(["doctor", str(folder), *given]) == code

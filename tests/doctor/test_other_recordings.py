@@ -1,4 +1,4 @@
-"""Defects in files of other systems, and sound recordings that resemble a defect: a row each."""
+"""Defects in files of other systems, and sound recordings that resemble a defect, one row each."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_record_with_a_wrong_checksum_is_named(at: int, tmp_path: Path) -> Non
     assert found.code == "FIL01" and len(found.trajectories) == 1
 
 
-def test_success_is_compared_with_rewards_where_files_tell_no_end(tmp_path: Path) -> None:
+def test_success_is_compared_with_rewards_if_the_ends_are_unknown(tmp_path: Path) -> None:
     world = walker(np.random.default_rng(0))
     for number, one in enumerate(world.episodes):
         one.fields["reward"][:] = 0
@@ -135,7 +135,7 @@ def test_success_is_compared_with_rewards_where_files_tell_no_end(tmp_path: Path
 
 
 @pytest.mark.parametrize("form", ["lerobot", "folders"])
-def test_the_note_of_a_conversion_is_a_part_of_the_recording(tmp_path: Path, form: str) -> None:
+def test_the_record_of_a_conversion_belongs_to_the_recording(tmp_path: Path, form: str) -> None:
     path = write(tmp_path, walker(np.random.default_rng(0)), form)
     assert list(path.rglob("rollout_conversion*"))
     assert [one.message for one in doctor(path, only=["FIL05"]).findings] == []
@@ -145,7 +145,7 @@ Rows = dict[str, np.ndarray]
 
 
 def record(path: Path, episodes: list[Rows], has_finals: bool = False) -> Path:
-    """Record episodes of flat fields; `quat` and pictures are observations."""
+    """Record episodes of flat fields. `quat` and pictures are observations."""
     with RolloutWriter(path, 1, durable=False) as writer:
         for one in episodes:
             is_last = np.arange(len(one["action"]))[:, None] == len(one["action"]) - 1
@@ -211,7 +211,7 @@ SOUND = [halves_of_a_turn, single_frames, ever_larger, rests_before_a_still_came
 
 
 @pytest.mark.parametrize("change", SOUND, ids=lambda change: change.__name__)
-def test_what_resembles_a_defect_is_none(change: Any, tmp_path: Path) -> None:
+def test_a_sound_recording_that_resembles_a_defect_has_no_finding(change: Any, tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     episodes = simple(rng)
     change(rng, episodes)

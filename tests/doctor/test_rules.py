@@ -1,5 +1,6 @@
-"""Each rule of values, time and learning signals by itself: a small change it must not mention, and a defect that it
-must find in the right trajectories and frames.
+"""Each rule of values, time and learning signals by itself.
+
+It must not report a small change, and must find a defect in its trajectories and frames.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ALL = range(NUM)
 
 
 def sound(rng: np.random.Generator) -> list[Episode]:
-    """Twenty episodes of noisy oscillations with a clock and a body that stays near upright."""
+    """Return twenty episodes of noisy oscillations, with a clock and a body that stays near upright."""
     found = []
     for _ in ALL:
         time = np.arange(LENGTH)[:, None] / RATE
@@ -44,7 +45,7 @@ def sound(rng: np.random.Generator) -> list[Episode]:
 
 
 def recorded(path: Path, episodes: list[Episode]) -> Path:
-    """Record episodes; "said" is noted of one, and "terminated" tells how it ended."""
+    """Record episodes. "said" of an episode has its notes, "terminated" its end."""
     box = {"low": [-4.0] * 3, "high": [4.0] * 3}
     with RolloutWriter(path, 1, durable=False, metadata={"frame_rate_hz": RATE, "action_space": box}) as writer:
         for one in episodes:
@@ -61,7 +62,7 @@ def recorded(path: Path, episodes: list[Episode]) -> Path:
 
 
 def of(name: str, change: Callable[[np.ndarray, float], Any], numbers: Iterable[int]) -> Change:
-    """Change the rows of one field in some episodes, in their place."""
+    """Return a change of the rows of one field in some episodes, in place."""
 
     def changed(episodes: list[Episode], size: float) -> None:
         for number in numbers:
@@ -76,12 +77,12 @@ def put(rows: Any, column: Any = slice(None)) -> Callable[[np.ndarray, float], N
 
 
 def held_from(column: Any = ..., value: float = 0.25) -> Callable[[np.ndarray, float], None]:
-    """Give one value from a frame on."""
+    """Return a change that sets one value from a frame on."""
     return lambda values, size: values[int(size) :].__setitem__(... if column is ... else (..., column), value)
 
 
 def added(name: str, give: Callable[[Episode, float], np.ndarray]) -> Change:
-    """Give each episode another field, which is a function of the others."""
+    """Return a change that adds a field, which is a function of the others."""
 
     def changed(episodes: list[Episode], size: float) -> None:
         for one in episodes:
@@ -109,7 +110,7 @@ def doubled(episodes: list[Episode], size: float) -> None:
 
 
 def counting(episodes: list[Episode], size: float) -> None:
-    """Give all an encoder of one tick a frame, and the seventh of `size` ticks."""
+    """Add an encoder of one tick for each frame, in episode 7 of `size` ticks."""
     for number, one in enumerate(episodes):
         one["encoder"] = ((1 + np.arange(LENGTH) * int(size if number == 7 else 1)) % 256).astype(np.uint8)
 
@@ -142,7 +143,7 @@ def won_before_the_end(episodes: list[Episode], size: float) -> None:
 
 
 def tasks(numbers: Iterable[int], task: str) -> Change:
-    """Note "walk" of all episodes, and something else of the first of these."""
+    """Return a change that notes the task "walk", and another task in the first `size` of some episodes."""
 
     def changed(episodes: list[Episode], size: float) -> None:
         for one in episodes:
@@ -155,10 +156,10 @@ def tasks(numbers: Iterable[int], task: str) -> Change:
 
 @dataclass(frozen=True)
 class Case:
-    """What is changed by a size, a size that is nothing, one that is a defect, and what must be found then.
+    """A change by a size, a harmless size, a size that is a defect, and the expected finding.
 
     Attributes:
-        trajectories: None are named where the whole is meant.
+        trajectories: Empty if the finding concerns the whole recording.
         frames: (start, stop) in each of the trajectories.
     """
 
@@ -241,6 +242,6 @@ def test_each_rule_of_values_time_and_learning_has_a_case() -> None:
     assert set(CASES) == {rule.code for rule in RULES if rule.group in ("values", "time", "learning")}
 
 
-def test_no_rule_says_anything_of_a_sound_recording(tmp_path: Path) -> None:
+def test_a_sound_recording_has_no_finding(tmp_path: Path) -> None:
     path = recorded(tmp_path / "a", sound(np.random.default_rng(1)))
     assert [one.code for one in doctor(path).findings if one.code != "PRV01"] == []

@@ -1,4 +1,4 @@
-"""The doctor over folders with one defect each, and over sound ones; and over blocks with a flipped bit."""
+"""The doctor on recordings with one defect, on sound recordings, and on blocks with a flipped bit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_flipped_bit_of_any_row_is_named_by_block_trajectory_field_and_frame(t
             block.write_bytes(data)
 
 
-def test_what_is_sound_in_a_damaged_folder_is_examined(tmp_path: Path) -> None:
+def test_the_sound_blocks_of_a_damaged_folder_are_examined(tmp_path: Path) -> None:
     world = walker(np.random.default_rng(3))
     world[2].fields["observation"][5, 3] = np.nan
     path = write_own(tmp_path / "own", world)
@@ -112,7 +112,7 @@ def test_what_is_sound_in_a_damaged_folder_is_examined(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_large_set_is_found_and_sound_folders_are_silent(tmp_path: Path) -> None:
+def test_most_defects_are_found_and_most_sound_recordings_have_no_finding(tmp_path: Path) -> None:
     found, named, total, alarms, sound = Counter[str](), Counter[str](), Counter[str](), Counter[str](), 0
     for seed in SEEDS:
         for number, case in enumerate([*sound_cases(), *wrong_cases()]):

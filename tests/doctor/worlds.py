@@ -1,4 +1,4 @@
-"""Sound recordings in memory, of the kinds that people have: what the folders of `sets.py` are made of."""
+"""Sound recordings in memory, like those of users. `sets.py` writes them to folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = np.ndarray
 
 @dataclass
 class Ep:
-    """One episode: what is written of it, by our names, and how it ended."""
+    """One episode: its fields, end, final observation and notes."""
 
     fields: dict[str, Any]
     end: str = "terminated"  # "terminated", "truncated", "both", "open"
@@ -33,7 +33,7 @@ class Ep:
 
 @dataclass
 class World:
-    """A recording: its episodes in their order, and what is said of the whole."""
+    """A recording: its episodes in order, and its metadata."""
 
     episodes: list[Ep]
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def about(env: str, rate: float = 20.0) -> dict[str, Any]:
 
 
 def smooth(rng: Rng, length: int, width: int, knots: int = 5) -> Array:
-    """float64 `[length, width]`: a path through random points, without a kink."""
+    """Return a smooth path through random points: float64 `[length, width]`."""
     points = rng.normal(size=(knots + 2, width))
     at = np.linspace(0, knots - 1e-6, length)
     left = at.astype(int)
@@ -96,7 +96,7 @@ def walker(rng: Rng, num: int = 24, limit: int = 100, dims: int = 17) -> World:
 
 
 def quaternions(rng: Rng, length: int) -> Array:
-    """float64 `[length, 4]`: w x y z, of one turning body that stays near upright."""
+    """Return quaternions wxyz of a turning body that stays near upright: float64 `[length, 4]`."""
     angle = 0.3 * smooth(rng, length, 3)
     found = np.concatenate([np.full((length, 1), 1.0), 0.5 * angle], 1)
     return found / np.linalg.norm(found, axis=1, keepdims=True)
@@ -133,7 +133,7 @@ def arm(rng: Rng, num: int = 24) -> World:
 
 
 def pixels(rng: Rng, path: Array, size: int, noise: float, camera: int = 0) -> Array:
-    """uint8 `[T, size, size, 3]`: a warm background with a texture, and a ball that moves."""
+    """Return pictures of a moving ball on a warm texture: uint8 `[T, size, size, 3]`."""
     place = np.random.default_rng(7 + camera)
     rough = place.uniform(0, 60, (size // 4, size // 4, 1)).repeat(4, 0).repeat(4, 1)
     back = np.array([150, 90, 50]) + rough * np.array([1, 0.8, 0.5]) + place.uniform(0, 25, (size, size, 1))
@@ -171,7 +171,7 @@ def ant(rng: Rng) -> World:
 
 
 def lidar(rng: Rng) -> World:
-    """Rays that often see nothing and give the maximum."""
+    """Rays that often hit nothing and return the maximum."""
     world = walker(rng, 12)
     for one in world.episodes:
         rays = np.minimum(4 + 3 * smooth(rng, one.length, 24), 5).clip(0.1).astype(np.float32)
@@ -181,7 +181,7 @@ def lidar(rng: Rng) -> World:
 
 
 def mountain_car(rng: Rng) -> World:
-    """Reward always -1, three actions, everybody starts in the valley."""
+    """A constant reward of -1, three actions, and a start in the valley."""
     episodes = []
     for _ in range(20):
         x, v = rng.uniform(-0.6, -0.4), 0.0
@@ -216,7 +216,7 @@ def bandit(rng: Rng) -> World:
 
 
 def grid_world(rng: Rng) -> World:
-    """A discrete world of 16 places; episodes coincide by chance."""
+    """A discrete world of 16 places. Episodes are equal by chance."""
     episodes = []
     for _ in range(60):
         x = y = 0
@@ -237,7 +237,7 @@ def grid_world(rng: Rng) -> World:
 
 
 def slow_sensor(rng: Rng) -> World:
-    """One sensor gives a new value every fifth frame."""
+    """One sensor has a new value every fifth frame."""
     world = walker(rng, 16)
     for one in world.episodes:
         slow = np.repeat(smooth(rng, -(-one.length // 5), 3, 8) + rng.normal(0, 0.05, (-(-one.length // 5), 3)), 5, 0)
@@ -279,7 +279,7 @@ def position_targets(rng: Rng) -> World:
     return world
 
 
-#: Name -> what makes a sound recording.
+#: Name -> function that returns a sound recording.
 WORLDS: dict[str, Callable[[Rng], World]] = {
     "walker": walker,
     "arm": arm,

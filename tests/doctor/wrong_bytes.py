@@ -1,4 +1,4 @@
-"""One defect each of statistics, files, and what is said of an origin; see `wrong_files.py`."""
+"""Single defects of statistics, files and provenance. See `wrong_files.py`."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def lossy(path: Path, rng: Rng) -> Broken:
 
 
 class _Runs:
-    """What a hostile pickle does when it is loaded carelessly."""
+    """A hostile pickle: loading it makes a folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""One defect each of ends and of pictures, made in the arrays of a sound recording; see `wrong_values.py`."""
+"""Single defects of ends and pictures, in the arrays of a sound recording. See `wrong_values.py`."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def red_and_blue(world: World, rng: Rng) -> Named:
 
 @defect("IMG05", "cameras", _PICTURES)
 def layout(world: World, rng: Rng) -> Named:
-    """Bytes of channel-first pictures under a channel-last shape."""
+    """Store the bytes of channel-first pictures with a channel-last shape."""
     for one in world.episodes:
         frames = one.fields[_FRONT]
         one.fields[_FRONT] = np.ascontiguousarray(frames.transpose(0, 3, 1, 2)).reshape(frames.shape)

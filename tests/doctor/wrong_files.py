@@ -1,8 +1,7 @@
-"""One defect each, made in files: of our own blocks with right checksums or with wrong ones, of others as a careless
-exporter would make them.
+"""Single defects in files: in blocks with right or wrong checksums, and in files of careless exporters.
 
-A function writes a folder and breaks it; it gives what is to be opened and the numbers that are to be named, None: the
-whole.
+A function writes a folder and damages it. It returns the path to open, and the trajectories that the
+doctor must name; None for the whole recording.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from tests.doctor.worlds import Rng, World, arm, walker
 from tests.doctor.wrong_values import Named
 
 Broken = tuple[Path, Named]
-#: Name -> (code, what makes it).
+#: Name -> (code of the rule, function that writes the defect).
 FILES: dict[str, tuple[str, Callable[[Path, Rng], Broken]]] = {}
 
 
 def broken(code: str, **variants: Any) -> Any:
-    """Register a defect; with variants, one for each: name -> further argument."""
+    """Register a defect, or one for each variant: name -> further argument."""
 
     def register(make: Callable[..., Broken]) -> Callable[..., Broken]:
         for suffix, given in (variants or {"": None}).items():
@@ -46,7 +45,7 @@ def broken(code: str, **variants: Any) -> Any:
 
 
 def edited_table(path: Path, change: Callable[[np.ndarray], Any]) -> None:
-    """Change the fragments of a block, and its checksum with them."""
+    """Change the fragments of a block and its checksum."""
     with h5py.File(path, "r+") as file:
         fragments = file["fragments"][()]
         change(fragments)
@@ -84,7 +83,7 @@ def flipped(path: Path, at: int, bit: int = 0x10) -> None:
 
 
 def last_cut(world: World, num_blocks: int = 3) -> list[int]:
-    """Episodes that go over from a block to the next one."""
+    """Return the episodes that continue in the next block."""
     stops = np.cumsum([one.length for one in world.episodes])
     return [int(np.searchsorted(stops, round(stops[-1] * k / num_blocks), "right")) for k in range(1, num_blocks)]
 

@@ -20,7 +20,7 @@ _TIMED = ("own", "robomimic", "isaaclab")
 
 @dataclass(frozen=True)
 class Made:
-    """How a defect is made: its code, the sound world, what changes it, and in which formats it shows."""
+    """A defect: the code of its rule, the sound world, the change, and the formats that can hold it."""
 
     code: str
     world: str
@@ -32,7 +32,7 @@ VALUES: dict[str, Made] = {}
 
 
 def defect(code: str, world: str = "walker", formats: Sequence[str] | None = None, **variants: Any) -> Any:
-    """Register a defect; with variants, one for each: name -> further argument."""
+    """Register a defect, or one for each variant: name -> further argument."""
 
     def register(change: Callable[..., Named]) -> Callable[..., Named]:
         name = change.__name__

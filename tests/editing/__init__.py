@@ -1,1 +1,1 @@
-"""Editing, uniting, dividing and mending recordings."""
+"""Tests of editing, merging, splitting and repairing recordings."""

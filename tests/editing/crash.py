@@ -1,6 +1,6 @@
 """Edits that are killed before their n-th change of the disk, for every n.
 
-What a worker does stands in `WORK`; it kills itself, so that every instant is met, however busy the machine is.
+A worker does a job of `WORK` and kills itself, so that the instant does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from rollout_data import drop, merge, repair, split, tag, undrop
 from tests.editing.folders import folder_of
 
-#: What is done in a folder that holds "walk", of two writers whose first trajectories are dropped already, and
-#: "hurt", of which a block is cut.
+#: Jobs in a folder with "walk", of two writers whose first trajectories are dropped, and "hurt" with
+#: a truncated block.
 WORK: dict[str, Callable[[Path], Any]] = {
     "drop": lambda folder: drop(folder / "walk", ["a:3", "b:3"]),
     "undrop": lambda folder: undrop(folder / "walk"),
@@ -25,12 +25,12 @@ WORK: dict[str, Callable[[Path], Any]] = {
     "split": lambda folder: split(folder / "walk", {"x": 0.5, "y": 0.5}, folder / "out"),
     "repair": lambda folder: repair(folder / "hurt", folder / "out"),
 }
-#: Every change of the disk that others can see goes through one of these.
+#: Functions through which every visible change of the disk goes.
 _CHANGES = ("open", "link", "rename", "replace", "unlink", "mkdir", "rmdir")
 
 
 def made(folder: Path) -> None:
-    """Record what workers begin with."""
+    """Write the folders that workers start from."""
     walk = folder_of(folder / "begun" / "walk", num=4, flush_every=None)
     drop(walk, ["a:0", "b:0"])
     hurt = folder_of(folder / "begun" / "hurt", num=4, flush_every=None)
@@ -38,7 +38,7 @@ def made(folder: Path) -> None:
 
 
 def work(folder: Path, seed: int) -> None:
-    """Do the work `seed % 10`, and die before change `seed // 10` of the disk."""
+    """Do job `seed % 10`, and kill the process before change `seed // 10` of the disk."""
     shutil.copytree(folder.parent / "begun", folder, dirs_exist_ok=True)
     left = most = seed // 10
 

@@ -1,4 +1,4 @@
-"""Folders to edit, and what all kinds of readers see of them."""
+"""Folders to edit, and their content as all kinds of readers return it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ LENGTHS = [3, 7, 5, 9, 4, 6, 8, 2, 5, 7]
 
 
 def folder_of(path: Path, writers: tuple[str, ...] = ("a", "b"), num: int = 10, **options: Any) -> Path:
-    """Record `num` trajectories by each writer, in blocks that share them; trajectory k of writer w is 100 * w + k."""
+    """Record `num` trajectories of each writer. Blocks end within trajectories.
+
+    The observations of trajectory k of writer w have the number 100 * w + k.
+    """
     for number, writer in enumerate(writers):
         about = {"writer_name": writer, "flush_every": 7, "with_final": True, "num_envs": 2, **options}
         record(path, LENGTHS[:num], first_number=100 * number, **about)
@@ -25,7 +28,7 @@ def folder_of(path: Path, writers: tuple[str, ...] = ("a", "b"), num: int = 10, 
 
 
 def content(path: Any) -> dict[str, Any]:
-    """Give all that `open` shows of the episodes, by their ids in order."""
+    """Return id -> (fields, final observation, metadata) of all episodes, in order."""
     found = {}
     for episode in rollout_data.open(path):
         fields = {name: np.asarray(episode.read(name)).tolist() for name in [*episode.schema, *episode.texts]}
@@ -41,14 +44,14 @@ def ids(path: Any) -> set[str]:
 
 
 def number_of(episode_id: str, writers: tuple[str, ...] = ("a", "b")) -> int:
-    """Give the number that is in the observations of a trajectory of `folder_of`."""
+    """Return the number in the observations of a trajectory of `folder_of`."""
     recording_order = {name: 100 * place for place, name in enumerate(writers)}
     writer, _, number = episode_id.partition(":")
     return recording_order[writer] + int(number)
 
 
 def streamed(path: Any, **options: Any) -> set[int]:
-    """Give the numbers of the trajectories that a `RolloutDataset` delivers."""
+    """Return the numbers of the trajectories that a `RolloutDataset` delivers."""
     found: set[int] = set()
     for batch in RolloutDataset(path, 1, device="cpu", num_transitions_per_env=4, **options):
         found |= set(batch.observation[batch.valid.squeeze(-1)][..., 0].long().reshape(-1).tolist())
@@ -60,11 +63,11 @@ def windowed(dataset: WindowDataset) -> set[int]:
 
 
 def by_the_format(path: Path) -> set[str]:
-    """Give the ids of the trajectories that a naive reader of `FORMAT.md` finds."""
+    """Return the ids of the trajectories that a naive reader of `FORMAT.md` finds."""
     return {f"{one.writer}:{one.number}" for one in trajectories_of(path)}
 
 
 def files(path: Path) -> dict[str, tuple[bytes, int]]:
-    """Give content and time of the last change of each file."""
+    """Return the content and the modification time of each file."""
     there = sorted(one for one in path.rglob("*") if one.is_file())
     return {str(one.relative_to(path)): (one.read_bytes(), one.stat().st_mtime_ns) for one in there}

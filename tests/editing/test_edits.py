@@ -1,4 +1,4 @@
-"""Dropping, keeping and tagging: what all readers see, undoing, several editors, living writers, kills."""
+"""Dropping, keeping and tagging: all readers, undoing, several editors, running writers, kills."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def edit_files(path: Path) -> list[Path]:
     return [one for one in sorted(path.iterdir()) if named_edit(one.name)]
 
 
-def test_what_is_dropped_is_skipped_by_every_reader(walk: Path, tmp_path: Path) -> None:
+def test_every_reader_skips_dropped_trajectories(walk: Path, tmp_path: Path) -> None:
     every, gone = ids(walk), set(GONE)
     assert drop(walk, GONE) == 4
     left, numbers = every - gone, {number_of(one) for one in every - gone}
@@ -88,7 +88,7 @@ def test_what_is_dropped_is_skipped_by_every_reader(walk: Path, tmp_path: Path) 
     assert ids("memory://walk_without") == left and streamed("memory://walk_without") == numbers
 
 
-def test_verify_still_checks_what_is_dropped(walk: Path) -> None:
+def test_verify_checks_dropped_trajectories(walk: Path) -> None:
     drop(walk, list(ids(walk)))
     path = next(walk.glob("rollout_a_0*.h5"))
     data = bytearray(path.read_bytes())
@@ -97,7 +97,7 @@ def test_verify_still_checks_what_is_dropped(walk: Path) -> None:
     assert list(check_folder(walk).problems) == [path.name]
 
 
-def test_pack_drops_for_good_and_keeps_what_was_tagged(walk: Path, tmp_path: Path) -> None:
+def test_pack_removes_dropped_trajectories_and_keeps_tags(walk: Path, tmp_path: Path) -> None:
     drop(walk, GONE)
     tag(walk, "a:0", task="push", success=True)
     before = content(walk)
@@ -110,7 +110,7 @@ def test_pack_drops_for_good_and_keeps_what_was_tagged(walk: Path, tmp_path: Pat
         assert not edit_files(path) and edits_of(path) == {"dropped": [], "said": {}} and undrop(path) == 0
 
 
-def test_prune_counts_what_is_left_and_never_revives(walk: Path) -> None:
+def test_prune_counts_kept_trajectories_and_restores_none(walk: Path) -> None:
     order = rollout_data.open(walk).ids
     drop(walk, order[-4:])
     prune(walk, trajectories=3)
@@ -151,7 +151,7 @@ def test_edits_are_those_of_a_set_and_undoing_is_the_identity(sound: Path, tmp_p
     assert content(walk) == before and edits_of(walk) == {"dropped": [], "said": {}}
 
 
-def test_a_tag_goes_over_what_was_recorded_and_untag_takes_it_back(tmp_path: Path) -> None:
+def test_a_tag_replaces_recorded_notes_and_untag_restores_them(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         for t in range(4):
             said = {"task": "pick", "success": False, "grip": 1} if t % 2 else None
@@ -168,7 +168,7 @@ def test_a_tag_goes_over_what_was_recorded_and_untag_takes_it_back(tmp_path: Pat
     assert [(one.success, one.task) for one in rollout_data.open(tmp_path)] == [(False, "pick")] * 2
 
 
-def test_edits_come_through_a_push_and_so_does_undoing(walk: Path) -> None:
+def test_a_push_carries_edits_and_their_undoing(walk: Path) -> None:
     url, every = "memory://edited", ids(walk)
     push(walk, url)
     drop(walk, GONE)
@@ -199,7 +199,7 @@ def test_many_editors_at_once_lose_no_edit(walk: Path) -> None:
     assert not [one for one in os.listdir(walk) if one.startswith((".tmp", ".rollout"))]
 
 
-def test_a_living_writer_goes_on_and_what_was_dropped_of_it_stays_away(tmp_path: Path) -> None:
+def test_a_running_writer_continues_and_its_dropped_trajectories_stay_dropped(tmp_path: Path) -> None:
     with RolloutWriter(tmp_path, 2, durable=False, writer_name="live") as writer:
 
         def add(count: int, done: bool = False) -> None:
@@ -225,7 +225,7 @@ def test_a_living_writer_goes_on_and_what_was_dropped_of_it_stays_away(tmp_path:
     assert all(named_edit(one.name) or int(one.stem[-6:]) < 10 for one in tmp_path.glob("*.h5"))
 
 
-def test_a_stream_that_is_resumed_skips_what_was_dropped_before_and_since(walk: Path) -> None:
+def test_a_resumed_stream_skips_trajectories_dropped_before_and_since(walk: Path) -> None:
     order = rollout_data.open(walk).ids
     drop(walk, order[3])
     dataset = RolloutDataset(walk, 1, device="cpu", num_transitions_per_env=1)
@@ -238,7 +238,7 @@ def test_a_stream_that_is_resumed_skips_what_was_dropped_before_and_since(walk: 
     assert found and not found & {number_of(order[3]), number_of(order[5])}
 
 
-def test_an_edit_that_lacks_a_part_does_not_hold_and_a_newer_one_replaces_it(walk: Path) -> None:
+def test_an_incomplete_edit_is_ignored_and_a_newer_one_replaces_it(walk: Path) -> None:
     every = ids(walk)
     drop(walk, "a:1")
     old = {one.name: one.read_bytes() for one in edit_files(walk)}
@@ -253,7 +253,7 @@ def test_an_edit_that_lacks_a_part_does_not_hold_and_a_newer_one_replaces_it(wal
     assert {named_edit(one.name)[1] for one in edit_files(walk)} == {edit_sequence(3, 2)}
 
 
-def test_a_damaged_edit_is_told_and_repaired_without_losing_those_of_others(walk: Path) -> None:
+def test_a_damaged_edit_is_reported_and_repaired_without_losing_other_edits(walk: Path) -> None:
     drop(walk, ["a:1", "b:2"])
     path = edit_files(walk)[0]
     path.write_bytes(path.read_bytes()[:100])
@@ -265,7 +265,7 @@ def test_a_damaged_edit_is_told_and_repaired_without_losing_those_of_others(walk
     assert not check_folder(walk).problems and "b:2" not in ids(walk) and drop(walk, "a:3") == 1
 
 
-def test_editing_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path, capsys) -> None:
+def test_an_invalid_edit_is_one_clear_error(walk: Path, tmp_path: Path, capsys) -> None:
     demos = write_demos(tmp_path / "demos.hdf5", [3, 4])
     with pytest.raises(
         UsageError, match=r"expected path as a folder of block files, got .* of another format\. Convert it first"

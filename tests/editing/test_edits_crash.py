@@ -1,4 +1,4 @@
-"""Killed at every change of the disk, an edit leaves the state before it or the one after it, and can be repeated."""
+"""An edit that is killed at any change of the disk leaves the old or the new state, and can be repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_TRIED, NUM_LAST = 2, 2
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
-    """Where folders for workers are made, beside what they begin with."""
+    """A folder for workers, with the folders that they start from."""
     folder = tmp_path_factory.mktemp("crash")
     made(folder)
     return folder

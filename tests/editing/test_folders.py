@@ -1,4 +1,4 @@
-"""Merging and splitting: disjoint and complete, whole again, hard links where that is possible, no source touched."""
+"""Merging and splitting: disjoint and complete parts, hard links, unchanged sources."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sound(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def walk(sound: Path, tmp_path: Path) -> Path:
-    """A copy of trajectories of two writers, of which two were dropped and two tagged."""
+    """A copy of trajectories of two writers. Two are dropped and two are tagged."""
     shutil.copytree(sound, tmp_path / "walk")
     return tmp_path / "walk"
 
@@ -54,7 +54,7 @@ def test_parts_are_disjoint_and_complete_and_their_merge_is_the_whole(walk: Path
     assert files(walk) == before, "no source is touched"
 
 
-def test_blocks_are_hard_links_and_copies_where_there_can_be_none(walk: Path, tmp_path: Path, monkeypatch) -> None:
+def test_blocks_are_hard_links_or_copies_if_links_are_impossible(walk: Path, tmp_path: Path, monkeypatch) -> None:
     done = merge(walk, tmp_path / "linked")
     assert done.num_linked == len(list((tmp_path / "linked").glob("rollout_?_0*.h5"))) and not done.num_copied
     for path in (tmp_path / "linked").glob("rollout_?_0*.h5"):
@@ -106,7 +106,7 @@ def test_names_that_two_recordings_share_do_not_collide(walk: Path, tmp_path: Pa
     assert content(tmp_path / "again") == found and again.num_copied == 0, "what both have is there once"
 
 
-def test_other_formats_become_folders_of_our_own(walk: Path, tmp_path: Path) -> None:
+def test_other_formats_become_folders_of_blocks(walk: Path, tmp_path: Path) -> None:
     demos = write_demos(tmp_path / "demos.hdf5", [3, 4, 5, 6], masks={"train": [0, 2], "valid": [1]})
     more = write_demos(tmp_path / "more.hdf5", [7, 8])
     parts = split(demos, None, tmp_path / "parts")
@@ -119,12 +119,12 @@ def test_other_formats_become_folders_of_our_own(walk: Path, tmp_path: Path) -> 
     assert {one.terminated for one in rollout_data.open(tmp_path / "both")} == {None}, "unknown ends stay unknown"
     chosen = rollout_data.open(walk).filter(task="push")
     assert merge([chosen], tmp_path / "chosen").num_trajectories == 2
-    with pytest.raises(SchemaError, match="Merge what has equal fields"):
+    with pytest.raises(SchemaError, match="Merge recordings with equal fields"):
         merge([walk, demos], tmp_path / "never")
     assert not (tmp_path / "never").exists()
 
 
-def test_a_split_of_what_a_writer_has_not_ended_or_has_dropped_shows_nothing_more(tmp_path: Path) -> None:
+def test_the_parts_of_a_split_hide_unfinished_and_dropped_trajectories(tmp_path: Path) -> None:
     record(tmp_path / "walk", [9, 5, 3], ends=["open", "terminated", "terminated"], num_envs=3, flush_every=2)
     convert(tmp_path / "walk", tmp_path / "copy", progress=False)
     for name in ("walk", "copy"):
@@ -133,7 +133,7 @@ def test_a_split_of_what_a_writer_has_not_ended_or_has_dropped_shows_nothing_mor
         assert content(tmp_path / f"{name}_whole") == content(tmp_path / name)
 
 
-def test_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path) -> None:
+def test_an_invalid_argument_is_one_clear_error(walk: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"shares >= 0 that add up to 1"):
         split(walk, {"a": 0.9}, tmp_path / "x")
     with pytest.raises(UsageError, match=r"parts with names that folders can have, got '\.\./y'"):
@@ -146,13 +146,13 @@ def test_what_cannot_be_is_one_clear_error(walk: Path, tmp_path: Path) -> None:
 
 
 def cut(walk: Path) -> Path:
-    """Cut the first block of writer a."""
+    """Truncate the first block of writer a."""
     path = min(walk.glob("rollout_a_0*.h5"))
     path.write_bytes(path.read_bytes()[:500])
     return path
 
 
-def test_what_a_damaged_block_held_is_left_out_and_named_as_by_a_conversion(walk: Path, tmp_path: Path, capsys) -> None:
+def test_trajectories_of_a_damaged_block_are_left_out_and_named(walk: Path, tmp_path: Path, capsys) -> None:
     path, before = cut(walk), content(walk)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RolloutDataWarning)
@@ -170,7 +170,7 @@ def test_what_a_damaged_block_held_is_left_out_and_named_as_by_a_conversion(walk
     assert sorted(found["merged"]) == sorted(found["x"] + found["y"]) == intact == sorted(before)
 
 
-def test_advice_is_handed_on_and_refuses_nothing(tmp_path: Path, capsys) -> None:
+def test_advice_is_in_the_result_and_raises_nothing(tmp_path: Path, capsys) -> None:
     path = write_demos(tmp_path / "hand.hdf5", [10, 11, 12])
     with h5py.File(path, "r+") as file:
         for demo in file["data"].values():
@@ -190,7 +190,7 @@ def test_advice_is_handed_on_and_refuses_nothing(tmp_path: Path, capsys) -> None
 
 
 @pytest.mark.parametrize("place", ["walk", "walk/new", "walk/../walk/deep/new"])
-def test_no_result_goes_into_its_source(walk: Path, tmp_path: Path, capsys, place: str) -> None:
+def test_a_target_within_its_source_is_refused(walk: Path, tmp_path: Path, capsys, place: str) -> None:
     before, to = files(walk), str(tmp_path / place)
     calls = [[name, str(walk), "--to", to] for name in ("merge", "split", "repair")]
     calls[1].append("a=1")

@@ -1,4 +1,4 @@
-"""Repair: sound data stay bit-equal, sources stay as they are, twice gives the same bytes, and doctor is silent."""
+"""Repair: sound data stay bit-equal, sources unchanged, bytes reproducible, and no finding remains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sound(tmp_path_factory) -> Path:
 
 
 def walking(path: Path, num: int = 8, change=lambda number, rows: rows) -> Path:
-    """Record episodes of a random walk; `change` gives other rows of an episode."""
+    """Record episodes of a random walk. `change` replaces rows of an episode."""
     rng = np.random.default_rng(0)
     with RolloutWriter(path, 1, durable=False, writer_name="arm", metadata=CONTEXT) as writer:
         for number in range(num):
@@ -71,7 +71,7 @@ def walking(path: Path, num: int = 8, change=lambda number, rows: rows) -> Path:
 
 @settings(max_examples=2, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
-def test_any_flipped_byte_costs_what_it_hit_alone(sound: Path, tmp_path_factory, data) -> None:
+def test_a_flipped_byte_costs_only_its_trajectory(sound: Path, tmp_path_factory, data) -> None:
     folder = tmp_path_factory.mktemp("damage")
     shutil.copytree(sound, folder / "walk")
     path = data.draw(st.sampled_from(sorted((folder / "walk").glob("*.h5"))))
@@ -98,7 +98,7 @@ def test_any_flipped_byte_costs_what_it_hit_alone(sound: Path, tmp_path_factory,
     }
 
 
-def test_sound_blocks_are_hard_links_and_the_report_tells_all(sound: Path, tmp_path: Path) -> None:
+def test_sound_blocks_are_hard_links_and_the_report_is_complete(sound: Path, tmp_path: Path) -> None:
     shutil.copytree(sound, tmp_path / "walk")
     path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[2]
     header = read_header(path)
@@ -127,7 +127,7 @@ def _flip(path: Path, at: int) -> None:
 
 
 def _damaged_reward(path: Path) -> str:
-    """Damage a reward in a folder of `walking`; give the id of its trajectory."""
+    """Damage a reward in a folder of `walking`. Return the id of its trajectory."""
     block = next(path.glob("rollout_arm_*.h5"))
     header = read_header(block)
     layout, (offset, _) = header.layouts["data"].columns["frames"], header.locations["data"]["frames"]
@@ -135,7 +135,7 @@ def _damaged_reward(path: Path) -> str:
     return "arm:1"
 
 
-def test_damaged_rows_are_never_written_anew_with_a_right_checksum(tmp_path: Path) -> None:
+def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
     damaged = _damaged_reward(walking(tmp_path / "walk"))
     found = {one.code for one in doctor(tmp_path / "walk").findings}
     assert {"FIL01", "STA01"} <= found, "the sum of the rewards disagrees, too, and would be mended"
@@ -157,7 +157,7 @@ def test_damaged_rows_are_never_written_anew_with_a_right_checksum(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("place", "has_cache"), [(1, False), (-1, True)])
-def test_what_no_header_tells_of_a_block_is_named_by_the_cache_or_the_other_blocks(
+def test_trajectories_of_a_block_without_header_are_named_by_the_cache_or_other_blocks(
     sound: Path, tmp_path: Path, capsys, place: int, has_cache: bool
 ) -> None:
     shutil.copytree(sound, tmp_path / "walk")
@@ -173,7 +173,7 @@ def test_what_no_header_tells_of_a_block_is_named_by_the_cache_or_the_other_bloc
     assert set(action["trajectories"]) == lost == ids(sound) - ids(tmp_path / "new")
 
 
-def test_a_header_that_names_a_sound_trajectory_by_mistake_does_not_cost_it(sound: Path, tmp_path: Path) -> None:
+def test_a_damaged_header_costs_no_sound_trajectory(sound: Path, tmp_path: Path) -> None:
     shutil.copytree(sound, tmp_path / "walk")
     path = sorted((tmp_path / "walk").glob("rollout_a_0*.h5"))[-1]
     header, raw = read_header(path), path.read_bytes()
@@ -196,7 +196,7 @@ def test_a_copy_of_a_block_under_another_name_leaves_no_gap(tmp_path: Path) -> N
     assert not [one.code for one in doctor(tmp_path / "new").findings if one.code.startswith("STR")]
 
 
-def test_finals_that_come_from_wrong_successors_cost_no_row(tmp_path: Path) -> None:
+def test_final_observations_of_wrong_successors_cost_no_row(tmp_path: Path) -> None:
     case = next(one for one in wrong_cases() if one.name == "next_observations_current")
     path, _ = case.written(tmp_path / "wrong", 0)
     done = repair(path, tmp_path / "new")
@@ -204,7 +204,7 @@ def test_finals_that_come_from_wrong_successors_cost_no_row(tmp_path: Path) -> N
     assert [len(one) for one in rollout_data.open(done.path)] == [len(one) for one in rollout_data.open(path)]
 
 
-def test_nothing_that_repair_or_others_do_to_a_new_folder_reaches_the_source(sound: Path, tmp_path: Path) -> None:
+def test_changes_of_a_new_folder_never_reach_the_source(sound: Path, tmp_path: Path) -> None:
     shutil.copytree(sound, tmp_path / "walk")
     before = files(tmp_path / "walk")
     repair(tmp_path / "walk", tmp_path / "new")
@@ -239,7 +239,7 @@ def _won_early(number: int, rows: dict) -> dict:
     ("code", "change", "lengths"),
     [("VAL01", _nan, [40] * 7), ("LRN06", _won_early, [16] * 4 + [40] * 4)],
 )
-def test_what_is_mended_is_found_no_more_and_the_rest_is_bit_equal(tmp_path: Path, code, change, lengths) -> None:
+def test_a_repaired_defect_has_no_finding_and_other_data_are_bit_equal(tmp_path: Path, code, change, lengths) -> None:
     walking(tmp_path / "walk", change=change)
     before, old = files(tmp_path / "walk"), content(tmp_path / "walk")
     finding = next(one for one in doctor(tmp_path / "walk").findings if one.code == code)
@@ -310,7 +310,7 @@ def test_a_selection_keeps_the_repaired_episodes(tmp_path: Path) -> None:
     assert sorted(rollout_data.open(done.path).column("length").tolist()) == [16] * 4 + [40] * 2
 
 
-def test_other_formats_become_folders_of_our_own_and_twice_the_same_bytes(tmp_path: Path) -> None:
+def test_other_formats_become_folders_of_blocks_with_the_same_bytes_each_time(tmp_path: Path) -> None:
     walking(tmp_path / "walk", change=_nan)
     rollout_data.convert(tmp_path / "walk", tmp_path / "set.hdf5", "robomimic", progress=False)
     before = (tmp_path / "set.hdf5").read_bytes(), os.stat(tmp_path / "set.hdf5").st_mtime_ns
@@ -326,7 +326,7 @@ def test_other_formats_become_folders_of_our_own_and_twice_the_same_bytes(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["shared_rows", "ranges_share_rows", "missing_block", "end_inside_lerobot"])
-def test_what_files_say_wrongly_is_mended_and_found_no_more(tmp_path: Path, name: str) -> None:
+def test_a_repaired_description_has_no_finding(tmp_path: Path, name: str) -> None:
     case = next(one for one in wrong_cases() if one.name == name)
     path, named = case.written(tmp_path / "wrong", 0)
     whole = set(rollout_data.open(path, **({} if path.name == "own" else {"on_bad_index": "rebuild"})).ids)
@@ -338,7 +338,7 @@ def test_what_files_say_wrongly_is_mended_and_found_no_more(tmp_path: Path, name
 
 
 @pytest.mark.soak
-def test_what_was_mended_of_any_defect_is_found_no_more(tmp_path: Path) -> None:
+def test_no_repaired_defect_has_a_finding(tmp_path: Path) -> None:
     left, refused = [], []
     for number, case in enumerate(wrong_cases()):
         path, _ = case.written(tmp_path / str(number) / "wrong", 0)
@@ -360,7 +360,7 @@ def test_trajectories_that_opening_leaves_out_are_named_apart_from_places(tmp_pa
     assert set(finding.trajectories) == named and finding.left_out and not {*finding.left_out} & {*there}
 
 
-def test_the_command_plans_mends_and_says_what_is_left(tmp_path: Path, capsys) -> None:
+def test_the_command_plans_repairs_and_lists_the_remaining_findings(tmp_path: Path, capsys) -> None:
     walking(tmp_path / "walk", change=_won_early)
     call = ["repair", str(tmp_path / "walk"), "--to", str(tmp_path / "new"), "--only", "LRN06"]
     assert main([*call, "--dry-run"]) == 0

@@ -1,4 +1,4 @@
-"""`merge`, `split`, `repair` and `convert` accept and refuse the same sources, and take the same episodes of them."""
+"""`merge`, `split`, `repair` and `convert` accept the same sources, and read the same episodes of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def converted(source: Any, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of ours, a robomimic file, a folder with two of them, an empty folder and pipes."""
+    """A block folder, a robomimic file, a folder with two of them, an empty folder and pipes."""
     path = tmp_path_factory.mktemp("sources")
     folder_of(path / "own", ("a",), NUM)
     rollout_data.convert(path / "own", path / "own.hdf5", "robomimic", progress=False)
@@ -74,7 +74,7 @@ def in_memory(path: Path) -> str:
 
 
 def own_copy(path: Path) -> Path:
-    """Copy the folder of ours to a place of its own; blocks keep their times."""
+    """Copy the block folder. Blocks keep their times."""
     return Path(shutil.copytree(path / "own", Path(tempfile.mkdtemp(dir=path)) / "own"))
 
 
@@ -83,7 +83,7 @@ def blocks_of(folder: Path) -> list[Path]:
 
 
 def with_damaged_header(path: Path, count: int | None = None) -> Path:
-    """Overwrite the beginning of the first blocks of a folder of ours; None is all blocks."""
+    """Overwrite the beginning of the first blocks of a folder; None for all blocks."""
     folder = own_copy(path)
     for block in blocks_of(folder)[:count]:
         data = block.read_bytes()
@@ -113,7 +113,7 @@ def all_dropped(path: Path) -> Path:
 
 
 def still_written(path: Path) -> Path:
-    """Return a folder whose writer has published a trajectory of 4 frames and 2 frames of the next, and writes on."""
+    """Return a folder of a running writer, with a trajectory of 4 frames and 2 frames of the next."""
     folder = Path(tempfile.mkdtemp(dir=path)) / "live"
     writer = rollout_data.RolloutWriter(folder, 1, durable=False, writer_name="live")
     WRITERS.append(writer)
@@ -134,7 +134,7 @@ def without_observations(path: Path) -> Path:
 
 
 def damaged_demos(path: Path, names: list[str]) -> Path:
-    """Copy the robomimic file and give some demos actions of another length."""
+    """Copy the robomimic file. Actions of some demos get another length."""
     file = Path(tempfile.mkdtemp(dir=path)) / "own.hdf5"
     shutil.copy(path / "own.hdf5", file)
     with h5py.File(file, "r+") as opened:
@@ -145,7 +145,7 @@ def damaged_demos(path: Path, names: list[str]) -> Path:
 
 
 def cut_set(path: Path, version: str, num: int) -> Path:
-    """Convert to LeRobot, and cut the last data files."""
+    """Convert to LeRobot, and truncate the last data files."""
     pytest.importorskip("pyarrow")
     folder = Path(tempfile.mkdtemp(dir=path)) / "set"
     rollout_data.convert(path / "own", folder, "lerobot", fps=10, version=version, progress=False)
@@ -203,7 +203,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], list[int] | type[RolloutDataErro
 @pytest.mark.each_value
 @pytest.mark.parametrize("call", [merged, divided, repaired, converted])
 @pytest.mark.parametrize("name", SOURCES)
-def test_each_call_takes_the_same_sources(place: Path, tmp_path: Path, name: str, call: Any) -> None:
+def test_each_call_accepts_the_same_sources(place: Path, tmp_path: Path, name: str, call: Any) -> None:
     source, expected = SOURCES[name]
     if isinstance(expected, list):
         copy = rollout_data.open(call(source(place), tmp_path / "out"))
@@ -219,7 +219,7 @@ FORMATS = ["lerobot", "robomimic", "isaaclab", "minari", "d4rl", "rlinf", "traje
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_each_call_takes_the_same_episodes_of_every_format(place: Path, tmp_path: Path, format: str) -> None:
+def test_each_call_reads_the_same_episodes_of_every_format(place: Path, tmp_path: Path, format: str) -> None:
     options = {"fps": 20} if format == "lerobot" else {}
     target = tmp_path / ("demos.hdf5" if format in ("robomimic", "isaaclab", "d4rl") else "demos")
     rollout_data.convert(place / "own", target, format, progress=False, **options)

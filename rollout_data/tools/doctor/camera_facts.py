@@ -152,11 +152,9 @@ class Camera:
     def _oriented(self, frames: Array, is_other: bool) -> Array:
         """Return frames as `[n, H, W, C]`, or as if their bytes lay in the other layout."""
         is_channel_first = self.is_first != is_other
-        if is_channel_first:
-            rows: Array = frames.reshape(len(frames), self.channels, *self.size)
-            return rows.transpose(0, 2, 3, 1)
-        rows = frames.reshape(len(frames), *self.size, self.channels)
-        return rows
+        shape = (self.channels, *self.size) if is_channel_first else (*self.size, self.channels)
+        pictures: Array = frames.reshape(len(frames), *shape)
+        return np.moveaxis(pictures, 1, -1) if is_channel_first else pictures
 
     def mean(self, sums: Array) -> Array:
         """Return the means of sums over examined frames: `[E, ...]`."""

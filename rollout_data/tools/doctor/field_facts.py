@@ -198,10 +198,10 @@ class Facts:
     def _add_repeats(self, batch: Batch, is_changed: Array) -> None:
         starts = batch.offsets[:-1]
         numbers = batch.numbers
-        moves = is_changed.any(0)
-        num_moves = np.add.reduceat(moves.astype(np.int64), starts)
+        is_move: Array = np.asarray(is_changed.any(0))
+        num_moves = np.add.reduceat(is_move.astype(np.int64), starts)
         self.repeats[numbers] += np.diff(batch.offsets) - 1 - num_moves
-        self.hold[numbers] = np.maximum(self.hold[numbers], longest_runs(~moves, starts))
+        self.hold[numbers] = np.maximum(self.hold[numbers], longest_runs(~is_move, starts))
 
     def _add_bad(self, batch: Batch, columns: Array) -> None:
         is_bad = ~np.isfinite(columns)

@@ -1,1 +1,1 @@
-"""Editing recordings: leave trajectories out, say things of them, unite, divide and mend folders; sources stay."""
+"""Edit recordings: drop and tag trajectories; merge, split, pack and repair folders."""

@@ -1,10 +1,11 @@
-"""Blocks made of fragments of other blocks, whose bytes are copied and never decoded."""
+"""New blocks made of fragments of other blocks, whose bytes are copied and never decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -30,7 +31,14 @@ from ...blocks.write_block import block_name, write_block
 
 @dataclass(frozen=True)
 class PackSummary:
-    """What packing did: trajectories, frames, and the number of blocks before and after."""
+    """The result of packing.
+
+    Attributes:
+        num_trajectories: Trajectories in the new blocks.
+        num_frames: Frames in the new blocks.
+        num_blocks_before: Blocks before packing.
+        num_blocks_after: Blocks after packing.
+    """
 
     num_trajectories: int
     num_frames: int
@@ -38,71 +46,142 @@ class PackSummary:
     num_blocks_after: int
 
 
-#: A fragment that a new block is made of: the block that has its rows, the fragment, and the sum of its rewards.
-Part = tuple[BlockHeader, np.void, np.ndarray]
-#: Kind -> (key, UTF-8) of the notes of a new block.
+class Part(NamedTuple):
+    """A fragment for a new block.
+
+    Attributes:
+        header: Header of the block with the rows of the fragment.
+        fragment: The fragment, a row of the table of fragments.
+        reward_sum: Sum of its rewards.
+    """
+
+    header: BlockHeader
+    fragment: np.void
+    reward_sum: np.ndarray
+
+
+#: Kind -> (key, UTF-8) of the notes of a block.
 Notes = dict[str, list[tuple[int, bytes]]]
 
 
+def parts_of(header: BlockHeader) -> list[Part]:
+    """Return all fragments of a block."""
+    rows = zip(header.fragments, header.reward_sums, strict=True)
+    return [Part(header, fragment, reward_sum) for fragment, reward_sum in rows]
+
+
 def intact_part(path: Path) -> tuple[BlockContent | None, int]:
-    """Read what is intact of a block whose header is: (content or None, number of trajectories given up)."""
+    """Read the intact trajectories and notes of a block with an intact header.
+
+    Returns:
+        (content, number of trajectories without an intact part). (None, 0) for a block with a
+        damaged header, and for a whole block that does not belong in its folder: it has other
+        fields, or is a second copy.
+    """
     try:
         header = read_header(path)
         damaged = [number for number, _ in damaged_fragments(header)]
-        notes, num_lost_notes = _intact_notes(header)
+        notes, num_damaged_notes = _intact_notes(header)
     except (RolloutDataError, OSError):
         return None, 0
-    if not (damaged or num_lost_notes) or path.name != block_name(header.writer, header.sequence):
-        return None, 0  # a whole block that does not belong here: other fields, or a second copy
-    lost = set(header.fragments["trajectory"][damaged].tolist())
+    is_whole = not damaged and not num_damaged_notes
+    if is_whole or path.name != block_name(header.writer, header.sequence):
+        return None, 0
+
+    damaged_trajectories = set(header.fragments["trajectory"][damaged].tolist())
     parts: list[Part] = []
-    tombs: dict[int, Part] = {}  # a trajectory that lost a part is void as a whole, its parts in other blocks included
-    for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
-        if (number := int(fragment["trajectory"])) not in lost:
-            parts.append((header, fragment, reward_sum))
-        elif number not in tombs:
-            tomb = fragment.copy()
-            tomb["flags"], tomb["length"], tomb["final_row"], tomb["policy_version"] = DROPPED, 0, -1, -1
-            tombs[number] = header, tomb, np.zeros_like(reward_sum)
+    # A trajectory with a damaged part is dropped as a whole, with its parts in other blocks.
+    tombstones: dict[int, Part] = {}
+    for part in parts_of(header):
+        number = int(part.fragment["trajectory"])
+        if number not in damaged_trajectories:
+            parts.append(part)
+        elif number not in tombstones:
+            tombstones[number] = _tombstone(part)
     codecs = {name: coding.codec for name, coding in header.codings.items()}
-    content = rebuilt([*parts, *tombs.values()], header.writer, header.sequence, codecs)
-    content.notes = {**notes, EPISODES: [note for note in notes[EPISODES] if note[0] not in lost]}
-    return content, len(lost)
+    all_parts = [*parts, *tombstones.values()]
+    content = rebuilt(all_parts, header.writer, header.sequence, codecs)
+    notes[EPISODES] = [note for note in notes[EPISODES] if note[0] not in damaged_trajectories]
+    content.notes = notes
+    return content, len(damaged_trajectories)
+
+
+def _tombstone(part: Part) -> Part:
+    """Return a fragment without frames that drops the trajectory of a part."""
+    fragment = part.fragment.copy()
+    fragment["flags"] = DROPPED
+    fragment["length"] = 0
+    fragment["final_row"] = -1
+    fragment["policy_version"] = -1
+    return Part(part.header, fragment, np.zeros_like(part.reward_sum))
 
 
 def _intact_notes(header: BlockHeader) -> tuple[Notes, int]:
-    """Read what is intact of the notes of a block, and count the others."""
-    found = Notes({EPISODES: [], TEXTS: []})
-    num_lost = 0
+    """Return the intact notes of a block, and the number of the others."""
+    notes: Notes = {EPISODES: [], TEXTS: []}
+    num_damaged = 0
     for kind, table in header.notes.items():
-        listed = list(table.read(header.read_bytes))
-        found[kind] = [(key, data) for key, data in listed if data is not None]
-        num_lost += len(listed) - len(found[kind])
-    return found, num_lost
+        stored = list(table.read(header.read_bytes))
+        notes[kind] = [(key, data) for key, data in stored if data is not None]
+        num_damaged += len(stored) - len(notes[kind])
+    return notes, num_damaged
 
 
-def rebuilt(parts: list[Part], writer: str, sequence: int, codecs: dict[str, str]) -> BlockContent:
-    """Make a block of fragments of other blocks; their rows stay coded as they are."""
+def rebuilt(
+    parts: Sequence[Part],
+    writer: str,
+    sequence: int,
+    codecs: dict[str, str],
+) -> BlockContent:
+    """Return a block made of fragments of other blocks. Their rows stay coded as they are."""
     errors: dict[str, float] = {}
-    for header, _, _ in parts:
-        errors |= {name: max(errors.get(name, 0.0), one.max_error) for name, one in header.codings.items()}
-    tables, fragments = gathered([(header, fragment) for header, fragment, _ in parts])
-    sums = np.stack([reward_sum for _, _, reward_sum in parts])
-    return BlockContent(parts[0][0].schema, writer, sequence, fragments, sums, tables, errors, codecs)
+    for part in parts:
+        for name, coding in part.header.codings.items():
+            errors[name] = max(errors.get(name, 0.0), coding.max_error)
+    tables, fragments = gathered([(part.header, part.fragment) for part in parts])
+    reward_sums = np.stack([part.reward_sum for part in parts])
+    schema = parts[0].header.schema
+    return BlockContent(
+        schema,
+        writer,
+        sequence,
+        fragments,
+        reward_sums,
+        tables,
+        errors,
+        codecs,
+    )
 
 
-def _said(parts: list[Part], number: int, edits: Mapping[str, BlockHeader]) -> list[tuple[int, bytes]]:
-    """Read what was said of the episode of these parts, in order, for its new number."""
-    headers = {id(header): header for header, _, _ in parts}
-    if (edit := edits.get(parts[0][0].writer)) is not None:
-        headers[id(edit)] = edit
-    old = int(parts[0][1]["trajectory"])
-    return [(number, text.encode()) for header in headers.values() for _, text in header.read_notes(EPISODES, old)]
+def _headers_of(parts: Sequence[Part]) -> list[BlockHeader]:
+    """Return the headers of parts, each once."""
+    return list({id(part.header): part.header for part in parts}.values())
 
 
-def _texts(parts: list[Part]) -> list[tuple[int, bytes]]:
-    headers = {id(header): header for header, _, _ in parts}.values()
-    return list({key: text.encode() for header in headers for key, text in header.read_notes(TEXTS)}.items())
+def _episode_notes(
+    parts: Sequence[Part],
+    number: int,
+    edits: Mapping[str, BlockHeader],
+) -> list[tuple[int, bytes]]:
+    """Return the notes of a trajectory under its new number, in order; notes of edits last."""
+    headers = _headers_of(parts)
+    edit = edits.get(parts[0].header.writer)
+    if edit is not None:
+        headers.append(edit)
+    old_number = int(parts[0].fragment["trajectory"])
+    notes = []
+    for header in headers:
+        notes += [(number, text.encode()) for _, text in header.read_notes(EPISODES, old_number)]
+    return notes
+
+
+def _texts(parts: Sequence[Part]) -> list[tuple[int, bytes]]:
+    """Return the texts of the blocks of some parts, each key once."""
+    texts: dict[int, bytes] = {}
+    for header in _headers_of(parts):
+        for key, text in header.read_notes(TEXTS):
+            texts[key] = text.encode()
+    return list(texts.items())
 
 
 def _trajectories(folder: BlockFolder) -> Iterator[list[Part]]:
@@ -111,11 +190,16 @@ def _trajectories(folder: BlockFolder) -> Iterator[list[Part]]:
     parts: dict[tuple[str, int], list[Part]] = {}
     for block in index.blocks:
         header = read_header(block.path)
-        for fragment, reward_sum in zip(header.fragments, header.reward_sums, strict=True):
-            part = header, fragment.copy(), reward_sum.copy()
-            parts.setdefault((block.writer, int(fragment["trajectory"])), []).append(part)
+        for part in parts_of(header):
+            key = block.writer, int(part.fragment["trajectory"])
+            copied = Part(header, part.fragment.copy(), part.reward_sum.copy())
+            parts.setdefault(key, []).append(copied)
     for writer, number in zip(index.writer.tolist(), index.number.tolist(), strict=True):
-        yield sorted(parts[index.writers[writer], number], key=lambda part: (part[1]["start"], part[0].sequence))
+        yield sorted(parts[index.writers[writer], number], key=_place_in_trajectory)
+
+
+def _place_in_trajectory(part: Part) -> tuple[int, int]:
+    return int(part.fragment["start"]), part.header.sequence
 
 
 def write_packed(
@@ -126,64 +210,97 @@ def write_packed(
     origins: Sequence[tuple[int, int]] = (),
     progress: bool = False,
 ) -> PackSummary:
-    """Write the trajectories of a folder into blocks of a new writer, in the order of their completion.
+    """Write the trajectories of a folder as blocks of a new writer, in the order of completion.
 
     Args:
-        folder: Without damaged blocks.
+        folder: Folder without damaged blocks.
         target: Another folder.
-        writer: A name that is free there.
-        block_bytes: Size of a block at most, except that a trajectory is not cut.
-        origins: (env, end in ns) of each trajectory, in place of what is recorded; the blocks then tell no other time.
+        writer: A name that no writer in `target` has.
+        block_bytes: Bytes of a block, at most. A trajectory is not cut.
+        origins: (env, end in ns) of each trajectory, instead of the recorded ones. The blocks then
+            have no later time of creation.
         progress: Show a progress bar.
     """
-    num_trajectories = num_frames = num_in_block = 0
-    codecs: dict[str, str] = {}  # what "auto" chose
-    blocks: list[list[Part]] = [[]]
-    said: list[list[tuple[int, bytes]]] = [[]]
-    edits = {block.writer: read_header(block.path) for block in folder.blocks.values() if block.is_edit}
+    edits: dict[str, BlockHeader] = {}
+    for block in folder.blocks.values():
+        if block.is_edit:
+            edits[block.writer] = read_header(block.path)
+
+    num_trajectories = 0
+    num_frames = 0
+    num_frames_in_block = 0
+    contents: list[list[Part]] = []
+    notes: list[list[tuple[int, bytes]]] = []
     for parts in _trajectories(folder):
-        length = sum(int(fragment["length"]) for _, fragment, _ in parts)
-        if num_in_block and (num_in_block + length) * parts[0][0].layouts[DATA].frame_bytes > block_bytes:
-            num_in_block = 0
-            blocks = [*blocks, []]
-            said = [*said, []]
-        said[-1] += _said(parts, num_trajectories, edits)
-        for place, (_, fragment, _) in enumerate(parts):
-            fragment["trajectory"] = num_trajectories
-            if origins:
-                fragment["env"], fragment["end_time_ns"] = origins[num_trajectories]
-            fragment["flags"] = (fragment["flags"] & ~np.uint32(TENTATIVE | FIRST)) | (0 if place else FIRST)
-        if not fragment["flags"] & ENDS:  # its writer died: nothing will follow
-            fragment["flags"] |= OPEN
-        num_trajectories = num_trajectories + 1
-        num_frames = num_frames + length
-        num_in_block += length
-        blocks[-1] += parts
-    blocks = [block for block in blocks if block]
-    for sequence, block in enumerate(tqdm(blocks, desc="pack", unit=" blocks", disable=not progress)):
-        content = rebuilt(block, writer, sequence, codecs)
-        content.notes = {EPISODES: said[sequence], TEXTS: _texts(block)}
+        length = sum(int(part.fragment["length"]) for part in parts)
+        frame_bytes = parts[0].header.layouts[DATA].frame_bytes
+        is_full = num_frames_in_block and (num_frames_in_block + length) * frame_bytes > block_bytes
+        if is_full or not contents:
+            num_frames_in_block = 0
+            contents.append([])
+            notes.append([])
+        notes[-1] += _episode_notes(parts, num_trajectories, edits)
+        _renumber(parts, num_trajectories)
+        if origins:
+            _replace_origin(parts, *origins[num_trajectories])
+        contents[-1] += parts
+        num_trajectories += 1
+        num_frames += length
+        num_frames_in_block += length
+
+    codecs: dict[str, str] = {}  # choices of "auto" hold for all blocks
+    bar = tqdm(contents, desc="pack", unit=" blocks", disable=not progress)
+    for sequence, parts in enumerate(bar):
+        content = rebuilt(parts, writer, sequence, codecs)
+        content.notes = {EPISODES: notes[sequence], TEXTS: _texts(parts)}
         content.fragments, content.reward_sums = _joined(content.fragments, content.reward_sums)
         assert not (content.fragments["flags"] & DROPPED).any()
         content.created_ns = int(content.fragments["end_time_ns"].max()) if origins else None
         write_block(target, content)
-    return PackSummary(num_trajectories, num_frames, len(folder.blocks), len(blocks))
+    return PackSummary(num_trajectories, num_frames, len(folder.blocks), len(contents))
+
+
+def _renumber(parts: Sequence[Part], number: int) -> None:
+    """Change the number and the flags of the fragments of a trajectory, in place."""
+    for part in parts:
+        part.fragment["trajectory"] = number
+        part.fragment["flags"] &= ~np.uint32(TENTATIVE | FIRST)
+    parts[0].fragment["flags"] |= FIRST
+    last = parts[-1].fragment
+    if not last["flags"] & ENDS:  # its writer died, so no part will follow
+        last["flags"] |= OPEN
+
+
+def _replace_origin(parts: Sequence[Part], env: int, end_time_ns: int) -> None:
+    for part in parts:
+        part.fragment["env"] = env
+        part.fragment["end_time_ns"] = end_time_ns
 
 
 def _joined(fragments: np.ndarray, reward_sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Make one of neighbours of a trajectory and of one policy version: fragments and reward sums."""
-    kept: list[np.void] = []
+    """Join neighbouring fragments of one trajectory and policy version.
+
+    Returns:
+        The joined fragments, and their reward sums.
+    """
+    joined: list[np.void] = []
     sums: list[np.ndarray] = []
     for fragment, reward_sum in zip(fragments, reward_sums, strict=True):
-        is_same = kept and (fragment["policy_version"] == kept[-1]["policy_version"] or fragment["length"] == 0)
-        if is_same and not fragment["flags"] & FIRST:
-            last = kept[-1]
-            last["length"] += fragment["length"]
-            last["flags"] |= fragment["flags"]
-            for name in ("end_time_ns", "final_row"):
-                last[name] = max(last[name], fragment[name])
-            sums[-1] += reward_sum
-        else:
-            kept.append(fragment)
+        if not joined or not _continues(joined[-1], fragment):
+            joined.append(fragment)
             sums.append(reward_sum)
-    return np.array(kept, fragments.dtype), np.stack(sums)
+            continue
+        last = joined[-1]
+        last["length"] += fragment["length"]
+        last["flags"] |= fragment["flags"]
+        last["end_time_ns"] = max(last["end_time_ns"], fragment["end_time_ns"])
+        last["final_row"] = max(last["final_row"], fragment["final_row"])
+        sums[-1] += reward_sum
+    return np.array(joined, fragments.dtype), np.stack(sums)
+
+
+def _continues(last: np.void, fragment: np.void) -> bool:
+    """Return whether a fragment continues the one before, of the same policy version."""
+    is_same_policy = fragment["policy_version"] == last["policy_version"]
+    is_empty = fragment["length"] == 0
+    return bool(is_same_policy or is_empty) and not fragment["flags"] & FIRST

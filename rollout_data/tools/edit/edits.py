@@ -1,7 +1,7 @@
-"""Dropping and tagging trajectories of a folder of block files; both can be undone.
+"""Dropping and tagging trajectories of a folder of block files. Both can be undone.
 
-One rule: no block is touched. The edits of a folder are one state, published as a whole by small blocks beside the
-others (`blocks/edit_blocks.py`), one editor after the other; every reader applies it.
+No block is changed. The edits of a folder are one state. It is published as a whole, as small
+blocks beside the others (`blocks/edit_blocks.py`). Every reader applies it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from ...sources.source import kind_of
 from ...writing.annotation_checks import episode_json
 
 LOCK_NAME = ".rollout_edits.lock"
-#: A trajectory by its name, "writer:number", or by its place in `rollout_data.open(path)`; one or several.
+#: One or several trajectories, each by its name "writer:number" or its place in
+#: `rollout_data.open(path)`.
 Ids = str | int | Iterable[str | int]
 #: (writer, number) of a trajectory.
 Key = tuple[str, int]
+#: Names of trajectories in an error, at most.
 _NUM_SHOWN = 5
 
 
@@ -52,185 +54,253 @@ class Edits:
     """All edits of a folder.
 
     Attributes:
-        dropped: The trajectories that are left out.
-        said: Trajectory -> what was said of it by `tag`.
-        writers: Whose trajectories have ever been edited.
-        created_ns: When; None is now.
+        dropped: Trajectories that are left out.
+        notes: Trajectory -> notes of `tag`.
+        writers: Writers whose trajectories have ever been edited.
+        created_ns: Time of the edits; None for now.
     """
 
     dropped: set[Key] = field(default_factory=set)
-    said: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    notes: dict[Key, dict[str, Any]] = field(default_factory=dict)
     writers: set[str] = field(default_factory=set)
     created_ns: int | None = None
 
 
 def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
-    """Leave trajectories out: every reader skips them from now on. `undrop` takes it back, `pack` makes it final.
+    """Leave trajectories out: every reader skips them from now on.
 
-    Writers and readers may be at work. A stream that plays one of them goes on with others at its next look.
+    `undrop` restores them, `pack` removes them. Safe to call while writers and readers are running:
+    a stream that plays one of them continues with others after its next scan of the folder.
 
     Args:
         path: A folder of block files.
         ids: Names as in `open(path).ids`, or places in `open(path)`.
-        dry_run: Count them only; nothing is written.
+        dry_run: Only count them.
 
     Returns:
-        How many are left out by it that were not before.
+        Number of trajectories that are newly left out.
 
     Raises:
-        UsageError: There is no such trajectory, or the path is of another format.
+        UsageError: A trajectory does not exist, or the path is of another format.
     """
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        return _left_out(edits, _chosen("drop", index, edits, ids))
+        return _drop(edits, _chosen("drop", index, edits, ids))
 
     return _edited(path, "drop", change, dry_run)
 
 
 def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
-    """Leave out all other trajectories that are there now; see `drop`."""
+    """Leave out all other trajectories that the folder has now. See `drop`."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        return _left_out(edits, {*index.keys()}.difference(_chosen("keep", index, Edits(), ids)))
+        kept = _chosen("keep", index, Edits(), ids)
+        return _drop(edits, {*index.keys()}.difference(kept))
 
     return _edited(path, "keep", change, dry_run)
 
 
-def _left_out(edits: Edits, keys: Iterable[Key]) -> int:
+def _drop(edits: Edits, keys: Iterable[Key]) -> int:
+    """Add trajectories to those that are dropped; return the number of new ones."""
     num_before = len(edits.dropped)
     edits.dropped |= {*keys}
     return len(edits.dropped) - num_before
 
 
 def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool = False) -> int:
-    """Take `drop` and `keep` back, of these trajectories by their names, or of all; give how many came back."""
+    """Undo `drop` and `keep`.
+
+    Args:
+        path: A folder of block files.
+        ids: Names of trajectories; None for all.
+        dry_run: Only count them.
+
+    Returns:
+        Number of trajectories that are restored.
+    """
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        back = edits.dropped if ids is None else edits.dropped & set(_chosen("undrop", index, edits, ids))
-        edits.dropped = edits.dropped - back
-        return len(back)
+        restored = edits.dropped
+        if ids is not None:
+            restored = edits.dropped & set(_chosen("undrop", index, edits, ids))
+        edits.dropped = edits.dropped - restored
+        return len(restored)
 
     return _edited(path, "undrop", change, dry_run)
 
 
-def tag(path: str | os.PathLike[str], ids: Ids, /, **said: Any) -> int:
-    """Note something of trajectories, as a writer's `episode=` does: `task`, `success`, or anything that JSON holds.
+def tag(path: str | os.PathLike[str], ids: Ids, /, **notes: Any) -> int:
+    """Add notes to trajectories, as `episode=` of a writer does.
 
-    It goes over what was recorded under the same name; None says that it is unknown. `untag` takes it back.
+    They replace recorded notes of the same names. None marks a value as unknown. `untag` removes
+    the notes.
 
     Args:
         path: A folder of block files.
         ids: Names as in `open(path).ids`, or places in `open(path)`.
-        **said: Name -> value; `task` is a text, `success` a truth value.
+        **notes: Name -> value that JSON can hold; `task` is a text, `success` a bool.
 
     Returns:
-        How many trajectories it was said of.
+        Number of trajectories.
 
     Raises:
-        UsageError: There is no such trajectory, a value has a wrong type, or the path is of another format.
+        UsageError: A trajectory does not exist, a value has a wrong type, or the path is of another
+            format.
     """
-    return tagged(path, ids, said)
+    return tagged(path, ids, notes)
 
 
-def tagged(path: str | os.PathLike[str], ids: Ids, said: Mapping[str, Any], *, dry_run: bool = False) -> int:
-    """Do as `tag`, or with `dry_run` only check and count; here no name is taken."""
-    data = json.loads(episode_json(said, _call("tag"), ""))
-    if not said or (reserved := said.keys() & {ENDS, ABSENT}):
+def tagged(
+    path: str | os.PathLike[str],
+    ids: Ids,
+    notes: Mapping[str, Any],
+    *,
+    dry_run: bool = False,
+) -> int:
+    """Do as `tag`; with `dry_run` only check and count. Notes may have any names here."""
+    data = json.loads(episode_json(notes, _call("tag"), ""))
+    reserved = sorted(notes.keys() & {ENDS, ABSENT})
+    if not notes or reserved:
         expected = f"names and values, none of them {ENDS!r} or {ABSENT!r}"
-        raise UsageError(_call("tag"), "", expected, repr(sorted(reserved)) if said else "none")
+        raise UsageError(_call("tag"), "", expected, repr(reserved) if notes else "none")
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         chosen = _chosen("tag", index, edits, ids)
         for key in chosen:
-            edits.said[key] = {**edits.said.get(key, {}), **data}
-            if (size := len(json.dumps(edits.said[key]))) > MAX_NOTE_BYTES:
+            edits.notes[key] = {**edits.notes.get(key, {}), **data}
+            num_bytes = len(json.dumps(edits.notes[key]))
+            if num_bytes > MAX_NOTE_BYTES:
                 where = f"for trajectory {_name(key)!r}"
-                expected = f"at most {MAX_NOTE_BYTES} bytes said of it"
-                raise UsageError(_call("tag"), where, expected, f"{size}", "Record what is large as a field")
+                expected = f"at most {MAX_NOTE_BYTES} bytes of notes"
+                advice = "Record large data as a field"
+                raise UsageError(_call("tag"), where, expected, f"{num_bytes}", advice)
         return len(chosen)
 
     return _edited(path, "tag", change, dry_run)
 
 
 def untag(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: bool = False) -> int:
-    """Take back all that `tag` said of these trajectories, or of all; give how many it had said something of."""
+    """Remove all notes of `tag`.
+
+    Args:
+        path: A folder of block files.
+        ids: Names or places of trajectories; None for all.
+        dry_run: Only count them.
+
+    Returns:
+        Number of trajectories that had notes.
+    """
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
-        chosen = (
-            list(edits.said)
-            if ids is None
-            else [key for key in _chosen("untag", index, edits, ids) if key in edits.said]
-        )
+        chosen = list(edits.notes)
+        if ids is not None:
+            named = _chosen("untag", index, edits, ids)
+            chosen = [key for key in named if key in edits.notes]
         for key in chosen:
-            del edits.said[key]
+            del edits.notes[key]
         return len(chosen)
 
     return _edited(path, "untag", change, dry_run)
 
 
 def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the edits of a folder: "dropped", names of trajectories, and "said", name -> what `tag` said of it."""
+    """Return the edits of a folder.
+
+    Returns:
+        "dropped": names of the dropped trajectories; "said": name -> notes of `tag`.
+    """
     edits = read_edits(_folder(path, "edits_of"))
-    said = {_name(key): told for key, told in sorted(edits.said.items())}
-    return {"dropped": [_name(key) for key in sorted(edits.dropped)], "said": said}
+    return {
+        "dropped": [_name(key) for key in sorted(edits.dropped)],
+        "said": {_name(key): notes for key, notes in sorted(edits.notes.items())},
+    }
 
 
 def read_edits(folder: BlockFolder) -> Edits:
-    """Read the edits that hold in a folder that was looked at.
+    """Return the edits of a folder, as it was last listed.
 
     Raises:
-        CorruptFileError: One is damaged.
+        CorruptFileError: A block of edits is damaged.
     """
-    edits = Edits(writers={found[0] for name in os.listdir(folder.data_dir) if (found := named_edit(name))})
+    writers = {writer for writer, _ in _edit_files(folder.data_dir).values()}
+    edits = Edits(writers=writers)
     for block in folder.blocks.values():
-        if block.is_edit:
-            edits.dropped |= {(block.writer, int(number)) for number in block.fragments["trajectory"]}
-            notes = block.notes
-            for number, text in read_header(block.path).read_notes(EPISODES) if notes is None else notes:
-                edits.said[block.writer, number] = dict(parsed(block.path, text))
+        if not block.is_edit:
+            continue
+        numbers = block.fragments["trajectory"].tolist()
+        edits.dropped |= {(block.writer, number) for number in numbers}
+        stored: Iterable[tuple[int, str]] | None = block.notes
+        if stored is None:
+            stored = read_header(block.path).read_notes(EPISODES)
+        for number, text in stored:
+            edits.notes[block.writer, number] = dict(parsed(block.path, text))
     return edits
 
 
-def publish_edits(folder: BlockFolder, edits: Edits) -> None:
-    """Make these the edits of a folder, then remove the earlier ones; a death leaves those or these.
+def _edit_files(path: Path) -> dict[str, tuple[str, int]]:
+    """Return name -> (writer, sequence) of the blocks of edits in a folder."""
+    files = {name: named_edit(name) for name in os.listdir(path)}
+    return {name: edit for name, edit in files.items() if edit is not None}
 
-    To be called within `only_editor`, or for a folder that no one else knows.
+
+def publish_edits(folder: BlockFolder, edits: Edits) -> None:
+    """Replace the edits of a folder. If the process is killed, the old or the new edits hold.
+
+    Call it within `only_editor`, or for a folder that no other process knows.
     """
     path = folder.data_dir
     schema = folder.schema
     assert schema is not None
-    for left in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # by an editor that died
-        if named_edit(left.name.removeprefix(TEMPORARY_PREFIX)):
-            left.unlink(missing_ok=True)
-    earlier = {name: found[1] for name in os.listdir(path) if (found := named_edit(name))}
-    writers = sorted(edits.writers | {writer for writer, _ in (*edits.dropped, *edits.said)})
-    sequence = edit_sequence(1 + max(map(generation_of, earlier.values()), default=0), len(writers))
-    for writer in writers:
+    for unfinished in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # an editor was killed
+        if named_edit(unfinished.name.removeprefix(TEMPORARY_PREFIX)):
+            unfinished.unlink(missing_ok=True)
+    old_files = _edit_files(path)
+    old_generations = [generation_of(sequence) for _, sequence in old_files.values()]
+    writers = set(edits.writers)
+    writers.update(writer for writer, _ in edits.dropped)
+    writers.update(writer for writer, _ in edits.notes)
+    sequence = edit_sequence(1 + max(old_generations, default=0), len(writers))
+    for writer in sorted(writers):
         write_part(path, schema, writer, sequence, edits)
-    for name in earlier:
+    for name in old_files:
         (path / name).unlink(missing_ok=True)
     sync_path(path)
 
 
 def write_part(path: Path, schema: Schema, writer: str, sequence: int, edits: Edits) -> None:
-    """Write what edits say of the trajectories of one writer, as a block without frames."""
-    rows = {
-        table: {name: ArrayRows(np.zeros((0, column.row_bytes), np.uint8)) for name, column in layout.columns.items()}
-        for table, layout in layouts_of(schema).items()
-    }
-    numbers = sorted(number for of, number in edits.dropped if of == writer)
+    """Write the edits of the trajectories of one writer as a block without frames."""
+    tables: dict[str, dict[str, ArrayRows]] = {}
+    for table, layout in layouts_of(schema).items():
+        tables[table] = {}
+        for name, column in layout.columns.items():
+            tables[table][name] = ArrayRows(np.zeros((0, column.row_bytes), np.uint8))
+    numbers = sorted(number for owner, number in edits.dropped if owner == writer)
     fragments = np.zeros(len(numbers), FRAGMENT_DTYPE)
-    fragments["trajectory"], fragments["flags"] = numbers, DROPPED
-    fragments["final_row"] = fragments["policy_version"] = -1
-    said = [(number, json.dumps(told).encode()) for (of, number), told in edits.said.items() if of == writer]
-    sums = np.zeros((len(numbers), schema["reward"].num_elements if "reward" in schema else 0))
-    content = BlockContent(schema, writer, sequence, fragments, sums, rows, notes={EPISODES: said})
+    fragments["trajectory"] = numbers
+    fragments["flags"] = DROPPED
+    fragments["final_row"] = -1
+    fragments["policy_version"] = -1
+    num_rewards = schema["reward"].num_elements if "reward" in schema else 0
+    reward_sums = np.zeros((len(numbers), num_rewards))
+    notes = []
+    for (owner, number), values in edits.notes.items():
+        if owner == writer:
+            notes.append((number, json.dumps(values).encode()))
+    content = BlockContent(
+        schema,
+        writer,
+        sequence,
+        fragments,
+        reward_sums,
+        tables,
+        notes={EPISODES: notes},
+    )
     write_block(path, replace(content, created_ns=edits.created_ns))
 
 
 @contextmanager
 def only_editor(path: Path) -> Iterator[None]:
-    """Wait until no one else edits a folder, and keep others waiting; the system ends it at any death."""
+    """Hold the lock of a folder's edits. The system releases it if the process is killed."""
     lock = path / LOCK_NAME
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
@@ -238,7 +308,7 @@ def only_editor(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 break
-        except FileNotFoundError:  # the one before removed it just now
+        except FileNotFoundError:  # the editor before removed the file just now
             pass
         except BaseException:
             os.close(descriptor)
@@ -252,9 +322,15 @@ def only_editor(path: Path) -> Iterator[None]:
 
 
 def _edited(
-    path: str | os.PathLike[str], action: str, change: Callable[[Edits, TrajectoryIndex], int], dry_run: bool
+    path: str | os.PathLike[str],
+    action: str,
+    change: Callable[[Edits, TrajectoryIndex], int],
+    dry_run: bool,
 ) -> int:
-    """Change the edits of a folder; nothing is written where nothing changes, or for a `dry_run`."""
+    """Change the edits of a folder and return the number of changed trajectories.
+
+    Nothing is written if nothing changes, or with `dry_run`.
+    """
     dry_run = arguments.flag(_call(action), "dry_run", dry_run)
     folder = _folder(path, action)
     if dry_run:
@@ -262,7 +338,8 @@ def _edited(
     with only_editor(folder.data_dir):
         folder.refresh()
         edits = read_edits(folder)
-        if count := change(edits, folder.index):
+        count = change(edits, folder.index)
+        if count:
             publish_edits(folder, edits)
         return count
 
@@ -275,18 +352,18 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
     """Open a folder of block files.
 
     Raises:
-        UsageError: It is something else, or not on this machine.
-        DataFileError: An edit in it is damaged.
+        UsageError: The path is of another format, or not on this machine.
+        DataFileError: A block of edits is damaged.
     """
-    if hasattr(path, "origin"):  # its places and ids would be taken as those of the whole folder
-        got = f"{path!r}"
+    if hasattr(path, "origin"):  # places and ids of a `Recording` may differ from its folder's
+        expected = "path as a folder of block files"
         advice = "Give its path, and names of trajectories, such as its ids"
-        raise UsageError(_call(action), "", "path as a folder of block files", got, advice)
+        raise UsageError(_call(action), "", expected, f"{path!r}", advice)
     origin, *others = origins_of(path, _call(action), "path")
     if others or isinstance(origin.path, RemotePath):
         expected = "path as one folder of this machine"
         advice = "Edit it, then push it"
-        got = f"the URL {str(origin.path)!r}" if not others else f"{1 + len(others)} paths"
+        got = f"{1 + len(others)} paths" if others else f"the URL {str(origin.path)!r}"
         raise UsageError(_call(action), "", expected, got, advice)
     check_single(_call(action), origin.path)
     if kind_of(origin) is not Blocks:
@@ -297,34 +374,43 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
     folder = BlockFolder.at(origin.path)
     for name, problem in folder.problems.items():
         if named_edit(name):
+            where = repr(str(path))
             advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"
-            raise DataFileError(action, repr(str(path)), "intact edits", repr(name), advice) from problem
+            error = DataFileError(action, where, "intact edits", repr(name), advice)
+            raise error from problem
     return folder
 
 
 def _chosen(function: str, index: TrajectoryIndex, edits: Edits, ids: Ids) -> list[Key]:
-    """Return (writer, number) of trajectories that are there, or that were dropped."""
+    """Return (writer, number) of trajectories of the folder, or of dropped ones.
+
+    Raises:
+        UsageError: A trajectory does not exist.
+    """
     action = _call(function)
     if not isinstance(ids, Iterable) and not is_whole(ids):
         raise UsageError(action, "", "ids as names or places of trajectories", repr(ids))
-    listed: list[Any] = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else [ids]
+    is_single = isinstance(ids, str) or not isinstance(ids, Iterable)
+    items: list[Any] = [ids] if is_single else list(ids)  # type: ignore[arg-type]
     known = dict.fromkeys(index.keys())
-    found: dict[Key, None] = {}
-    for one in listed:
-        if isinstance(one, (int, np.integer)) and not isinstance(one, bool):
-            if not -len(index) <= one < len(index):
-                raise UsageError(action, "", f"ids with places in {-len(index)}:{len(index)}", str(one))
-            found[index.keys(np.array([one]))[0]] = None
+    chosen: dict[Key, None] = {}
+    for item in items:
+        if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
+            if not -len(index) <= item < len(index):
+                expected = f"ids with places in {-len(index)}:{len(index)}"
+                raise UsageError(action, "", expected, str(item))
+            (key,) = index.keys(np.array([item]))
+            chosen[key] = None
             continue
-        writer, _, number = str(one).rpartition(":")
+        writer, _, number = str(item).rpartition(":")
         key = writer, int(number) if number.isdecimal() else -1
         if key not in known and key not in edits.dropped:
-            expected = f"ids with names such as {nearest(str(one), map(_name, known), _NUM_SHOWN)}"
+            expected = f"ids with names such as {nearest(str(item), map(_name, known), _NUM_SHOWN)}"
             if not known:
                 expected = "path with trajectories, of which there are none"
-            raise UsageError(action, "", expected, repr(one), "'rollout-data ls' lists them")
-        found[key] = None
-    return list(found)
+            raise UsageError(action, "", expected, repr(item), "'rollout-data ls' lists them")
+        chosen[key] = None
+    return list(chosen)
 
 
 def _name(key: Key) -> str:

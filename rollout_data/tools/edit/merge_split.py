@@ -1,7 +1,7 @@
-"""Uniting and dividing recordings: new folders of block files, of hard links to whole blocks where that is possible.
+"""Merge and split recordings: new folders of block files, hard links to whole blocks if possible.
 
-One rule: a new folder is there as a whole or not at all, and no source is touched. A linked block is one file under two
-names: nothing of ours ever writes into a block.
+A new folder appears as a whole or not at all. No source is changed. A linked block is one file with
+two names, which is safe because blocks are never written to.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tqdm import tqdm
 from storage.core import arguments
 from storage.core.arguments import is_real
 from storage.core.durable_files import replace_folder
+from storage.core.fields import Schema
 from storage.core.locks import only_writer_of
 from storage.errors import DataFileError, RolloutDataError, SchemaError, TargetError, UsageError
 
@@ -36,32 +37,43 @@ from ...formats.open_recording import check_any_readable, open_source, present_p
 from ...formats.open_recording import open as open_recording
 from ...remote.locations import DataDir, DataDirs, RemotePath, origins_of
 from ...sources.block_source import Blocks
-from ...sources.episode_reader import NO_FIELDS
 from ...sources.recording import Recording
 from ...sources.source import kind_of
 from ...sources.source_kind import MIXED, ORDER_KEY, conventions, mixed_conventions
-from .copied_blocks import rebuilt
+from .copied_blocks import parts_of, rebuilt
 from .edits import Edits, Key, publish_edits, read_edits
 
-#: What linking raises where files cannot have another name there.
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EACCES)
-#: What linking and copying raise because of the file that is linked or copied, not because of its new place.
+#: Errors of linking that mean that hard links are impossible there.
+_NO_LINKS = (
+    errno.EXDEV,
+    errno.EPERM,
+    errno.EMLINK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EACCES,
+)
+#: Errors of linking and copying that concern the source file, not its target.
 _OF_SOURCE = (errno.ENOENT, errno.ESTALE, errno.EIO)
-#: Where recordings of other formats are converted to, within the new folder.
+#: Folder of converted sources, within the new folder.
 _CONVERTED = ".converted"
+#: (key, notes) of trajectories.
+Notes = dict[Key, dict[str, Any]]
 
 
 @dataclass
 class NewFolder:
-    """What a new folder was made of.
+    """The content of a new folder.
 
     Attributes:
         path: The folder.
-        num_trajectories, num_frames: What it holds.
-        num_linked, num_copied: Blocks that are hard links, and blocks that were written anew.
-        renamed: (place of the source, its writer) -> the writer's name in the new folder, where another had it.
+        num_trajectories: Trajectories.
+        num_frames: Frames.
+        num_linked: Blocks that are hard links.
+        num_copied: Blocks that were written.
+        renamed: (place of the source, its writer) -> name of the writer in the new folder, if
+            another writer had that name.
         problems: Data of the sources that were not read, were repaired or were left out.
-        advice: Remarks on data that were taken as they are stored; see `Recording.advice`.
+        advice: Remarks on data that are kept as they are stored. See `Recording.advice`.
     """
 
     path: Path
@@ -75,13 +87,22 @@ class NewFolder:
 
 
 @contextmanager
-def new_folder(action: str, name: str, target: str | os.PathLike[str], *sources: Path | RemotePath) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `target` when all went well.
+def new_folder(
+    action: str,
+    name: str,
+    target: str | os.PathLike[str],
+    *sources: Path | RemotePath,
+) -> Iterator[Path]:
+    """Yield an empty folder that replaces `target` if the block succeeds.
 
-    Errors name the `action` and the argument by its `name`.
+    Args:
+        action: The call that errors name.
+        name: The argument that errors name.
+        target: A new or empty folder.
+        sources: Paths that are read.
 
     Raises:
-        UsageError: The target is, or lies in, one of the sources, or it is not empty, or somebody else writes it.
+        UsageError: The target is or lies in a source, is not empty, or another process writes it.
         DataFileError: A file of a source cannot be read.
         TargetError: The target cannot be written.
     """
@@ -89,31 +110,41 @@ def new_folder(action: str, name: str, target: str | os.PathLike[str], *sources:
     verb = action.rpartition(".")[2]
     for source in sources:
         if isinstance(source, Path) and source.resolve() in (place, *place.parents):
-            raise UsageError(action, "", f"{name} as a place outside of {str(source)!r}", repr(str(target)))
+            expected = f"{name} as a place outside of {str(source)!r}"
+            raise UsageError(action, "", expected, repr(str(target)))
     made = None
     try:
         with only_writer_of(place, f"{verb} into"):
             if place.is_dir() and any(place.iterdir()):
-                raise UsageError(action, "", f"{name} as a new or empty folder", f"files in {str(target)!r}")
+                expected = f"{name} as a new or empty folder"
+                raise UsageError(action, "", expected, f"files in {str(target)!r}")
             with replace_folder(place, ()) as made:
                 yield made
     except (DataFileError, OSError) as cause:
-        if made is not None and isinstance(cause, DataFileError):
+        if made is None:
+            raise _target_error(verb, target, cause) from cause
+        if isinstance(cause, DataFileError):
             raise
-        if made is not None and isinstance(cause, OSError) and _names_one_of(cause, sources):
+        if _names_one_of(cause, sources):
             advice = "If it was removed meanwhile, as by prune, call it again"
             where = repr(cause.filename)
-            raise DataFileError(verb, where, "a file that can be read", str(cause.strerror), advice) from cause
-        where, got = f"into {str(target)!r}", f"{type(cause).__name__}: {cause}"
-        if isinstance(cause, TargetError):
-            got = cause.got
-        error = TargetError(verb, where, "a place that can be written", got)
-        error.errno = getattr(cause, "errno", None)
-        raise error from cause
+            expected = "a file that can be read"
+            raise DataFileError(verb, where, expected, str(cause.strerror), advice) from cause
+        raise _target_error(verb, target, cause) from cause
+
+
+def _target_error(verb: str, target: str | os.PathLike[str], cause: Exception) -> TargetError:
+    """Return the error of a target that cannot be written."""
+    got = f"{type(cause).__name__}: {cause}"
+    if isinstance(cause, TargetError):
+        got = cause.got
+    error = TargetError(verb, f"into {str(target)!r}", "a place that can be written", got)
+    error.errno = getattr(cause, "errno", None)
+    return error
 
 
 def _names_one_of(error: OSError, places: Sequence[Path | RemotePath]) -> bool:
-    """Return whether an error is of a file in one of some places."""
+    """Return whether an error concerns a file in one of some places."""
     if not isinstance(error.filename, (str, os.PathLike)):
         return False
     if error.filename2 is not None and error.errno not in _OF_SOURCE:
@@ -122,14 +153,23 @@ def _names_one_of(error: OSError, places: Sequence[Path | RemotePath]) -> bool:
     return any(place in (path, *path.parents) for place in places if isinstance(place, Path))
 
 
-def merge(sources: DataDirs, out: str | os.PathLike[str], *, progress: bool = False) -> NewFolder:
-    """Unite recordings of equal fields in a new folder of block files; edits of the sources are kept.
+def merge(
+    sources: DataDirs,
+    out: str | os.PathLike[str],
+    *,
+    progress: bool = False,
+) -> NewFolder:
+    """Merge recordings with the same fields into a new folder of block files.
 
-    Blocks become hard links; they are copied to other file systems, and where two writers have one name. A block that
-    two sources share, as the parts of `split` do, is there once, and so is each trajectory; it is dropped only if no
-    source has it. Recordings of other formats, and folders with a damaged block, are converted: data that cannot be
-    read, and episodes of an open recording that were removed since, are left out and named in `NewFolder.problems`,
-    as by `convert`.
+    Edits of the sources are kept. Blocks become hard links. They are copied to another file system,
+    and if two writers have the same name.
+
+    Sources may share blocks, as parts of `split` do. A shared block or trajectory is stored once,
+    and is dropped only if no source has it.
+
+    Recordings of other formats, and folders with a damaged block, are converted, as by `convert`.
+    Data that cannot be read are left out and named in `NewFolder.problems`. So are episodes that
+    were removed after opening.
 
     Args:
         sources: Paths of any format, or recordings.
@@ -143,13 +183,15 @@ def merge(sources: DataDirs, out: str | os.PathLike[str], *, progress: bool = Fa
     """
     action = "call rollout_data.merge"
     progress = arguments.flag(action, "progress", progress)
-    recordings = [open_source(action, "sources", one) for one in origins_of(sources, action, "sources")]
+    origins = origins_of(sources, action, "sources")
+    recordings = [open_source(action, "sources", origin) for origin in origins]
     for recording in recordings:
         _check_source(recording)
-    done = NewFolder(arguments.path(action, "out", out))
-    with new_folder(action, "out", out, *(one.path for one in recordings)) as made:
-        _unite(recordings, made, done, progress)
-    return done
+    result = NewFolder(arguments.path(action, "out", out))
+    paths = [recording.path for recording in recordings]
+    with new_folder(action, "out", out, *paths) as made:
+        _merge_into(recordings, made, result, progress)
+    return result
 
 
 def split(
@@ -160,39 +202,41 @@ def split(
     seed: int = 0,
     progress: bool = False,
 ) -> dict[str, NewFolder]:
-    """Divide a recording into folders `out/<name>` of block files: disjoint, and complete together.
+    """Split a recording into folders `out/<name>` of block files: disjoint, and complete together.
 
-    Blocks become hard links, whole also where a part has some of their trajectories only; the others are dropped there.
-    Of another format, or of a folder with a damaged block, the parts are converted, as by `merge`.
+    Blocks become hard links. A block is linked as a whole even if a part has only some of its
+    trajectories; the others are dropped there. Recordings of other formats, and folders with a
+    damaged block, are converted, as by `merge`.
 
     Args:
         path: A path of any format, or a recording.
-        parts: Name -> share, as in `{"train": 0.9, "val": 0.1}`; None gives the parts that the file itself names.
+        parts: Name -> share, as in `{"train": 0.9, "val": 0.1}`; None for the parts that the
+            recording itself names.
         out: A new or empty folder.
-        seed: Which trajectory goes where is a function of it and of their names.
+        seed: The part of a trajectory is a function of the seed and its name.
         progress: Show progress bars.
 
     Raises:
-        UsageError: The shares do not add up to 1, a name cannot be that of a folder, or `out` is not empty, or lies in
-            the source.
+        UsageError: The shares do not add up to 1, a name cannot be that of a folder, or `out` is
+            not empty, or lies in the source.
         DataFileError: The source cannot be opened, or none of its episodes can be read.
     """
     action = "call rollout_data.split"
     progress = arguments.flag(action, "progress", progress)
     recording = open_source(action, "path", path)
     _check_source(recording)
-    done = dict[str, NewFolder]()
     target = arguments.path(action, "out", out)
-    chosen = recording.parts(action, parts, seed)
-    for name in chosen:
+    selections = recording.parts(action, parts, seed)
+    for name in selections:
         if not name.strip(".") or {"/", "\0"} & set(name):
             raise UsageError(action, "", "parts with names that folders can have", repr(name))
+    results: dict[str, NewFolder] = {}
     with new_folder(action, "out", target, recording.path) as made:
-        for name, part in chosen.items():
-            done[name] = NewFolder(target / name)
+        for name, selection in selections.items():
+            results[name] = NewFolder(target / name)
             (made / name).mkdir()
-            _unite([part], made / name, done[name], progress)
-    return done
+            _merge_into([selection], made / name, results[name], progress)
+    return results
 
 
 def _check_source(recording: Recording) -> None:
@@ -201,207 +245,333 @@ def _check_source(recording: Recording) -> None:
     check_any_readable(recording, len(present), [*recording.problems, *removed])
 
 
-def _unite(recordings: Sequence[Recording], made: Path, done: NewFolder, progress: bool) -> None:
-    """Link the blocks of recordings into a new folder, or write them anew, and tell what is left out there.
+@dataclass
+class _MergedSource:
+    """A source whose blocks are in the new folder.
 
-    A block of which a selection has some trajectories is taken as a whole, and the others are dropped: without their
-    other blocks they would seem whole, or not void.
+    Attributes:
+        recording: The source, or the converted one.
+        folder: Its folder of blocks.
+        writers: Writer -> its name in the new folder.
+        metadata: Metadata of the folder; None without any.
     """
-    kept = set[Key]()
-    said = dict[Key, dict[str, Any]]()
-    found = list[BlockFolder]()
-    selections: list[Recording] = []
-    renamed: list[dict[str, str]] = []
-    for place, source in enumerate(recordings):
-        recording, removed = present_part(source)
-        done.problems += removed
-        ids = recording.origin.ids
-        folder = _intact_folder(recording)
-        names = {} if folder is None else _free_names(_blocks_with(folder, ids), made)
-        is_linked = folder is not None and not _are_copies_damaged(folder, names)
-        if folder is None or not is_linked:
+
+    recording: Recording
+    folder: BlockFolder
+    writers: dict[str, str]
+    metadata: Metadata | None
+
+
+def _merge_into(
+    recordings: Sequence[Recording],
+    made: Path,
+    result: NewFolder,
+    progress: bool,
+) -> None:
+    """Put the blocks of recordings into an empty folder, and fill in the result.
+
+    A block of which a selection has some trajectories is taken as a whole, and the other
+    trajectories are dropped. Without their other blocks they would look complete.
+    """
+    kept: set[Key] = set()
+    notes: Notes = {}
+    sources: list[_MergedSource] = []
+    first_fields: tuple[Path | RemotePath, Schema] | None = None
+    for place, recording in enumerate(recordings):
+        present, removed = present_part(recording)
+        result.problems += removed
+        source = _linkable(present, made)
+        ids = present.origin.ids
+        is_linked = source is not None
+        if source is None:
             ids = None
-            folder = _converted(recording, made / _CONVERTED / str(place), done, progress)
-            names = _free_names(_blocks_with(folder, ids), made)
+            source = _converted(present, made, place, result, progress)
         else:
-            done.problems += recording.problems
-            done.advice += recording.advice
-        found.append(folder)
-        selections.append(recording if is_linked else open_recording(folder.data_dir))
-        renamed.append(names)
-        _check_fields(recordings, found)
-        wanted = _wanted(folder, ids)
-        blocks = _blocks_with(folder, ids)
-        done.renamed |= {(place, old): new for old, new in names.items() if old != new}
-        listed = tqdm(blocks, desc="link", unit=" blocks", disable=not progress)
-        num_linked = sum([_take(block, names[block.writer], made) for block in listed])
-        done.num_linked += num_linked if is_linked else 0
-        kept |= {(names[writer], number) for writer, number in wanted}
-        for (writer, number), told in read_edits(folder).said.items():
-            if writer in names and (ids is None or (writer, number) in wanted):
-                said[names[writer], number] = said.get((names[writer], number), {}) | told
-    described = [load_metadata(one.data_dir) for one in found]
-    metadata = _common(described)
-    stated = conventions(one.context for one in described if one is not None)
-    done.advice += mixed_conventions(stated)
-    if metadata is not None and len({value for name, value in stated if name == ORDER_KEY}) > 1:
-        metadata = replace(metadata, context={**metadata.context, ORDER_KEY: MIXED})
-    if {_rate_of(one) for one in described} != {_rate_of(metadata)}:
-        for selection, of_source, names in zip(selections, described, renamed, strict=True):
-            for (writer, number), rate in _rates_of_episodes(selection, _rate_of(of_source)).items():
-                key = (names.get(writer, writer), number)
-                said[key] = {RATE_KEYS[0]: rate} | said.get(key, {})
+            result.problems += present.problems
+            result.advice += present.advice
+        sources.append(source)
+        schema = source.folder.schema
+        if schema is not None:
+            if first_fields is None:
+                first_fields = recording.path, schema
+            _check_fields(recording.path, schema, *first_fields)
+
+        for writer, name in source.writers.items():
+            if writer != name:
+                result.renamed[place, writer] = name
+        blocks = tqdm(
+            _blocks_with(source.folder, ids),
+            desc="link",
+            unit=" blocks",
+            disable=not progress,
+        )
+        for block in blocks:
+            was_linked = _add_block(block, source.writers[block.writer], made)
+            result.num_linked += was_linked and is_linked
+        wanted = _wanted(source.folder, ids)
+        kept |= {(source.writers[writer], number) for writer, number in wanted}
+        for (writer, number), values in read_edits(source.folder).notes.items():
+            if writer in source.writers and (ids is None or (writer, number) in wanted):
+                key = source.writers[writer], number
+                notes[key] = notes.get(key, {}) | values
+
+    metadata, advice = _merged_metadata([source.metadata for source in sources])
+    result.advice += advice
+    if {_rate_of(source.metadata) for source in sources} != {_rate_of(metadata)}:
+        for source in sources:
+            _note_rates(source, notes)
     shutil.rmtree(made / _CONVERTED, ignore_errors=True)
     folder = BlockFolder.at(made)
-    finish(folder, metadata, kept, said)
+    finish(folder, metadata, kept, notes)
     save_index_cache(made)
-    done.num_trajectories = len(kept)
-    done.num_frames = int(folder.index.lengths[folder.index.find([*kept])].sum()) if kept else 0
-    done.num_copied = sum(not block.is_edit for block in folder.blocks.values()) - done.num_linked
+    result.num_trajectories = len(kept)
+    if kept:
+        result.num_frames = int(folder.index.lengths[folder.index.find([*kept])].sum())
+    num_blocks = sum(not block.is_edit for block in folder.blocks.values())
+    result.num_copied = num_blocks - result.num_linked
+
+
+def _linkable(recording: Recording, made: Path) -> _MergedSource | None:
+    """Return a source whose blocks can be linked.
+
+    None for other formats, for damaged blocks, and for remote folders.
+    """
+    folder = _intact_folder(recording)
+    if folder is None:
+        return None
+    writers = _free_names(_blocks_with(folder, recording.origin.ids), made)
+    if _are_copies_damaged(folder, writers):
+        return None
+    return _MergedSource(recording, folder, writers, load_metadata(folder.data_dir))
+
+
+def _converted(
+    recording: Recording,
+    made: Path,
+    place: int,
+    result: NewFolder,
+    progress: bool,
+) -> _MergedSource:
+    """Convert a source to blocks within the new folder.
+
+    Its problems and advice are added to the result.
+    """
+    scratch = made / _CONVERTED / str(place)
+    scratch.mkdir(parents=True)
+    if len(recording):  # a part may have no episodes
+        conversion = convert(recording, scratch, progress=progress)
+        result.problems += conversion.problems
+        result.advice += conversion.advice
+    folder = BlockFolder.at(scratch)
+    writers = _free_names(_blocks_with(folder, None), made)
+    return _MergedSource(open_recording(scratch), folder, writers, load_metadata(scratch))
+
+
+def _merged_metadata(
+    stated: Sequence[Metadata | None],
+) -> tuple[Metadata | None, Sequence[RolloutDataError]]:
+    """Return the metadata that several folders share, and advice on conventions that differ."""
+    metadata = _common(stated)
+    known = conventions(one.context for one in stated if one is not None)
+    orders = {value for name, value in known if name == ORDER_KEY}
+    if metadata is not None and len(orders) > 1:
+        metadata = replace(metadata, context={**metadata.context, ORDER_KEY: MIXED})
+    return metadata, mixed_conventions(known)
+
+
+def _note_rates(source: _MergedSource, notes: Notes) -> None:
+    """Note the frame rate of each episode of a source, unless its notes have one."""
+    rates = _rates_of_episodes(source.recording, _rate_of(source.metadata))
+    for (writer, number), rate in rates.items():
+        key = source.writers.get(writer, writer), number
+        notes[key] = {RATE_KEYS[0]: rate} | notes.get(key, {})
 
 
 def _rate_of(metadata: Metadata | None) -> float | None:
-    """Return the frame rate that metadata of a folder state; None without one."""
-    stated = [] if metadata is None else [metadata.context.get(name) for name in RATE_KEYS]
-    return next((rate for rate in stated if is_real(rate)), None)
+    """Return the frame rate in the metadata of a folder; None without one."""
+    return None if metadata is None else _first_rate(metadata.context)
 
 
-def _rates_of_episodes(selection: Recording, rate: float | None) -> dict[Key, float]:
-    """Return the frame rates of the episodes of a source: their own, or that of its metadata."""
-    rates = {}
-    for name, episode in zip(selection.ids, selection, strict=True):
-        writer, _, number = name.rpartition(":")
-        stated = [episode.metadata.get(key) for key in RATE_KEYS]
-        own_rate = next((one for one in (*stated, rate) if is_real(one)), None)
-        if own_rate is not None:
-            rates[writer, int(number)] = own_rate
+def _first_rate(context: Mapping[str, Any]) -> float | None:
+    for key in RATE_KEYS:
+        rate = context.get(key)
+        if is_real(rate):
+            return rate
+    return None
+
+
+def _rates_of_episodes(recording: Recording, default: float | None) -> dict[Key, float]:
+    """Return the frame rates of episodes: their own, or the default. Others are left out."""
+    rates: dict[Key, float] = {}
+    for name, episode in zip(recording.ids, recording, strict=True):
+        rate = _first_rate(episode.metadata)
+        if rate is None:
+            rate = default
+        if rate is not None:
+            writer, _, number = name.rpartition(":")
+            rates[writer, int(number)] = rate
     return rates
 
 
-def held_in(block: Block) -> set[Key]:
+def trajectories_in(block: Block) -> set[Key]:
     """Return the trajectories of which a block has a part."""
     return {(block.writer, number) for number in block.fragments["trajectory"].tolist()}
 
 
 def finish(
-    folder: BlockFolder, metadata: Metadata | None, kept: Collection[Key], said: Mapping[Key, dict[str, Any]]
+    folder: BlockFolder,
+    metadata: Metadata | None,
+    kept: Collection[Key],
+    notes: Mapping[Key, dict[str, Any]],
 ) -> None:
-    """Describe a new folder: its metadata, what was said, and which trajectories of its blocks are dropped."""
+    """Write the metadata and the edits of a new folder.
+
+    Args:
+        folder: The folder, with its blocks.
+        metadata: Its metadata; None for none.
+        kept: Trajectories that are not dropped.
+        notes: Trajectory -> notes of `tag`. Those of other folders are left out.
+    """
     if metadata is not None:
         publish_metadata(folder.data_dir, metadata, "edited")
-    held = {key for block in folder.blocks.values() for key in held_in(block)}
-    theirs = {key: told for key, told in said.items() if key in held}
-    if held - {*kept} or theirs:
-        publish_edits(folder, Edits(held - {*kept}, theirs, created_ns=newest_ns(folder)))
+    present: set[Key] = set()
+    for block in folder.blocks.values():
+        present |= trajectories_in(block)
+    dropped = present - {*kept}
+    present_notes = {key: values for key, values in notes.items() if key in present}
+    if dropped or present_notes:
+        publish_edits(folder, Edits(dropped, present_notes, created_ns=newest_ns(folder)))
 
 
 def newest_ns(folder: BlockFolder) -> int:
-    """Return the time of the newest frame: what is made of a folder has no other, so that it is the same each time."""
-    return max((int(one.fragments["end_time_ns"].max(initial=0)) for one in folder.blocks.values()), default=0)
+    """Return the time of the newest frame; 0 without frames.
+
+    Files that are made from a folder have this time, so that the same source gives the same bytes.
+    """
+    times = [int(block.fragments["end_time_ns"].max(initial=0)) for block in folder.blocks.values()]
+    return max(times, default=0)
 
 
 def is_own(recording: Recording) -> bool:
+    """Return whether a recording is a folder of block files on this machine."""
     return kind_of(recording.origin) is Blocks and not isinstance(recording.path, RemotePath)
 
 
 def _intact_folder(recording: Recording) -> BlockFolder | None:
-    """Return the folder of a recording whose blocks can all be linked; None of other formats and of damaged blocks."""
+    """Return the folder of intact blocks of a recording.
+
+    None for other formats and if a block is damaged.
+    """
     if not is_own(recording):
         return None
     folder = BlockFolder.at(recording.path)
-    if {*folder.problems} - {METADATA_NAME}:
+    if folder.problems.keys() - {METADATA_NAME}:
         return None
     folder.keep_only(recording.blocks)
     return folder
 
 
-def _converted(recording: Recording, scratch: Path, done: NewFolder, progress: bool) -> BlockFolder:
-    """Convert a recording to the folder `scratch`; its problems and advice are appended to those of `done`."""
-    scratch.mkdir(parents=True)
-    if not len(recording):  # a part without episodes
-        return BlockFolder.at(scratch)
-    conversion = convert(recording, scratch, progress=progress)
-    done.problems += conversion.problems
-    done.advice += conversion.advice
-    return BlockFolder.at(scratch)
-
-
-def _check_fields(recordings: Sequence[Recording], folders: Sequence[BlockFolder]) -> None:
-    """Raise `SchemaError` if the last folder has other fields than the first one that has any."""
-    last = len(folders) - 1
-    schema = folders[-1].schema
-    first = next((number for number, folder in enumerate(folders) if folder.schema is not None), last)
-    if schema is not None and (difference := (folders[first].schema or NO_FIELDS).difference(schema)):
-        where = f"{str(recordings[last].path)!r}"
-        expected = f"the fields of {str(recordings[first].path)!r}"
-        raise SchemaError("merge", where, expected, difference, "Merge what has equal fields")
+def _check_fields(
+    path: Path | RemotePath,
+    schema: Schema,
+    first_path: Path | RemotePath,
+    first_schema: Schema,
+) -> None:
+    """Raise `SchemaError` if a source has other fields than the first one."""
+    difference = first_schema.difference(schema)
+    if difference:
+        expected = f"the fields of {str(first_path)!r}"
+        advice = "Merge recordings with equal fields"
+        raise SchemaError("merge", f"{str(path)!r}", expected, difference, advice)
 
 
 def _wanted(folder: BlockFolder, ids: Sequence[str] | None) -> set[Key]:
-    """Return the trajectories of these names; None is all."""
-    every = folder.index.keys()
-    chosen = None if ids is None else {*ids}
-    return {key for key in every if chosen is None or f"{key[0]}:{key[1]}" in chosen}
+    """Return the trajectories with some names; all for None."""
+    keys = folder.index.keys()
+    if ids is None:
+        return {*keys}
+    chosen = {*ids}
+    return {key for key in keys if f"{key[0]}:{key[1]}" in chosen}
 
 
 def _blocks_with(folder: BlockFolder, ids: Sequence[str] | None) -> list[Block]:
-    """Return the blocks in which trajectories of these names have a part; None is all blocks."""
+    """Return the blocks with a part of trajectories with some names; all blocks for None."""
     blocks = [block for block in folder.blocks.values() if not block.is_edit]
     if ids is None:
         return blocks
     wanted = _wanted(folder, ids)
-    return [block for block in blocks if not wanted.isdisjoint(held_in(block))]
+    return [block for block in blocks if not wanted.isdisjoint(trajectories_in(block))]
 
 
-def _are_copies_damaged(folder: BlockFolder, names: Mapping[str, str]) -> bool:
-    """Return whether a block is damaged that would be written for a writer of another name, with a right checksum."""
-    copied = [block for block in folder.blocks.values() if names.get(block.writer, block.writer) != block.writer]
-    return any(True for block in copied for _ in damaged_fragments(read_header(block.path)))
+def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool:
+    """Return whether a block is damaged that would be written under another name.
+
+    It would get right checksums for damaged rows.
+    """
+    for block in folder.blocks.values():
+        is_renamed = writers.get(block.writer, block.writer) != block.writer
+        if is_renamed and any(damaged_fragments(read_header(block.path))):
+            return True
+    return False
 
 
 def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
-    """Return a name in `made` for each writer of some blocks: its own unless another writer has it."""
-    found: dict[str, list[Block]] = {}
+    """Return writer -> a name in `made`: its own, unless another writer there has it."""
+    blocks_of: dict[str, list[Block]] = {}
     for block in blocks:
-        found.setdefault(block.writer, []).append(block)
+        blocks_of.setdefault(block.writer, []).append(block)
     names = {}
-    for writer, mine in sorted(found.items()):
+    for writer, own_blocks in sorted(blocks_of.items()):
         name = writer
         number = 1
-        while not _is_same(mine, name, made):
+        while not _fits(own_blocks, name, made):
             number += 1
             name = f"{writer[:90]}-{number}"
         names[writer] = name
     return names
 
 
-def _is_same(blocks: Sequence[Block], name: str, made: Path) -> bool:
-    """Whether blocks can stand beside those of a name: it is free, or both are of one recording."""
-    there = {path.name: path for path in made.glob(f"rollout_{name}_*.h5")}
-    shared = [block for block in blocks if block_name(name, block.sequence) in there]
-    if not shared and there:  # parts of one recording, or two recordings: then their numbers overlap
-        numbers = {int(one) for block in blocks for one in block.fragments["trajectory"]}
-        return all(numbers.isdisjoint(read_header(path).fragments["trajectory"].tolist()) for path in there.values())
-    return all(filecmp.cmp(block.path, there[block_name(name, block.sequence)], shallow=False) for block in shared)
+def _fits(blocks: Sequence[Block], name: str, made: Path) -> bool:
+    """Return whether blocks can have a writer's name in a folder.
+
+    The name is free, or the blocks there are of the same recording.
+    """
+    present = {path.name: path for path in made.glob(f"rollout_{name}_*.h5")}
+    shared = [block for block in blocks if block_name(name, block.sequence) in present]
+    if present and not shared:
+        # Parts of one recording have other trajectories. Two recordings have the same numbers.
+        numbers: set[int] = set()
+        for block in blocks:
+            numbers.update(block.fragments["trajectory"].tolist())
+        fragments = [read_header(path).fragments for path in present.values()]
+        return all(numbers.isdisjoint(table["trajectory"].tolist()) for table in fragments)
+    pairs = [(block.path, present[block_name(name, block.sequence)]) for block in shared]
+    return all(filecmp.cmp(path, other, shallow=False) for path, other in pairs)
 
 
-def _take(block: Block, writer: str, target: Path) -> bool:
-    """Link or copy a block into a new folder, or write it anew for a writer of another name; True if it is linked."""
+def _add_block(block: Block, writer: str, target: Path) -> bool:
+    """Link or copy a block into a new folder; write it again if its writer gets another name.
+
+    Returns:
+        Whether it is linked.
+    """
     path = target / block_name(writer, block.sequence)
     if path.exists():
         return False
     if writer == block.writer:
         return link_or_copy(block.path, path)
     header = read_header(block.path)
-    parts = [(header, *part) for part in zip(header.fragments, header.reward_sums, strict=True)]
     codecs = {name: coding.codec for name, coding in header.codings.items()}
-    notes = {kind: [(key, text.encode()) for key, text in header.read_notes(kind)] for kind in (EPISODES, TEXTS)}
-    write_block(target, replace(rebuilt(parts, writer, block.sequence, codecs), notes=notes))
+    content = rebuilt(parts_of(header), writer, block.sequence, codecs)
+    notes = {}
+    for kind in (EPISODES, TEXTS):
+        notes[kind] = [(key, text.encode()) for key, text in header.read_notes(kind)]
+    write_block(target, replace(content, notes=notes))
     return False
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """Link a file to a second name, or copy it where that is impossible; return whether it was linked."""
+    """Link a file to a second name, or copy it. Return whether it is linked."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -412,13 +582,17 @@ def link_or_copy(source: Path, target: Path) -> bool:
     return True
 
 
-def _common(found: Sequence[Metadata | None]) -> Metadata | None:
-    """Return metadata of several folders: what all say alike."""
-    known = [one for one in found if one is not None]
+def _common(stated: Sequence[Metadata | None]) -> Metadata | None:
+    """Return the metadata that are equal in several folders; None if no folder has any."""
+    known = [metadata for metadata in stated if metadata is not None]
     if not known:
         return None
-    alike = {
-        name: told for name, told in known[0].context.items() if all(one.context.get(name) == told for one in known)
-    }
-    unknown = [one.context[ENDS] for one in known if ENDS in one.context]  # notes of episodes tell whose
-    return replace(known[0], context={**alike, **({ENDS: unknown[0]} if unknown else {})})
+    context = {}
+    for name, value in known[0].context.items():
+        if all(metadata.context.get(name) == value for metadata in known):
+            context[name] = value
+    # Notes of episodes name the episodes with unknown ends.
+    unknown_ends = [metadata.context[ENDS] for metadata in known if ENDS in metadata.context]
+    if unknown_ends:
+        context[ENDS] = unknown_ends[0]
+    return replace(known[0], context=context)

@@ -1,8 +1,7 @@
 """Check, repair and pack a data folder.
 
-One rule: nothing that is intact is lost. Repairing moves a damaged block to a subfolder and publishes what of it is
-intact in its place, without the trajectories that lost a part. Packing copies bytes and never decodes them;
-trajectories, their order and values stay the same, and old files are removed when the new ones are there.
+Repairing moves a damaged block to a subfolder and writes its intact trajectories in its place.
+Packing copies bytes and never decodes them. Trajectories, their order and values stay the same.
 """
 
 from __future__ import annotations
@@ -41,23 +40,27 @@ from .copied_blocks import PackSummary, intact_part, write_packed
 from .edits import Edits, write_part
 from .merge_split import new_folder
 
-#: Where damaged files go, and the new blocks of an unfinished packing in place.
-DAMAGED_FOLDER, STAGING_FOLDER = "damaged", ".packing"
+#: Folder of damaged files.
+DAMAGED_FOLDER = "damaged"
+#: Folder of the new blocks of an unfinished packing in place.
+STAGING_FOLDER = ".packing"
 
 
 @dataclass
 class FolderReport:
-    """What a check of a folder found.
+    """The result of a check of a folder.
 
     Attributes:
-        num_blocks, num_trajectories, num_frames: What is intact.
+        num_blocks: Intact blocks.
+        num_trajectories: Intact trajectories.
+        num_frames: Intact frames.
         num_broken: Trajectories of which a block is missing.
-        problems: File name -> what is wrong with it.
-        lost: File name -> the trajectories with frames in it, of blocks that cannot be read, as far as others tell.
-        moved: Files that were set aside.
-        salvaged: File name -> number of trajectories of it that were given up; the others are kept, without those of
-            their notes that are damaged.
-        dead_writers: Writers that had died, whose remains were removed.
+        problems: File name -> its problem.
+        lost: File name -> known trajectories with frames in it, of blocks that cannot be read.
+        moved: Damaged files in their new place.
+        salvaged: File name -> number of its trajectories that were dropped. The others are kept,
+            without damaged notes.
+        dead_writers: Writers that had ended without finishing. Their files were removed.
     """
 
     num_blocks: int
@@ -71,87 +74,124 @@ class FolderReport:
     dead_writers: list[DeadWriter] = field(default_factory=list)
 
 
-class _Watched(BlockFolder):
-    """A folder that shows how many of its blocks were checked."""
+class _FolderWithProgress(BlockFolder):
+    """A folder that shows a progress bar while its blocks are opened."""
 
     @cached_property
     def _bar(self) -> Any:
-        return tqdm(total=len(block_entries(self.data_dir)), desc="check", unit=" blocks", leave=False)
+        num_blocks = len(block_entries(self.data_dir))
+        return tqdm(total=num_blocks, desc="check", unit=" blocks", leave=False)
 
     def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
         self._bar.update()
         return super()._open_block(path, stamp)
 
 
-def open_folder(data_dir: str | os.PathLike[str], verify: bool = False, progress: bool = False) -> BlockFolder:
-    """Open a data folder, with `verify` checking all checksums, with `progress` behind a progress bar.
+def open_folder(
+    data_dir: str | os.PathLike[str],
+    verify: bool = False,
+    progress: bool = False,
+) -> BlockFolder:
+    """Open a data folder.
+
+    Args:
+        data_dir: The folder.
+        verify: Compare all checksums.
+        progress: Show a progress bar.
 
     Raises:
-        UsageError: There is no such folder, or it holds recordings and is none itself.
-        DataFileError: It holds neither blocks nor the metadata of a dataset.
+        UsageError: There is no such folder, or it contains recordings and is none itself.
+        DataFileError: It has neither blocks nor the metadata of a dataset.
     """
-    folder = (_Watched if progress else BlockFolder).at(data_dir, verify)
-    if folder.schema is None and not any(name.startswith("rollout_") for name in folder.problems):
-        check_single("open the data folder", folder.data_dir)
+    folder_type = _FolderWithProgress if progress else BlockFolder
+    folder = folder_type.at(data_dir, verify)
+    has_block_files = any(name.startswith("rollout_") for name in folder.problems)
+    if folder.schema is None and not has_block_files:
+        action = "open the data folder"
+        check_single(action, folder.data_dir)
         expected = f"blocks (rollout_*.h5), or a {METADATA_NAME} that names fields"
-        raise DataFileError("open the data folder", repr(str(folder.data_dir)), expected, "neither")
+        raise DataFileError(action, repr(str(folder.data_dir)), expected, "neither")
     return folder
 
 
 def check_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> FolderReport:
-    """Check every block of a folder with all its checksums; change nothing. Errors are those of `open_folder`."""
+    """Check every block of a folder with all its checksums. Nothing is changed.
+
+    Raises:
+        UsageError, DataFileError: See `open_folder`.
+    """
     return _report(open_folder(data_dir, verify=True, progress=progress))
 
 
 def _report(folder: BlockFolder) -> FolderReport:
     index = folder.index
-    counts = len(folder.blocks), len(index), index.num_frames, index.num_broken
-    return FolderReport(*counts, dict(folder.problems), _lost(folder) if folder.problems else {})
+    return FolderReport(
+        len(folder.blocks),
+        len(index),
+        index.num_frames,
+        index.num_broken,
+        dict(folder.problems),
+        lost=_trajectories_of_bad_blocks(folder) if folder.problems else {},
+    )
 
 
-def _lost(folder: BlockFolder) -> dict[str, list[str]]:
+def _trajectories_of_bad_blocks(folder: BlockFolder) -> dict[str, list[str]]:
+    """Return name -> known trajectories of blocks that cannot be read."""
     files = Files(Scan(folder.data_dir, *opened("verify", folder.data_dir)))
     trajectories = {name: files.trajectories_of_bad_block(name) for name in files.bad}
-    return {name: lost for name, lost in trajectories.items() if lost}
+    return {name: names for name, names in trajectories.items() if names}
 
 
 def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> FolderReport:
-    """Set damaged files aside, keep what is intact of them, clean up after dead writers, renew the index cache.
+    """Move damaged files to a subfolder, and keep their intact trajectories.
+
+    Files of dead writers are removed, and the index cache is written again.
 
     Returns:
-        What was found and done; its counts are those after the repair.
+        Problems before, counts after the repair.
     """
     folder = open_folder(data_dir, verify=True, progress=progress)
-    found = _report(folder)
     path = folder.data_dir
-    described = load_metadata(folder.data_dir)
-    dead = recover_dead_writers(path)
-    moved = []
-    salvaged = {}
-    for name in tqdm(sorted(found.problems), desc="repair", unit=" files", disable=not progress):
-        content, num_lost = intact_part(path / name)
-        moved.append(_set_aside(path / name))
+    problems = dict(folder.problems)
+    metadata_before = load_metadata(path)
+    dead_writers = recover_dead_writers(path)
+    moved: list[Path] = []
+    salvaged: dict[str, int] = {}
+    for name in tqdm(sorted(problems), desc="repair", unit=" files", disable=not progress):
+        content, num_dropped = intact_part(path / name)
+        moved.append(_move_damaged(path / name))
+        edit = named_edit(name)
         if content is not None:
             write_block(path, content)
-            salvaged[name] = num_lost
-        elif (part := named_edit(name)) is not None and folder.schema is not None:
-            write_part(path, folder.schema, *part, Edits())  # without it the edits of other writers would not hold
-    if METADATA_NAME in found.problems and described is not None and (rebuilt := load_metadata(path)) is not None:
-        publish_metadata(path, replace(rebuilt, context=described.context), "repair")
+            salvaged[name] = num_dropped
+        elif edit is not None and folder.schema is not None:
+            # An empty part: without it the edits of other writers would be ignored.
+            write_part(path, folder.schema, *edit, Edits())
+    metadata = load_metadata(path)
+    if METADATA_NAME in problems and metadata_before is not None and metadata is not None:
+        metadata = replace(metadata, context=metadata_before.context)
+        publish_metadata(path, metadata, "repair")
     (path / INDEX_CACHE_NAME).unlink(missing_ok=True)
     save_index_cache(path)
     folder.refresh()
-    return replace(_report(folder), problems=found.problems, moved=moved, salvaged=salvaged, dead_writers=dead)
+    return replace(
+        _report(folder),
+        problems=problems,
+        moved=moved,
+        salvaged=salvaged,
+        dead_writers=dead_writers,
+    )
 
 
-def _set_aside(path: Path) -> Path:
+def _move_damaged(path: Path) -> Path:
+    """Move a file to the folder of damaged files, under a free name, and return its new path."""
     folder = path.parent / DAMAGED_FOLDER
     folder.mkdir(exist_ok=True)
     target = folder / path.name
     number = 1
     while target.exists():
         target = folder / f"{path.name}.{number}"
-        number = number + 1
+        number += 1
     return path.rename(target)
 
 
@@ -164,56 +204,75 @@ def pack_dataset(
     """Rewrite the trajectories of a folder contiguously, in the order of their completion.
 
     Args:
-        data_dir: A folder without a living writer. Every block must be intact.
+        data_dir: A folder without a running writer. Every block must be intact.
         out_dir: A new or empty folder for the result; None replaces the blocks in place.
-        block_bytes: Size of a block at most, except that a trajectory is not cut.
+        block_bytes: Bytes of a block, at most. A trajectory is not cut.
         progress: Show progress bars.
 
     Raises:
-        UsageError: A writer is at work in `data_dir`, or `out_dir` is not empty, or lies in it.
-        DataFileError: A block is damaged, or there is none; nothing was changed.
+        UsageError: A writer is running in `data_dir`, or `out_dir` is not empty, or lies in it.
+        DataFileError: A block is damaged, or there is none. Nothing was changed.
     """
     arguments.whole("pack", "block_bytes", block_bytes, 1)
-    folder = _finished(data_dir, progress)
-    source = folder.data_dir
+    folder = _open_finished(data_dir, progress)
     writer = f"packed-{secrets.token_hex(4)}"
-    if out_dir is not None:
-        with new_folder("pack", "out_dir", out_dir, source) as made:
-            summary = write_packed(folder, made, writer, block_bytes, progress=progress)
-            if (metadata := load_metadata(source)) is not None:
-                publish_metadata(made, metadata, writer)
-            save_index_cache(made)
-        return summary
-    target = source / STAGING_FOLDER
-    shutil.rmtree(target, ignore_errors=True)  # of a packing that was interrupted; the old blocks are still there
-    target.mkdir()
-    try:
+    if out_dir is None:
+        return _pack_in_place(folder, writer, block_bytes, progress)
+    source = folder.data_dir
+    with new_folder("pack", "out_dir", out_dir, source) as target:
         summary = write_packed(folder, target, writer, block_bytes, progress=progress)
-        new = [source / path.name for path in sorted(target.glob("rollout_*.h5"))]
-        for path in new:  # a death in between leaves trajectories twice, never none,
-            (target / path.name).rename(path)
-        old = sorted(folder.blocks.values(), key=lambda block: block.is_edit)  # and none that was dropped
-        note_replaced(source, [block.path for block in old], new)
-        for block in (*old, *folder.replaced.values()):
+        metadata = load_metadata(source)
+        if metadata is not None:
+            publish_metadata(target, metadata, writer)
+        save_index_cache(target)
+    return summary
+
+
+def _pack_in_place(
+    folder: BlockFolder,
+    writer: str,
+    block_bytes: int,
+    progress: bool,
+) -> PackSummary:
+    """Replace the blocks of a folder by packed ones.
+
+    If the process is killed, trajectories may exist twice. None is lost. Dropped trajectories stay
+    dropped.
+    """
+    source = folder.data_dir
+    staging = source / STAGING_FOLDER
+    # An interrupted packing may have left it; the old blocks still exist then.
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        summary = write_packed(folder, staging, writer, block_bytes, progress=progress)
+        new_paths = []
+        for path in sorted(staging.glob("rollout_*.h5")):
+            new_paths.append(path.rename(source / path.name))
+        old_blocks = sorted(folder.blocks.values(), key=lambda block: block.is_edit)
+        note_replaced(source, [block.path for block in old_blocks], new_paths)
+        for block in (*old_blocks, *folder.replaced.values()):  # edits last
             block.path.unlink(missing_ok=True)
         save_index_cache(source)
         return summary
     finally:
-        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _finished(data_dir: str | os.PathLike[str], progress: bool) -> BlockFolder:
-    """Open a folder of intact blocks that no writer records into."""
+def _open_finished(data_dir: str | os.PathLike[str], progress: bool) -> BlockFolder:
+    """Open a folder of intact blocks without a running writer.
+
+    Raises:
+        UsageError: A writer is running.
+        DataFileError: A block is damaged.
+    """
     recover_dead_writers(Path(data_dir))
     folder = open_folder(data_dir, verify=True, progress=progress)
     where = repr(str(folder.data_dir))
-    if alive := sorted(folder.data_dir.glob(".rollout_*.journal")):
-        raise UsageError(
-            "pack",
-            where,
-            "a folder that no writer records into",
-            f"a writer with {alive[0].name!r}",
-        )
+    journals = sorted(folder.data_dir.glob(".rollout_*.journal"))
+    if journals:
+        expected = "a folder that no writer records into"
+        raise UsageError("pack", where, expected, f"a writer with {journals[0].name!r}")
     for name, problem in folder.problems.items():
         advice = f"Run 'rollout-data verify --repair {folder.data_dir}' first"
         raise DataFileError("pack", where, "intact blocks", repr(name), advice) from problem

@@ -392,7 +392,7 @@ def _link_and_write(
     _write_empty_blocks(folder, made, damaged, repairs_blocks)
     edits = read_edits(folder)
     new = BlockFolder.at(made)
-    finish(new, metadata, _kept_trajectories(new.index, plan, edits), edits.said)
+    finish(new, metadata, _kept_trajectories(new.index, plan, edits), edits.notes)
     return True
 
 

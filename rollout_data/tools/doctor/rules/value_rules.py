@@ -84,9 +84,8 @@ def not_finite(scan: Scan, settings: Settings) -> Iterator[Defect]:
         )
 
 
-def _has_bad(rows: Array) -> Array:
-    has_bad: Array = ~np.isfinite(rows).all(1)
-    return has_bad
+def _has_bad(rows: Array) -> Any:
+    return np.logical_not(np.isfinite(rows).all(1))
 
 
 @checks("VAL02")
@@ -577,7 +576,7 @@ def drift(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 def _is_curriculum(scan: Scan, facts: Facts) -> bool:
     """Return whether the lengths or the returns of episodes drift too."""
-    measures = [facts.lengths[:, None].astype(np.float64)]
+    measures: list[Array] = [facts.lengths[:, None].astype(np.float64)]
     rewards = scan.facts.get("reward")
     if rewards is not None:
         measures.append(rewards.mean * rewards.lengths[:, None])
