@@ -144,7 +144,7 @@ def test_damaged_rows_never_get_a_right_checksum(tmp_path: Path) -> None:
     told = {one["code"]: one for one in json.loads((tmp_path / "new" / REPORT_NAME).read_text())["actions"]}
     assert told["FIL01"]["trajectories"] == [damaged] and told["STA01"]["kind"] == "-"
     with pytest.raises(
-        DataFileError, match=r"expected intact blocks, got 'rollout_arm_000000.h5'\. Mend FIL and STR, too"
+        DataFileError, match=r"expected intact blocks, got 'rollout_arm_000000.h5'\. Repair FIL and STR too"
     ):
         repair(tmp_path / "walk", tmp_path / "other", only=["STA01"])
     walking(tmp_path / "sound")

@@ -176,11 +176,14 @@ class Jumps(Collector):
         numbers = evenly_spread(scan.examined, _MAX_FIRST)
         dims_left = _MAX_DIMS
         for name in float_observations(scan):
-            dims = _jumping_dims(scan, name)[:dims_left]
+            values = scan.sample.values(name)
+            steps = np.sort(scan.sample.steps(name), axis=1)
+            dims = _jumping_dims(values, steps)[:dims_left]
             dims_left -= len(dims)
             first = _read_first(scan, name, numbers) if len(dims) else None
             if first is not None:
-                self._limits.append(_jump_limits(scan, name, dims, first[:, dims]))
+                limits = _jump_limits(name, dims, values[dims], steps[dims], first[:, dims])
+                self._limits.append(limits)
         self.num_dims = sum(len(limits.dims) for limits in self._limits)
 
     def add(self, batch: Batch) -> None:
@@ -242,13 +245,17 @@ class Jumps(Collector):
         return np.concatenate(scores)
 
 
-def _jumping_dims(scan: Any, name: str) -> Array:
-    """Return the continuous dimensions of a field that move in 60 % of the steps or more."""
-    steps = np.sort(scan.sample.steps(name), axis=1)
+def _jumping_dims(values: Array, steps: Array) -> Array:
+    """Return the continuous dimensions that move in 60 % of the steps or more.
+
+    Args:
+        values: `[D, S]`, sampled rows.
+        steps: `[D, S]`, sizes of sampled steps, each dimension sorted.
+    """
     num_steps = steps.shape[1]
     if not num_steps:
         return np.zeros(0, np.int64)
-    ordered = np.sort(scan.sample.values(name))
+    ordered = np.sort(values)
     num_distinct = (ordered[:, 1:] > ordered[:, :-1]).sum(1)
     moves = steps[:, int(0.4 * (num_steps - 1))] > 0
     return np.flatnonzero(moves & (num_distinct >= MIN_DISTINCT))
@@ -270,17 +277,30 @@ def _read_first(scan: Any, name: str, numbers: Array) -> Array | None:
     return rows
 
 
-def _jump_limits(scan: Any, name: str, dims: Array, first: Array) -> _JumpLimits:
-    """Return the limits of steps from the sample, and the distribution of first frames `[n, D]`."""
-    steps = np.sort(scan.sample.steps(name), axis=1)[dims]
-    num_steps = steps.shape[1]
+def _jump_limits(
+    name: str,
+    dims: Array,
+    values: Array,
+    steps: Array,
+    first: Array,
+) -> _JumpLimits:
+    """Return the limits of steps, and the distribution of first frames.
+
+    Args:
+        name: Name of the field.
+        dims: int64 `[D]`, continuous dimensions.
+        values: `[D, S]`, sampled rows.
+        steps: `[D, S]`, sizes of sampled steps, each dimension sorted.
+        first: `[n, D]`, first frames.
+    """
+    last = steps.shape[1] - 1
     with np.errstate(invalid="ignore", over="ignore"):
-        min_sd = 1e-6 + 0.02 * np.std(scan.sample.values(name)[dims], axis=1)
+        min_sd = 1e-6 + 0.02 * np.std(values, axis=1)
         return _JumpLimits(
             name,
             dims,
-            usual=steps[:, int(0.9 * (num_steps - 1))],
-            rare=1.5 * steps[:, int(0.995 * (num_steps - 1))],
+            usual=steps[:, int(0.9 * last)],
+            rare=1.5 * steps[:, int(0.995 * last)],
             mean=first.mean(0),
             sd=np.maximum(first.std(0), min_sd),
         )

@@ -145,8 +145,9 @@ class Files:
     def steps(self) -> tuple[Array, Array]:
         """Relation of each part to the one before it.
 
-        The first array tells whether a part is the first of its trajectory: bool `[P]`. The second
-        one has the frames that are missing before it: int64 `[P]`, negative for an overlap.
+        Returns:
+            Whether a part is the first of its trajectory: bool `[P]`; and the number of frames that
+            are missing before it: int64 `[P]`, negative for an overlap.
         """
         parts = self.parts
         is_first = np.ones(len(parts), bool)

@@ -1,8 +1,7 @@
 """Parts of episodes: which rows and fields of an episode a repair keeps, for each rule code.
 
 A repair changes no value. It splits an episode, or leaves out rows, fields or the final
-observation.
-Nothing here writes files.
+observation. This module writes no files.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class EpisodePart:
         id: Name of the part.
         start, stop: Its rows in the episode.
         schema: Its numeric fields.
-        terminated, truncated: How the part ends; None if nothing tells.
+        terminated, truncated: Whether the part ends so; None if that is unknown.
         final_row: Row of the episode with the observation after the last step. The length of the
-            episode stands for its final observation. None without any.
+            episode means its final observation. None without any.
         length: Number of rows.
         final: Names of the fields of the final observation.
         texts, success, task, metadata: As of the episode.
@@ -237,12 +236,12 @@ class EpisodeRepair:
     Attributes:
         parts: Called with a part of the episode, the finding, and the place of the episode in the
             recording. Returns the parts that replace it.
-        says: The action in words.
+        description: The action in words.
         is_of_all: Whether the episodes that the finding does not name are repaired too.
     """
 
     parts: Callable[[EpisodePart, Finding, int], list[EpisodePart]]
-    says: str
+    description: str
     is_of_all: bool = False
 
 

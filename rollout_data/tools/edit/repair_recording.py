@@ -270,7 +270,7 @@ class _Plan:
     def _action_for_episodes(self, finding: Finding) -> Action:
         code = finding.code
         if code == "END07" and "END09" in self._codes:
-            # Final observations that come from wrong successors say nothing about the last row.
+            # Final observations that come from wrong successors cannot be compared with last rows.
             code = "END08"
         rule = EPISODE_REPAIRS[code]
         named: Sequence[int] = finding.places
@@ -281,7 +281,7 @@ class _Plan:
             return Action(finding, "nothing: the trajectories are left out for other findings", "-")
         for place in places:
             self.repairs.setdefault(place, []).append((code, finding))
-        return Action(finding, rule.says, finding.repair, self._ids_at(places))
+        return Action(finding, rule.description, finding.repair, self._ids_at(places))
 
     def _has_ended(self, place: int) -> bool:
         info = self.recording.info(place)
@@ -370,7 +370,7 @@ def _link_and_write(
     damaged = _damaged_files(folder, plan.recording)
     if damaged and repaired and not repairs_blocks:
         # The repaired episodes would be written with right checksums.
-        advice = "Mend FIL and STR, too"
+        advice = "Repair FIL and STR too"
         name = damaged[0]
         where = repr(str(folder.data_dir))
         error = DataFileError("repair", where, "intact blocks", repr(name), advice)

@@ -36,7 +36,7 @@ _UNITS = {
 _TURNS = (2 * np.pi, 360.0)
 #: Bits of the mantissa of the dtypes of 16 bits.
 _MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
-#: Shorter episodes tell nothing about a dimension that died.
+#: Shorter episodes are not searched for dimensions that died.
 _MIN_DIED_FRAMES = 5
 #: Episodes that are needed to compare scales.
 _MIN_EPISODES = 8
