@@ -1,9 +1,8 @@
-"""`PrioritizedRing`: which rows of a ring count, and how likely each is drawn, asked by row id.
+"""`PrioritizedRing`: priorities and limits of the rows of a ring, and draws by priority.
 
-One rule: a row's weight is priority ** alpha, or 0 if it does not count, so that priorities and limits compose. Ids
-are a ring's keys, and places its cells; which id a place has follows from the number of rows that were written. What
-a row holds is in a `RingStore`; nothing is locked here. Arrays of blank memory are zeros, which take no memory before
-they are written.
+The weight of a row is `priority ** alpha`, or 0 for a row that must not be drawn. Ids are the keys of a `RingStore` and
+places its cells. The id in a place follows from the number of written rows. Nothing is locked here. Large arrays start
+as zeros, which take no memory before they are written.
 """
 
 from __future__ import annotations

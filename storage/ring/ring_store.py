@@ -1,12 +1,12 @@
-"""`RingStore`: fields of rows in fixed memory, the newest overwriting the oldest.
+"""`RingStore`: fields of rows in fixed memory; the newest rows overwrite the oldest.
 
-One rule: this is the only place that wraps an index. Rows have ids, counted from 0 since creation
-or `clear`; lane and id name a row, `id % num_slots` is its slot, and it is live while
-`id >= total - num_slots`. All lanes are written in lock-step, so that one `total` counts for all.
+Only this file wraps indices. The id of a row is its number since the creation or the last `clear`. A lane and an id
+identify a row. Its slot is `id % num_slots`. It is live while `id >= total - num_slots`. All lanes are written in
+lock-step, so that one `total` counts for all.
 
-Inside, a lane's rows are consecutive (`[lanes, slots, row]`), so that a window is one piece of
-memory; they are shown time first. Behind the last slot `num_guards` copies of the first slots
-follow, so that windows of up to `num_guards + 1` rows never break where the ring closes.
+In memory the rows of a lane are consecutive, `[lanes, slots, row]`, so that a window is one piece. Results are time
+first. Copies of the first `num_guards` slots follow the last slot, so that windows of up to `num_guards + 1` rows are
+one piece across the end of the memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..core.packed_rows import Cut, Group, Target, lay_out
 from ..core.records import names_below
 from ..errors import UsageError
 
-#: From this size of a written leaf on torch copies with several threads; below, numpy starts sooner.
+#: Bytes of a leaf from which torch copies it, with several threads. numpy needs less time to start.
 _MIN_TORCH_BYTES = 256 * 1024
-#: How many ways of cutting rows are remembered.
+#: Number of remembered `Cut`s.
 _MAX_CUTS = 8
 
 
@@ -38,8 +38,8 @@ class RingStore:
         num_slots: Rows per lane.
         num_lanes: Streams that are written in lock-step.
         schema: The fields of a row.
-        device: Where the memory is.
-        num_guards: Rows that are kept twice, for windows across the end of the memory.
+        device: Device of the memory.
+        num_guards: Rows that are stored twice, for windows across the end of the memory.
     """
 
     @lasting
@@ -91,22 +91,23 @@ class RingStore:
 
     @property
     def cursor(self) -> int:
-        """Slot that the next row goes to."""
+        """Slot of the next row."""
         return self.total % self.num_slots
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is reserved for rows."""
+        """Reserved memory, in bytes."""
         return sum(base.numel() * base.element_size() for base in self._bases)
 
     def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
-        """Return where the next rows go: (slots, rows) pairs, two where the ring closes; the last rows win."""
+        """Return the slots of the next rows; see `spans`."""
         return spans(self.total, num_rows, self.num_slots)
 
     def write(self, leaves: Sequence[Any]) -> None:
-        """Write checked leaves, `[n, lanes, *event]` in the schema's order; any n, the last slots win.
+        """Write checked leaves, `[n, lanes, *event]` in the order of the schema.
 
-        They are tensors, or, if `takes_arrays`, arrays, which in a ring of one lane are `[n, *event]`.
+        Of more than `num_slots` rows the last are kept. Leaves are tensors, or arrays if `takes_arrays`. Arrays for a
+        ring of one lane are `[n, *event]`.
         """
         num_rows = len(leaves[0]) if leaves else 0
         if not self.is_on_cpu:
@@ -124,27 +125,27 @@ class RingStore:
         self.total += num_rows
 
     def clear(self) -> None:
-        """Forget every row; the memory stays."""
+        """Remove every row; keep the memory."""
         self.total = 0
 
     def slot(self, row_id: Any) -> Any:
-        """Return where rows lie: an int, or a tensor of ids."""
+        """Return the slots of rows: of an int, or of a tensor of ids."""
         return row_id % self.num_slots
 
     def place(self, lane: Any, row_id: Any) -> Any:
-        """Return positions in memory, which `gather` and `windows` take: of rows, or of windows' first rows.
+        """Return the places of rows in memory, for `gather` and `windows`: tensors or arrays.
 
-        Tensors or arrays; with one lane `lane` may be None.
+        With one lane `lane` may be None.
         """
         place = row_id % self.num_slots
         return place if self.num_lanes == 1 else add_multiple(place, lane, self.stride)
 
     def key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Number rows of all lanes in the order in which they are written, and those of a step by lane."""
+        """Return the keys of rows: their numbers among all lanes, in the order of steps and, within a step, lanes."""
         return row_id * self.num_lanes + lane
 
     def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lane and the id of rows by their keys."""
+        """Return the lanes and the ids of rows with these keys."""
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
@@ -160,8 +161,10 @@ class RingStore:
         nested: bool = True,
         apart: bool = False,
     ) -> Cut:
-        """Return what `rows`, or with `apart` `windows`, cut fields by: those of some keys, and below `next` those of
-        some one row later; planned once."""
+        """Return the remembered plan of a copy: the fields of `keys`, and of `next_keys` one row later, below `next`.
+
+        `windows` needs a plan made with `apart`, `rows` one without.
+        """
         asked = keys, next_keys, contiguous, nested, apart
         found = self._cuts.get(asked)
         if found is None:
@@ -179,17 +182,17 @@ class RingStore:
         return found
 
     def rows(self, places: Any, cut: Cut) -> dict[str, Any]:
-        """Copy the fields of rows at places, a tensor or what `own` gives, and of those that follow them."""
+        """Copy the fields of rows at places, and of the rows that follow them; places are a result of `own`."""
         return cut([self._take(place, width, 0, places) if width else None for place, width in enumerate(cut.widths)])
 
     def windows(self, places: Any, length: int, cut: Cut, never_wraps: bool = False) -> dict[str, Any]:
         """Copy the fields of windows, and of the same windows one row later, `[len(places) * length, *event]`.
 
         Args:
-            places: Of the first rows, a tensor or what `own` gives.
+            places: Places of the first rows: a tensor, or a result of `own`.
             length: Rows of a window.
-            cut: What is wanted, made with `apart`.
-            never_wraps: The caller knows that no window reaches across the end of the memory.
+            cut: Fields to copy, made with `apart`.
+            never_wraps: Whether the caller knows that no window reaches across the end of the memory.
         """
         reach = length + cut.reach - 1
         starts = [places, places]
@@ -212,21 +215,21 @@ class RingStore:
         return self._columns[name].flatten(0, 1)
 
     def slots_view(self, name: str) -> torch.Tensor:
-        """Show the slots of a field, `[num_slots, lanes, *event]`, sharing memory."""
+        """Return the slots of a field, `[num_slots, lanes, *event]`, sharing memory."""
         return self._columns[name][:, : self.num_slots].transpose(0, 1)
 
     def ids(self) -> torch.Tensor:
-        """List the live ids, oldest first."""
+        """Return the live ids, oldest first: `[num_live]` int64."""
         return torch.arange(self.oldest, self.total, device=self.device)
 
     def put_slots(self, first: int, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Fill slots from `first` on as they were saved; `total` is the caller's to set."""
+        """Fill slots from `first` on; the caller sets `total`."""
         for name, leaf in leaves.items():
             self.slots_view(name)[first : first + len(leaf)].copy_(leaf)
             self._copy_guards(first, first + len(leaf))
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check what must always hold: (whether it does, which part does not)."""
+        """Check the invariants: return (whether all hold, a description of the first that does not)."""
         for base in self._bases:
             guards = base[:, self.num_slots :].view(torch.uint8)
             written = min(self.num_live, self.num_guards)
@@ -241,16 +244,16 @@ class RingStore:
                 base[:, self.num_slots + slot : self.num_slots + stop] = base[:, slot:stop]
 
     def _unrolled(self, places: torch.Tensor, length: int) -> torch.Tensor:
-        """List the places of each window's rows, `[windows, length]`, across the end of the memory."""
+        """Return the places of each window's rows, `[windows, length]`, also across the end of the memory."""
         lane = torch.div(places, self.stride, rounding_mode="floor") * self.stride
         steps = torch.arange(length, device=places.device)
         return ((places - lane).unsqueeze(1) + steps) % self.num_slots + lane.unsqueeze(1)
 
     def _take(self, place: int, units: int, skipped: int, index: Any) -> Any:
-        """Copy pieces, each of `units` units, of a group that start some rows behind the rows at `index`: `[n, units]`.
+        """Copy pieces of `units` units of a group that start `skipped` rows after the rows at `index`: `[n, units]`.
 
-        They come as an array on the CPU. There numpy starts sooner: it sees pieces, which may overlap, as single items.
-        For larger ones memory is reused when free.
+        On the CPU the result is an array: numpy needs less time to start. It copies pieces, which may overlap, as
+        single items. Large results are in pooled memory.
         """
         source, items = self._sources.get((place, units, skipped)) or self._source(place, units, skipped)
         num_rows = index.shape[0]
@@ -263,7 +266,7 @@ class RingStore:
         return torch.index_select(source, 0, tensor_of(index), out=out).numpy()
 
     def _source(self, place: int, units: int, skipped: int) -> tuple[torch.Tensor, Callable[..., Any] | None]:
-        """See a group's memory as pieces that overlap, `[num, units]`; on the CPU give what copies some of them too."""
+        """Return overlapping pieces of a group, `[num, units]`, and on the CPU the function that copies some."""
         group = self.groups[place]
         base = self._bases[place]
         num_rows = self.num_lanes * self.stride - -(-units // group.width) + 1 - skipped
@@ -280,7 +283,10 @@ class RingStore:
 
 
 def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]]:
-    """Return where rows from id `first` on go: (slots, rows) pairs, two where the ring closes; the last rows win."""
+    """Return (slots, rows) pairs for rows from id `first` on: two pairs where the ring closes.
+
+    Of more than `num_slots` rows the last are kept.
+    """
     slot = first % num_slots
     if slot + num_rows <= num_slots:  # nearly always
         return [(slice(slot, slot + num_rows), slice(0, num_rows))]
@@ -295,12 +301,12 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
 
 
 def cells(keys: Any, num_slots: int, num_lanes: int) -> Any:
-    """Return where rows are among `num_lanes * num_slots` cells, lane by lane, by their keys: a tensor or an array."""
+    """Return the cells of rows with these keys, among `num_lanes * num_slots` lane by lane: a tensor or an array."""
     return keys % num_slots if num_lanes == 1 else keys % num_lanes * num_slots + keys // num_lanes % num_slots
 
 
 def keys_in(places: Any, total: int, num_slots: int, num_lanes: int) -> Any:
-    """Return the keys of the rows in cells after `total` writes; below 0 where none was written."""
+    """Return the keys of the rows in cells after `total` writes; below 0 in cells that were never written."""
     cursor = total % num_slots
     slots = places if num_lanes == 1 else places % num_slots
     ids = slots + (total - cursor) - num_slots * (slots >= cursor)

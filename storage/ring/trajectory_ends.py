@@ -1,7 +1,6 @@
-"""Ends of trajectories: which rows are one, and what is kept of those.
+"""Ends of trajectories: the rows that end one, and fields that are stored for those rows.
 
-One rule: any value that is not 0, in any field that `end_key` names, ends a trajectory. What follows from an end is
-decided in `windows.py`.
+A row ends a trajectory if any value of a field of `end_key` is not 0. `window_bounds.py` uses the ends.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..core.records import listed, names_below
 from ..errors import SchemaError
 from .ring_store import RingStore
 
-#: Of each field that ends trajectories: its place among the fields, and how many values it has.
+#: Position in the schema and number of values of each field that ends trajectories.
 Places = list[tuple[int, int]]
 _FIRST_ROOM = 64
 #: On a device there is room at first for the ends of trajectories of this many rows.
@@ -36,7 +35,7 @@ _INFOS = {"info", "infos", "extras"}
 
 
 def end_places(schema: Schema, end_key: str | list[str] | None) -> Places:
-    """Find the fields that end trajectories; a key that names none is an error that lists what there is."""
+    """Return the fields that end trajectories; raise `MissingFieldError` for a key without fields."""
     names = list(schema)
     action = "find what ends a trajectory"
     found = [name for key in listed(end_key) for name in names_below(schema, key, action, "end_key")]
@@ -66,7 +65,7 @@ def find_ends(leaves: Sequence[Any], places: Places, num_lead: int = 2) -> Any:
 
 @dataclass(frozen=True)
 class EndKinds:
-    """Fields that say whether a trajectory ended by itself, or was cut.
+    """Fields that show whether a trajectory terminated or was truncated.
 
     Attributes:
         terminations: Flags of ends by themselves.
@@ -177,7 +176,7 @@ class EndedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is reserved."""
+        """Reserved memory, in bytes."""
         return sum(x.nbytes for x in (self._keys, *self._columns.values()))
 
     @lasting
@@ -283,7 +282,7 @@ class EndedRows:
         return self._columns[name].index_select(0, place)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove every row."""
         self._keys.fill_(-1)
         self._set_count(0, 0)
 

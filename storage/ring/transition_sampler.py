@@ -1,8 +1,7 @@
-"""Transitions as views of windows: the next observation is the following row, never stored twice.
+"""Transitions of one or several steps. The next observation is the following row, which is stored once.
 
-One rule: nothing crosses the end of a trajectory or the row that is written next. What follows the
-last step of a trajectory is its final observation, if the caller gave it; otherwise such rows are
-left out or marked, as the caller chooses, and never continued with the next trajectory's first row.
+A transition never crosses the end of a trajectory. The last step of a trajectory is followed by its final observation,
+if there is one. Otherwise such rows are left out or marked.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _GAMMA = 0.99
 
 @dataclass(frozen=True)
 class TransitionRequest:
-    """What a transition consists of.
+    """The contents of a transition.
 
     Attributes:
         next_keys: Fields (or mappings of fields) that are given for the time after the last step,
@@ -98,7 +97,7 @@ class TransitionSampler:
     Args:
         boundaries: Where the trajectories of the ring end, and final observations.
         end_names: Fields that end trajectories.
-        request: What is asked for.
+        request: Contents of a transition.
     """
 
     def __init__(self, boundaries: Boundaries, end_names: list[str], request: TransitionRequest) -> None:
