@@ -1,4 +1,4 @@
-"""Whether a recording is the source that a target was converted from: the note of the target decides."""
+"""Checks that a recording is the source of an existing target, by the note in the target."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ..sources.recording import Recording
 from ..writing.conversion_record import AFTER_LAST, ConversionNote, SummedEpisode, UnreadableEpisode
 from ..writing.json_values import plain
 
-#: Formats whose recordings of one file read no other file.
+#: Formats whose single files refer to no other file.
 _SINGLE_FILES = ("robomimic", "isaaclab", "libero", "d4rl", "mcap", "bfm_zero")
+#: Characters of a value in an error.
 _MAX_SHOWN = 60
 
 
 def source_state(recording: Recording) -> str:
-    """Return a digest of the path, size and time of change of every file of a recording.
+    """Return a digest of the path, size and modification time of every file of a recording.
 
-    "" if they are not known: at a URL, for a file that refers to others, or if one was removed meanwhile.
+    "" for a URL, for a file that may refer to other files, and if a file was removed meanwhile.
     """
     root = recording.path
     if isinstance(root, RemotePath):
@@ -35,24 +36,27 @@ def source_state(recording: Recording) -> str:
     if root.is_file() and recording.format not in _SINGLE_FILES:
         return ""
     options = {name: repr(value) for name, value in recording.origin.options.items()}
-    digest = hashlib.blake2b(json.dumps([str(root), recording.format, options]).encode(), digest_size=16)
+    recording_state = [str(root), recording.format, options]
+    digest = hashlib.blake2b(json.dumps(recording_state).encode(), digest_size=16)
     for path in _files_of(root):
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except FileNotFoundError:
             return ""
-        about = [str(path), found.st_size, found.st_mtime_ns] if stat.S_ISREG(found.st_mode) else [str(path)]
-        digest.update(json.dumps(about).encode())
+        file_state: list[Any] = [str(path)]
+        if stat.S_ISREG(status.st_mode):
+            file_state += [status.st_size, status.st_mtime_ns]
+        digest.update(json.dumps(file_state).encode())
     return digest.hexdigest()
 
 
 def _files_of(root: Path) -> list[str]:
     if not root.is_dir():
         return [str(root)]
-    found = []
+    paths = []
     for folder, _, names in os.walk(root, followlinks=True):
-        found += [os.path.join(folder, name) for name in names]
-    return sorted(path for path in found if os.path.exists(path))
+        paths += [os.path.join(folder, name) for name in names]
+    return sorted(path for path in paths if os.path.exists(path))
 
 
 def check_same_note(
@@ -61,31 +65,36 @@ def check_same_note(
     effective: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     path: Path,
 ) -> None:
-    """Compare a recording and options with the note of a target, without reading a row.
+    """Compare a recording and options with the note of a target, without reading rows.
 
     The recording may have more episodes at its end.
 
     Args:
         there: Note of the target.
         now: Note of a conversion that would begin now.
-        effective: Function that returns what options amount to for the recording.
+        effective: Returns the effect of options on the recording; see `ForeignWriter.effective`.
         path: The target.
 
     Raises:
-        UsageError: The first difference.
+        UsageError: There is a difference. The error states the first one.
     """
-    difference = _difference(there, now) or _other_option(there.options, now.options, effective)
-    difference = difference or _other_episode(there, now)
+    difference = _writer_difference(there, now)
+    difference = difference or _option_difference(there.options, now.options, effective)
+    difference = difference or _episode_difference(there, now)
     if difference:
         raise other_source(path, difference)
 
 
 def check_same_rows(
-    there: ConversionNote, now: ConversionNote, recording: Recording, path: Path, progress: bool = False
+    there: ConversionNote,
+    now: ConversionNote,
+    recording: Recording,
+    path: Path,
+    progress: bool = False,
 ) -> None:
-    """Compare all rows of the episodes that are in a target with the checksums in its note.
+    """Compare the rows of the target's episodes in the source with the checksums in the note.
 
-    Rows are not read if no file of the source has changed since they were noted.
+    Rows are not read if no file of the source has changed since the note was written.
 
     Args:
         there: Note of the target.
@@ -95,30 +104,34 @@ def check_same_rows(
         progress: Show a progress bar.
 
     Raises:
-        UsageError: The first difference.
-        DataFileError: An episode that was written cannot be read any more.
+        UsageError: Rows differ. The error names the first field.
+        DataFileError: An episode of the target cannot be read in the source any more.
     """
     if there.source and there.source == now.source:
         return
     places = {name: place for place, name in enumerate(recording.ids)}
-    for name, noted in tqdm(there.rows.items(), "compare", unit=" episodes", disable=not progress):
+    bar = tqdm(there.rows.items(), "compare", unit=" episodes", disable=not progress)
+    for name, noted_sums in bar:
         try:
-            found = SummedEpisode(recording[places[name]]).sums()
+            sums = SummedEpisode(recording[places[name]]).sums()
         except UnreadableEpisode as error:
             raise error.problem from error
-        for field in {**noted, **found}:
-            if noted.get(field) != found.get(field):
-                where = f"{field.removesuffix(AFTER_LAST)!r}{AFTER_LAST * field.endswith(AFTER_LAST)}"
+        for field in {**noted_sums, **sums}:
+            if noted_sums.get(field) != sums.get(field):
+                where = repr(field.removesuffix(AFTER_LAST))
+                if field.endswith(AFTER_LAST):
+                    where += AFTER_LAST
                 raise other_source(path, f"other values of {where} in episode {name!r}")
 
 
 def other_source(path: Path, difference: str) -> UsageError:
     """Return the error of a target that was converted from another source."""
     expected = "the source and the options of the conversion that is there"
-    return UsageError("convert into", repr(str(path)), expected, difference, "Choose another place, or remove it")
+    advice = "Choose another place, or remove it"
+    return UsageError("convert into", repr(str(path)), expected, difference, advice)
 
 
-def _difference(there: ConversionNote, now: ConversionNote) -> str:
+def _writer_difference(there: ConversionNote, now: ConversionNote) -> str:
     """Describe another format or version of the writer; "" if both are the same."""
     if there.format != now.format:
         return f"format {_text(now.format)} instead of {_text(there.format)}"
@@ -127,53 +140,64 @@ def _difference(there: ConversionNote, now: ConversionNote) -> str:
     return ""
 
 
-def _other_option(
-    there: Mapping[str, Any], now: Mapping[str, Any], effective: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+def _option_difference(
+    there: Mapping[str, Any],
+    now: Mapping[str, Any],
+    effective: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> str:
-    """Describe the first option of another effect; "" if there is none."""
-    name = _first_other(there, now)
+    """Describe the first option with another effect; "" if there is none."""
+    name = _first_difference(there, now)
     if name and there.keys() == now.keys():
         try:
-            one, other = effective(there), effective(now)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # options are compared unchecked
-            one = there
-            other = now
-        name = _first_other(plain(one), plain(other))
-    return f"option {name}={_shown(now, name)} instead of {_shown(there, name)}" if name else ""
+            effect_there = effective(there)
+            effect_now = effective(now)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            # The values of options are not checked yet. Compare them as they are.
+            effect_there = there
+            effect_now = now
+        name = _first_difference(plain(effect_there), plain(effect_now))
+    return f"option {name}={_value_text(now, name)} instead of {_value_text(there, name)}" if name else ""
 
 
-def _other_episode(there: ConversionNote, now: ConversionNote) -> str:
-    """Describe the first difference of episodes or metadata that is known without a row; "" if there is none."""
+def _episode_difference(there: ConversionNote, now: ConversionNote) -> str:
+    """Describe the first difference of episodes or metadata, without rows; "" if there is none."""
     if len(now.episodes) < len(there.episodes):
         return f"{len(now.episodes)} episodes instead of {len(there.episodes)}"
-    for place, (noted, found) in enumerate(zip(there.episodes, now.episodes, strict=False)):
-        if noted["id"] != found["id"]:
-            return f"episode {found['id']!r} instead of {_text(noted['id'])} at place {place}"
-        if part := _first_other(noted, found):
-            where = f"of episode {noted['id']!r}"
-            if isinstance(noted[part], dict):
-                name = _first_other(noted[part], found[part])
-                return f"{part} {name!r} {where}: {_shown(found[part], name)} instead of {_shown(noted[part], name)}"
-            return f"{part} {where}: {_shown(found, part)} instead of {_shown(noted, part)}"
-    if name := _first_other(there.metadata, now.metadata):
-        return f"metadata {name!r}: {_shown(now.metadata, name)} instead of {_shown(there.metadata, name)}"
+
+    for place, (old, new) in enumerate(zip(there.episodes, now.episodes, strict=False)):
+        if old["id"] != new["id"]:
+            return f"episode {new['id']!r} instead of {_text(old['id'])} at place {place}"
+        part = _first_difference(old, new)
+        if not part:
+            continue
+        where = f"of episode {old['id']!r}"
+        if isinstance(old[part], dict):
+            name = _first_difference(old[part], new[part])
+            values = f"{_value_text(new[part], name)} instead of {_value_text(old[part], name)}"
+            return f"{part} {name!r} {where}: {values}"
+        return f"{part} {where}: {_value_text(new, part)} instead of {_value_text(old, part)}"
+
+    name = _first_difference(there.metadata, now.metadata)
+    if name:
+        values = f"{_value_text(now.metadata, name)} instead of {_value_text(there.metadata, name)}"
+        return f"metadata {name!r}: {values}"
     return ""
 
 
-def _first_other(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def _first_difference(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
     """Return the first name under which two mappings differ; "" if they are equal."""
-    for name in {**one, **other}:
-        if name not in one or name not in other or not _are_same(one[name], other[name]):
+    for name in {**left, **right}:
+        if name not in left or name not in right or not _are_same(left[name], right[name]):
             return name
     return ""
 
 
-def _are_same(one: Any, other: Any) -> bool:
+def _are_same(left: Any, right: Any) -> bool:
     """Compare values as JSON has them: True is not 1, and -0.0 is not 0.0."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
 
 
-def _shown(values: Mapping[str, Any], name: str) -> str:
+def _value_text(values: Mapping[str, Any], name: str) -> str:
     return _text(values[name], json.dumps) if name in values else "none"
 
 
@@ -183,55 +207,74 @@ def _text(value: Any, as_text: Callable[[Any], str] = repr) -> str:
 
 
 def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
-    """Return what the fields of a target depend on: field -> its forms, and whether every episode has it."""
+    """Return the forms of the fields, on which the layout of a target depends.
+
+    Returns:
+        Field -> its dtypes and shapes as text, and whether every episode has it. Ends and success that are known
+        count as fields.
+    """
     forms: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
     for episode in note.episodes:
         fields = episode["fields"]
-        found = {**fields["numbers"], **dict.fromkeys(fields["texts"], "text")}
-        found |= {name + AFTER_LAST: "" for name in fields["final"]}
-        found |= {name: "told" for name in ("terminated", "truncated", "success") if episode[name] is not None}
-        for name, form in found.items():
+        episode_forms = {**fields["numbers"], **dict.fromkeys(fields["texts"], "text")}
+        for name in fields["final"]:
+            episode_forms[name + AFTER_LAST] = ""
+        for name in ("terminated", "truncated", "success"):
+            if episode[name] is not None:
+                episode_forms[name] = "known"
+        for name, form in episode_forms.items():
             forms.setdefault(name, set()).add(form)
             counts[name] = counts.get(name, 0) + 1
     return {name: (forms[name], counts[name] == len(note.episodes)) for name in forms}
 
 
-def check_nothing_gained(there: ConversionNote, now: ConversionNote, readable: Sequence[str], path: Path) -> None:
+def check_nothing_gained(
+    there: ConversionNote,
+    now: ConversionNote,
+    readable: Sequence[str],
+    path: Path,
+) -> None:
     """Check that a complete target has all episodes of its source.
 
     Args:
         there: Note of the target.
         now: Note of a conversion that would begin now.
-        readable: Episodes that could not be read then, and can be read now.
+        readable: Episodes that could not be read when the target was written, and can be now.
         path: The target.
 
     Raises:
-        UsageError: The source has more.
+        UsageError: The source has more episodes.
     """
-    gained = [one["id"] for one in now.episodes[len(there.episodes) :]] + list(readable)
+    gained = [episode["id"] for episode in now.episodes[len(there.episodes) :]]
+    gained += readable
     if gained:
-        got = f"{len(gained)} more than the {len(there.rows)} episodes of a complete target: {gained[0]!r}"
+        target = f"the {len(there.rows)} episodes of a complete target"
+        got = f"{len(gained)} more than {target}: {gained[0]!r}"
         raise other_source(path, got)
 
 
 def unreadable_episodes(
     ids: Collection[str], recording: Recording, damaged: Mapping[str, DataFileError]
 ) -> dict[str, DataFileError]:
-    """Return those of some episodes that still cannot be read, with their errors.
+    """Return the errors of episodes that still cannot be read, in the order of the source.
 
     Args:
-        ids: Episodes that could not be read.
+        ids: Episodes that could not be read when the target was written.
         recording: The source.
-        damaged: Episodes whose checksums are wrong.
+        damaged: Episodes with wrong checksums -> error.
     """
-    found = {}
-    for place, name in enumerate(recording.ids) if ids else ():
+    problems: dict[str, DataFileError] = {}
+    if not ids:
+        return problems
+    for place, name in enumerate(recording.ids):
+        if name not in ids:
+            continue
         if name in damaged:
-            found[name] = damaged[name]
-        elif name in ids:
-            try:
-                SummedEpisode(recording[place]).check_readable()
-            except UnreadableEpisode as error:
-                found[name] = error.problem
-    return {name: found[name] for name in found if name in ids}
+            problems[name] = damaged[name]
+            continue
+        try:
+            SummedEpisode(recording[place]).check_readable()
+        except UnreadableEpisode as error:
+            problems[name] = error.problem
+    return problems

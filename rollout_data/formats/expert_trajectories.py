@@ -1,27 +1,23 @@
-"""Motions -> a `TrajectoryDictBuffer`: `load_expert_trajectories` from files named in a text list, or from episodes.
+"""Expert motions as a `TrajectoryDictBuffer`: from humenv's files, or from episodes in memory.
 
-One rule: nothing in a file is trusted. Data are taken from the file itself, by hard links only, and are compared with
-its length before they are read; groups and datasets are counted, as links can make a cycle; texts and numbers are the
-only values.
+`load_expert_trajectories` reads the files that a text list names. Paths of the list stay inside `motions_root`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import h5py
 import numpy as np
 import torch
 
 from storage.core import arguments
 from storage.core.durable_files import read_text
-from storage.core.fields import dtype_name, unflatten
+from storage.core.fields import unflatten
 from storage.core.memory import viewable
 from storage.errors import (
-    CorruptFileError,
     DataFileError,
     FieldTypeError,
     RolloutDataError,
@@ -29,17 +25,16 @@ from storage.errors import (
     UsageError,
 )
 from storage.replay.trajectory_dict_buffer import TrajectoryDictBuffer
-from storage.saving.hdf5_files import Allowance, attribute, member, open_hdf5
 
-#: Turns what is under `observation`, an array or nested ones, into nested observations.
+from .hdf5.humenv import read_motions
+
+#: Maps the observation of a motion, an array or nested arrays, to nested observations.
 ObsMapper = Callable[[Any], Mapping[str, Any]]
 _OBSERVATION = "observation"
-#: Groups in groups, and datasets of a group and all below it.
-_MAX_DEPTH, _MAX_MEMBERS = 64, 4096
 
 
 class MissingMotionError(DataFileError, FileNotFoundError):
-    """A motion that the list names is not there."""
+    """A motion of the list does not exist."""
 
 
 def load_expert_trajectories(
@@ -52,35 +47,38 @@ def load_expert_trajectories(
     """Load the motions of a list.
 
     Args:
-        motions: Text file with one path per line, relative to `motions_root` or absolute. Text after `#` at the start
-            of a line, and empty lines, are skipped. A line is taken as it is written; where that file does not exist,
-            without the spaces around it, and then without any space.
-        motions_root: Where the paths start. None may lead out of it, not by "..", as an absolute path, or by a link.
+        motions: Text file with one path per line, relative to `motions_root` or absolute. Empty lines and lines that
+            start with `#` are skipped. A line names the file of exactly that name. If there is none, the spaces
+            around the name are removed, and then all spaces.
+        motions_root: Folder of the paths. A path may not lead out of it by "..", as an absolute path, or by a link.
         seq_length: Rows of a window.
-        device: Where the frames are kept.
-        obs_dict_mapper: Makes a nested mapping of each observation: a `[T, D]` array, or nested ones.
+        device: Device of the frames.
+        obs_dict_mapper: Returns a nested mapping for an observation: a `[T, D]` array, or nested arrays.
 
     Returns:
-        The episodes of all files in their order, `ep_0` first; `file_names` says which came from where. Floating
-        observations become float32; every other field keeps its dtype.
+        The episodes of all files in the order of the list, `ep_0` first. `file_names` has the line of each episode.
+        Floating observations become float32; every other field keeps its dtype.
 
     Raises:
-        FileNotFoundError: Naming the line of the list.
-        DataFileError: A file does not hold what it should.
+        FileNotFoundError: A motion does not exist. The error names its line.
+        DataFileError: A file is damaged or holds no motions.
         UnsafeFileError: A path leads out of `motions_root`, or a link out of its file.
-        TypeError: `obs_dict_mapper` was given, and a motion has no observation.
+        TypeError: `obs_dict_mapper` is set, and a motion has no observation.
     """
     action = "call rollout_data.load_expert_trajectories"
     motions = arguments.path(action, "motions", motions)
     root = arguments.path(action, "motions_root", motions_root)
     seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
+
     episodes = []
     names = []
     for number, line in read_motion_list(motions):
         name, path = _motion_path(root, line, f"line {number} of {str(motions)!r}")
-        for episode in read_motion(path):
+        for values in read_motions(path):
+            episode = {field: _as_tensors(value, field == _OBSERVATION) for field, value in values.items()}
             episodes.append(_mapped(episode, obs_dict_mapper, repr(str(path))))
             names.append(name)
+
     if not episodes:
         raise UsageError("load motions from", repr(str(motions)), "at least one episode", "none")
     try:
@@ -91,18 +89,18 @@ def load_expert_trajectories(
 
 
 class MotionEpisode(Protocol):
-    """What an `Episode` of `rollout_data.open` has."""
+    """The part of an `Episode` of `rollout_data.open` that is read here."""
 
     @property
     def id(self) -> str:
-        """Its name."""
+        """Name of the episode."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Its numeric fields by flat names."""
+        """Numeric fields by flat names."""
 
     def read(self, name: str) -> Any:
-        """Return a field, `[T, ...]`."""
+        """Read a field: `[T, ...]`."""
 
 
 def load_expert_trajectories_from_motion_lib(
@@ -111,147 +109,109 @@ def load_expert_trajectories_from_motion_lib(
     device: torch.device | str = "cpu",
     obs_dict_mapper: ObsMapper | None = None,
 ) -> TrajectoryDictBuffer:
-    """Load motions that a program holds or yields; no simulator takes part.
+    """Load motions from the memory of a program, without a simulator.
 
     Args:
-        motion_lib: A `Recording` or its episodes, or any iterable with a nested mapping for each motion: arrays or
-            tensors `[T, ...]`, of which `observation` is the observation, and a `motion_id`, a value or a column.
-            The id of an episode is its `motion_id` if it has one, and its name otherwise.
+        motion_lib: A `Recording`, its episodes, or an iterable of nested mappings, one for each motion. A mapping has
+            arrays or tensors `[T, ...]`, among them `observation`, and may have a `motion_id`: a value or a column.
+            The id of an episode is its `motion_id` if it has one, otherwise its name.
         seq_length: Rows of a window.
-        device: Where the frames are kept.
-        obs_dict_mapper: Makes a nested mapping of each observation: a `[T, D]` array, or nested ones.
+        device: Device of the frames.
+        obs_dict_mapper: Returns a nested mapping for an observation: a `[T, D]` array, or nested arrays.
 
     Returns:
         The motions in their order. Floating observations become float32; every other field keeps its dtype.
 
     Raises:
-        UsageError: There is no motion, or one is no mapping; or the motions do not fit each other.
-        TypeError: `obs_dict_mapper` was given, and a motion has no observation.
+        UsageError: There is no motion, a motion is no mapping, or the motions have different fields.
+        TypeError: `obs_dict_mapper` is set, and a motion has no observation.
     """
     action = "call rollout_data.load_expert_trajectories_from_motion_lib"
     seq_length, device = _checked_options(action, seq_length, device, obs_dict_mapper)
     if not isinstance(motion_lib, Iterable) and not hasattr(motion_lib, "__getitem__"):
-        raise UsageError(action, "", "motion_lib as an iterable of motions", type(motion_lib).__name__)
-    motions = []
-    listed: Iterable[Any] = motion_lib
-    for number, motion in enumerate(listed):
+        got = type(motion_lib).__name__
+        raise UsageError(action, "", "motion_lib as an iterable of motions", got)
+
+    episodes = []
+    motions: Iterable[Any] = motion_lib
+    for number, motion in enumerate(motions):
         fields = motion
         if hasattr(motion, "schema") and hasattr(motion, "read"):
-            read = {name: motion.read(name) for name in motion.schema}
-            fields = {"motion_id": motion.id, **unflatten(read)}
+            values = {name: motion.read(name) for name in motion.schema}
+            fields = {"motion_id": motion.id, **unflatten(values)}
         if not hasattr(fields, "items"):
             expected = f"motion_lib with a mapping as motion {number}"
             raise UsageError(action, "", expected, type(motion).__name__)
-        values = {name: _given(one, name == _OBSERVATION) for name, one in fields.items()}
-        motions.append(_mapped(values, obs_dict_mapper, f"motion {number}"))
-    if not motions:
+        episode = {name: _as_tensors(value, name == _OBSERVATION) for name, value in fields.items()}
+        episodes.append(_mapped(episode, obs_dict_mapper, f"motion {number}"))
+
+    if not episodes:
         raise UsageError(action, "", "motion_lib with at least one motion", "none")
-    return TrajectoryDictBuffer(motions, device, seq_length)
+    return TrajectoryDictBuffer(episodes, device, seq_length)
 
 
 def _checked_options(action: str, seq_length: Any, device: Any, obs_dict_mapper: Any) -> tuple[int, torch.device]:
     if obs_dict_mapper is not None and not callable(obs_dict_mapper):
-        raise UsageError(action, "", "obs_dict_mapper as a function of an observation", repr(obs_dict_mapper))
-    return arguments.whole(action, "seq_length", seq_length, 1), arguments.device(action, "device", device)
-
-
-def _given(values: Any, is_observation: bool) -> Any:
-    """View what a program gave as tensors with at least two axes; single values stay."""
-    if hasattr(values, "items"):
-        return {name: _given(one, is_observation) for name, one in values.items()}
-    if isinstance(values, torch.Tensor):
-        narrow = is_observation and values.dtype.is_floating_point
-        tensor = values.to(torch.float32) if narrow else values
-        return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
-    if values is None or isinstance(values, (str, int, float)) or np.ndim(values) == 0:
-        return values
-    return _as_tensors(np.asarray(values), is_observation)
+        expected = "obs_dict_mapper as a function of an observation"
+        raise UsageError(action, "", expected, repr(obs_dict_mapper))
+    num_rows = arguments.whole(action, "seq_length", seq_length, 1)
+    return num_rows, arguments.device(action, "device", device)
 
 
 def read_motion_list(path: str | os.PathLike[str]) -> list[tuple[int, str]]:
-    """List the numbers, from 1, and the texts of the lines of a motion list that name a motion."""
+    """Return the lines of a motion list that name a motion: line number, from 1, and text."""
     try:
         text = read_text(path, "read the motion list")
     except FileNotFoundError as cause:
-        raise MissingMotionError("read the motion list", repr(str(path)), "a text file", "none") from cause
-    lines = enumerate(text.splitlines(), 1)
-    return [(number, line) for number, line in lines if line.strip() and not line.strip().startswith("#")]
+        where = repr(str(path))
+        raise MissingMotionError("read the motion list", where, "a text file", "none") from cause
 
-
-def read_motion(path: Path) -> list[dict[str, Any]]:
-    """Read all episodes of a file: nested dicts of `[T, ...]` tensors, and of texts, of which an array gives its first.
-
-    Raises:
-        CorruptFileError: Damaged, no HDF5 file, without an episode, or holding more than its length can.
-        FieldTypeError: A dataset holds neither numbers nor texts.
-        UnsafeFileError: A link leads out of the file.
-    """
-    with open_hdf5(path) as (file, handle):
-        allowance = Allowance(handle.num_bytes)
-        num_episodes = attribute(file, "num_episodes")
-        if not isinstance(num_episodes, (np.integer, np.floating)) or not float(num_episodes).is_integer():
-            expected = "the attribute 'num_episodes', a whole number"
-            raise CorruptFileError("read", repr(str(path)), expected, repr(num_episodes))
-        episodes = []
-        for name in (f"ep_{number}" for number in range(int(num_episodes))):
-            group = member(file, name, path)
-            if not isinstance(group, h5py.Group):
-                raise CorruptFileError("read", repr(str(path)), f"a group {name!r}", "a dataset")
-            episode = _read_group(group, path, allowance, iter(range(_MAX_MEMBERS)), 1)
-            episodes.append({field: _as_tensors(one, field == _OBSERVATION) for field, one in episode.items()})
-        return episodes
-
-
-def _read_group(
-    group: h5py.Group, path: Path, allowance: Allowance, numbers: Iterator[int], depth: int
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in group:
-        if depth > _MAX_DEPTH or next(numbers, None) is None:
-            expected = f"at most {_MAX_DEPTH} groups in groups and {_MAX_MEMBERS} datasets"
-            raise CorruptFileError("read", repr(str(path)), expected, "more, or a cycle")
-        one = member(group, name, path)
-        is_group = isinstance(one, h5py.Group)
-        found[name] = _read_group(one, path, allowance, numbers, depth + 1) if is_group else _read(one, path, allowance)
-    return found
-
-
-def _read(dataset: h5py.Dataset, path: Path, allowance: Allowance) -> Any:
-    where = f"{dataset.name!r} of {str(path)!r}"
-    is_text = h5py.check_string_dtype(dataset.dtype) is not None
-    if not is_text and dataset.dtype.kind not in "biuf":
-        raise FieldTypeError("read the dataset", where, "numbers", str(dataset.dtype))
-    if dataset.size is None or (is_text and not dataset.size):  # the one has no shape, the other no first text
-        raise CorruptFileError("read the dataset", where, "values", "none")
-    allowance.take(dataset, where)
-    if is_text:
-        return str(dataset.asstr()[(0,) * dataset.ndim])
-    dtype_name(dataset.dtype, f"of {where}")
-    return np.asarray(dataset[()])
+    motions = []
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if stripped and not stripped.startswith("#"):
+            motions.append((number, line))
+    return motions
 
 
 def _motion_path(root: Path, line: str, place: str) -> tuple[str, Path]:
-    """Return the name in a line that is there, and its file; refuse what leads out of the root."""
-    names = dict.fromkeys([line, line.strip(), line.strip().replace(" ", "")])
-    for name in names:
+    """Return the name and path of the motion in a line.
+
+    Raises:
+        UnsafeFileError: The path leads out of `root`.
+        MissingMotionError: The file does not exist.
+    """
+    stripped = line.strip()
+    for name in dict.fromkeys([line, stripped, stripped.replace(" ", "")]):
         path = root / name
-        where = f"{name!r}, {place}"
         if ".." in Path(name).parts or not path.resolve().is_relative_to(root.resolve()):
-            raise UnsafeFileError("load the motion", where, f"a path in {str(root)!r}", "one that leads out of it")
+            where = f"{name!r}, {place}"
+            expected = f"a path in {str(root)!r}"
+            raise UnsafeFileError("load the motion", where, expected, "one that leads out of it")
         if os.path.exists(path):
             return name, path
-    raise MissingMotionError("load the motion", f"{line.strip()!r}, {place}", f"a file in {str(root)!r}", "none")
+    where = f"{stripped!r}, {place}"
+    raise MissingMotionError("load the motion", where, f"a file in {str(root)!r}", "none")
 
 
 def _as_tensors(values: Any, is_observation: bool) -> Any:
-    """Turn arrays into tensors with at least two axes, floating observations into float32."""
-    if isinstance(values, dict):
-        return {name: _as_tensors(one, is_observation) for name, one in values.items()}
-    if isinstance(values, str):
+    """Return arrays as tensors with at least two axes; floating observations become float32.
+
+    Texts and single Python values are returned unchanged.
+    """
+    if hasattr(values, "items"):
+        return {name: _as_tensors(part, is_observation) for name, part in values.items()}
+    if isinstance(values, torch.Tensor):
+        is_narrowed = is_observation and values.dtype.is_floating_point
+        tensor = values.to(torch.float32) if is_narrowed else values
+        return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
+    if np.ndim(values) == 0 and not isinstance(values, np.ndarray):
         return values
-    if is_observation and values.dtype.kind == "f":
-        values = values.astype(np.float32, copy=False)
-    tensor = torch.from_numpy(viewable(values))
+
+    array = np.asarray(values)
+    if is_observation and array.dtype.kind == "f":
+        array = array.astype(np.float32, copy=False)
+    tensor = torch.from_numpy(viewable(array))
     return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 
@@ -259,5 +219,6 @@ def _mapped(episode: dict[str, Any], mapper: ObsMapper | None, where: str) -> di
     if mapper is None:
         return episode
     if _OBSERVATION not in episode:
-        raise FieldTypeError("map the observation", f"of {where}", "one", "none", "Leave obs_dict_mapper out")
+        advice = "Leave obs_dict_mapper out"
+        raise FieldTypeError("map the observation", f"of {where}", "one", "none", advice)
     return {**episode, _OBSERVATION: mapper(episode[_OBSERVATION])}

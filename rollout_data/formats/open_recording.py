@@ -1,4 +1,4 @@
-"""Opening recordings."""
+"""`open`: recordings of any format."""
 
 from __future__ import annotations
 
@@ -11,53 +11,74 @@ from storage.errors import DataFileError, RolloutDataError, UsageError
 from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of
 from ..sources.recording import Recording, open_origin
 
+_ACTION = "call rollout_data.open"
 
-def open(path: DataDir, format: str | None = None, *, remote: RemoteOptions | None = None, **options: Any) -> Recording:
-    """Open recorded experience of any format, by what it contains.
+
+def open(
+    path: DataDir,
+    format: str | None = None,
+    *,
+    remote: RemoteOptions | None = None,
+    **options: Any,
+) -> Recording:
+    """Open recorded experience of any format.
 
     Args:
         path: A file or folder, or a URL of block files, a LeRobot set or HDF5 files.
-        format: Its format; None finds it out from the content.
-        remote: How a URL is read.
-        **options: Of the format, such as `on_bad_index="rebuild"`.
+        format: Name of the format; None detects it from the content.
+        remote: Options for reading a URL.
+        **options: Options of the format, such as `on_bad_index="rebuild"`.
 
     Raises:
-        DataFileError: It is of no known format, or of one that is not read at a URL, or cannot be read.
-        UsageError: There is nothing at the path; the format or an option is not known.
+        DataFileError: The data cannot be read, have no known format, or a format that is not read at a URL.
+        UsageError: The path does not exist, or the format or an option is unknown.
     """
     if format is not None:
-        instance("call rollout_data.open", "format", format, "as a name", str)
-    found = _origin_of("call rollout_data.open", "path", path)
+        instance(_ACTION, "format", format, "as a name", str)
+    origin = _origin_of(_ACTION, "path", path)
     if remote is not None:
-        remote = checked_remote("call rollout_data.open", remote)
+        remote = checked_remote(_ACTION, remote)
+
     if not hasattr(path, "origin"):
-        found = Origin(found.path, format, options, remote=remote)
+        origin = Origin(origin.path, format, options, remote=remote)
     elif format is not None or options or remote is not None:
-        expected = "no other format or options"
         got = f"{format!r} and {options!r}"
-        raise UsageError("call rollout_data.open", f"with path={path!r}", expected, got)
-    return Recording(found, open_origin(found))
+        raise UsageError(_ACTION, f"with path={path!r}", "no other format or options", got)
+    return Recording(origin, open_origin(origin))
 
 
 def open_source(action: str, name: str, source: DataDir) -> Recording:
-    """Open the source of a call, a path or a `Recording`; errors name the call and its argument."""
-    found = _origin_of(action, name, source)
-    return Recording(found, open_origin(found))
+    """Open the source of a call: a path or a `Recording`. Errors name the call and the argument."""
+    origin = _origin_of(action, name, source)
+    return Recording(origin, open_origin(origin))
 
 
 def present_part(recording: Recording) -> tuple[Recording, list[DataFileError]]:
-    """Return the episodes whose files are as they were when the recording was opened, and errors of the others."""
+    """Return the episodes whose files have not changed since the recording was opened.
+
+    Returns:
+        A recording of these episodes, and the errors of the others.
+    """
     removed = recording.removed()
     if removed:
-        recording = recording.select(one for one in recording.ids if one not in removed)
+        recording = recording.select(name for name in recording.ids if name not in removed)
     return recording, list(removed.values())
 
 
-def check_any_readable(recording: Recording, num_readable: int, problems: Sequence[RolloutDataError]) -> None:
-    """Check that at least one episode of a recording can be read; `problems` tell why others cannot.
+def check_any_readable(
+    recording: Recording,
+    num_readable: int,
+    problems: Sequence[RolloutDataError],
+) -> None:
+    """Check that at least one episode of a recording can be read.
+
+    Args:
+        recording: The recording.
+        num_readable: Episodes that can be read.
+        problems: Errors of the others.
 
     Raises:
-        DataFileError: There is none.
+        DataFileError: No episode can be read. The error has the first problem.
     """
     if not num_readable:
         where = repr(str(recording.path))
@@ -66,8 +87,8 @@ def check_any_readable(recording: Recording, num_readable: int, problems: Sequen
 
 
 def _origin_of(action: str, name: str, source: Any) -> Origin:
-    found, *others = origins_of(source, action, name)
-    if others:
-        advice = "Give the list to a dataset, or to merge"
-        raise UsageError(action, "", f"{name} as one path", f"{1 + len(others)} paths", advice)
-    return found
+    origins = origins_of(source, action, name)
+    if len(origins) > 1:
+        advice = "Pass the list to a dataset, or to merge"
+        raise UsageError(action, "", f"{name} as one path", f"{len(origins)} paths", advice)
+    return origins[0]

@@ -1,7 +1,7 @@
 """Reader of humenv motions: groups `ep_<i>` with a row per step.
 
 They are in one file, or in the files that a text file lists. No row is a final observation. Files
-of motion capture have no action.
+of motion capture have no action. `read_motions` loads whole files for buffers of expert motions.
 """
 
 from __future__ import annotations
@@ -9,13 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from storage.errors import DataFileError
+import h5py
+import numpy as np
+
+from storage.core.fields import DTYPES, unflatten
+from storage.errors import CorruptFileError, DataFileError, FieldTypeError
+from storage.saving.hdf5_files import Allowance
 
 from ...sources.episode_reader import EpisodeInfo
 from ..format_detection import HUMENV_EPISODE, humenv_files
+from .hdf5_datasets import DatasetInfo, Files, OpenFile
 from .hdf5_episodes import Hdf5Reader
+
+_NUM_EPISODES = "num_episodes"
 
 
 class Reader(Hdf5Reader):
@@ -51,8 +59,57 @@ class Reader(Hdf5Reader):
         """Return the episodes of a file."""
         with self.files.use(path) as file:
             names = file.numbered("", HUMENV_EPISODE)
-            stated = file.attribute(file.open(""), "num_episodes")
+            stated = file.attribute(file.open(""), _NUM_EPISODES)
             if stated is not None and stated != len(names):
-                where = f"'num_episodes' of {file.where}"
+                where = f"{_NUM_EPISODES!r} of {file.where}"
                 self.problem("use", where, str(len(names)), str(stated)).of("counts")
             return self.collect(path, "", names)
+
+
+def read_motions(path: Path) -> list[dict[str, Any]]:
+    """Read all episodes of a file whole.
+
+    Returns:
+        Nested dicts by group: new arrays `[T, ...]`, arrays without axes for single numbers, and texts. An array of
+        texts is read as its first text.
+
+    Raises:
+        CorruptFileError: The file is damaged, lacks an episode, or declares more data than it can hold.
+        FieldTypeError: A dataset holds neither numbers nor texts.
+        UnsafeFileError: A link leads out of the file.
+    """
+    with Files().use(path) as file:
+        num_episodes = file.attribute(file.open(""), _NUM_EPISODES)
+        if not isinstance(num_episodes, (int, float)) or not float(num_episodes).is_integer():
+            expected = f"the attribute {_NUM_EPISODES!r}, a whole number"
+            raise CorruptFileError("read", file.where, expected, repr(num_episodes))
+
+        allowance = Allowance(file.num_bytes)
+        episodes = []
+        for number in range(int(num_episodes)):
+            group = file.group(f"{HUMENV_EPISODE}{number}")
+            values = {}
+            for name, info in file.datasets(file.name(group)).items():
+                values[name] = _read_whole(file, file.open(name, group), info, allowance)
+            episodes.append(unflatten(values))
+        return episodes
+
+
+def _read_whole(file: OpenFile, node: h5py.h5d.DatasetID, info: DatasetInfo, allowance: Allowance) -> Any:
+    """Read a dataset as an array, or as its first text."""
+    dataset = h5py.Dataset(node)
+    where = file.place(node)
+    is_text = info.kind == "text"
+    has_values = dataset.size is not None
+    if not has_values or (is_text and dataset.size == 0):
+        raise CorruptFileError("read the dataset", where, "values", "none")
+    if not is_text and info.kind not in DTYPES:
+        raise FieldTypeError("read the dataset", where, "numbers", str(dataset.dtype))
+
+    allowance.take(dataset, where)
+    if is_text:
+        return str(dataset.asstr()[(0,) * dataset.ndim])
+    if info.shape:
+        # A copy: rows may be a map of the file.
+        return np.array(file.rows(file.name(node), info, 0, info.shape[0], node))
+    return np.asarray(dataset[()])
