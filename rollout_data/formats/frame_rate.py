@@ -1,4 +1,4 @@
-"""The frame rate of a target that has one rate for all episodes."""
+"""Frame rate of a target with one rate for all episodes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .episode_writer import EpisodeToWrite
 
 #: Keys of metadata that state a rate in Hz, the preferred one first.
 RATE_KEYS = ("frame_rate_hz", "fps")
-#: Last part of the name of a field of recorded times in seconds.
+#: Last part of the names of fields with recorded times in seconds.
 _TIME_NAMES = ("timestamp", "timestamps")
 _TIME_DTYPES = ("float32", "float64")
 #: Rates that differ by more than this share contradict each other.
 _MAX_DIFFERENCE = 0.01
-#: Rates this close to an integer, as rounded times give them, are that integer.
+#: Rates within this share of an integer are that integer, since times are often rounded.
 _ROUNDING = 5e-4
-#: Steps that differ from the median by more than this share of it are pauses and lost frames.
+#: Steps that differ from the median by more than this share are pauses or lost frames.
 _MAX_STEP_DIFFERENCE = 0.5
+#: Values of metadata that state no rate.
 _UNKNOWN = (None, "", "unknown")
 
 
@@ -33,7 +34,7 @@ class Statement(NamedTuple):
         rate_hz: Frames per second.
         where: The statement, for errors: "fps of the recording".
         episode: Id of the episode; "" if the statement is about all of them.
-        is_certain: False for times whose steps vary too much to tell the rate within 1 %.
+        is_certain: False for times whose steps vary too much for a rate within 1 %.
     """
 
     rate_hz: float
@@ -46,83 +47,110 @@ class Statement(NamedTuple):
 
 
 def frame_rate(
-    episodes: Sequence[EpisodeToWrite], metadata: Mapping[str, Any], fps: float | None
+    episodes: Sequence[EpisodeToWrite],
+    metadata: Mapping[str, Any],
+    fps: float | None,
 ) -> tuple[float, dict[str, set[str]]]:
-    """Return the rate of all episodes in Hz, and what was rounded: line of the report -> ids of episodes.
+    """Return the frame rate of all episodes in Hz, and the rounded rates for the report.
 
-    The rate is `fps`, or the first that is stated: `frame_rate_hz` in the metadata of the recording or of its
-    episodes, `fps` there, the field `timestamp` in seconds.
+    The rate is `fps`, or else the first statement in this order: `frame_rate_hz` in the metadata of the recording or
+    of an episode, `fps` there, the field `timestamp` in seconds.
+
+    Returns:
+        The rate, and line of the report -> ids of episodes.
 
     Raises:
-        UsageError: The rate of an episode is not known, or two statements, `fps` included, differ by more than 1 %.
+        UsageError: The rate of an episode is unknown, or two statements, `fps` included, differ by more than 1 %.
     """
-    of_all = list(_stated(metadata, "the recording", has_fps=fps is not None))
-    stated = list(of_all)
+    of_recording = list(_stated_rates(metadata, "the recording", has_fps=fps is not None))
+    stated = list(of_recording)
+    measured: list[Statement] = []
     for episode in episodes:
         where = f"episode {episode.id!r}"
-        stated += _stated(episode.metadata, where, episode.id, has_fps=fps is not None)
-    stated.sort(key=lambda one: RATE_KEYS.index(one.where.split()[0]))
-    measured = [one for episode in episodes for one in _measured(episode)]
-    certain = [*stated, *(one for one in measured if one.is_certain)]
+        stated += _stated_rates(episode.metadata, where, episode.id, has_fps=fps is not None)
+        measured += _measured_rates(episode)
+    stated.sort(key=_priority)
+
+    statements = [*stated, *(rate for rate in measured if rate.is_certain)]
     if fps is not None:
-        certain.insert(0, Statement(float(fps), "the argument fps"))
-    if not certain and measured:
-        median_hz = float(np.median([one.rate_hz for one in measured]))
-        certain = [Statement(_rounded(median_hz, _MAX_DIFFERENCE), measured[0].where)]
-    if not certain:
-        raise _unknown("the recording", "the recording")
-    rate_hz = certain[0].rate_hz
-    _check_alike(certain)
-    if fps is None and not of_all:
-        known = {one.episode for one in stated}
+        statements.insert(0, Statement(float(fps), "the argument fps"))
+    if not statements and measured:
+        median_hz = float(np.median([rate.rate_hz for rate in measured]))
+        statements.append(Statement(_rounded(median_hz, _MAX_DIFFERENCE), measured[0].where))
+    if not statements:
+        raise _unknown_rate("the recording", "the recording")
+    _check_same_rate(statements)
+
+    if fps is None and not of_recording:
+        known = {rate.episode for rate in stated}
         for episode in episodes:
-            if episode.id not in known and not _times(episode):
-                raise _unknown(f"episode {episode.id!r}", "the episode")
+            if episode.id not in known and not _time_fields(episode):
+                raise _unknown_rate(f"episode {episode.id!r}", "the episode")
+
+    rate_hz = statements[0].rate_hz
     report: dict[str, set[str]] = {}
-    for one in stated:
-        if one.rate_hz != rate_hz:
-            line = f"frames are written as {rate_hz:g} a second instead of {one.rate_hz:g}"
-            report.setdefault(line, set()).update([one.episode] if one.episode else [each.id for each in episodes])
+    for rate in stated:
+        if rate.rate_hz != rate_hz:
+            line = f"frames are written as {rate_hz:g} a second instead of {rate.rate_hz:g}"
+            ids = [rate.episode] if rate.episode else [episode.id for episode in episodes]
+            report.setdefault(line, set()).update(ids)
     return rate_hz, report
 
 
-def _stated(metadata: Mapping[str, Any], where: str, episode: str = "", has_fps: bool = False) -> Iterator[Statement]:
-    """Yield the rates in metadata; values that are no rates are errors, unless the caller says fps=."""
+def _priority(statement: Statement) -> int:
+    """Return the rank of the key of metadata that states a rate; 0 is the preferred one."""
+    return RATE_KEYS.index(statement.where.split()[0])
+
+
+def _stated_rates(
+    metadata: Mapping[str, Any],
+    where: str,
+    episode: str = "",
+    has_fps: bool = False,
+) -> Iterator[Statement]:
+    """Yield the rates in metadata.
+
+    Raises:
+        UsageError: A value is no rate, and the caller did not pass `fps`.
+    """
     for key in RATE_KEYS:
         value: Any = metadata.get(key)
         if isinstance(value, np.ndarray) and value.size == 1:
             value = value.item()
         if is_real(value) and 0 < float(value) < float("inf"):
             yield Statement(float(value), f"{key} of {where}", episode)
-        elif not has_fps and not any(value is one or value == one for one in _UNKNOWN):
-            raise UsageError("take the frame rate", f"{key} of {where}", "a number > 0", repr(value)[:80], "Say fps=")
+        elif not has_fps and not any(value is word or value == word for word in _UNKNOWN):
+            got = repr(value)[:80]
+            place = f"{key} of {where}"
+            raise UsageError("take the frame rate", place, "a number > 0", got, "Say fps=")
 
 
-def _unknown(what: str, whose: str) -> UsageError:
+def _unknown_rate(what: str, whose: str) -> UsageError:
     expected = f"a frame rate, as {RATE_KEYS[0]!r} in the metadata of {whose}"
     return UsageError(f"write {what}", "as LeRobot", expected, "none", "Say fps=")
 
 
-def _times(episode: EpisodeToWrite) -> list[str]:
-    """Return the names of the fields of recorded times in seconds."""
-    return [
-        name
-        for name, field in episode.schema.items()
-        if name.rpartition("/")[2] in _TIME_NAMES and field.num_elements == 1 and field.dtype in _TIME_DTYPES
-    ]
+def _time_fields(episode: EpisodeToWrite) -> list[str]:
+    """Return the names of the fields with recorded times in seconds."""
+    names = []
+    for name, field in episode.schema.items():
+        is_number = field.num_elements == 1 and field.dtype in _TIME_DTYPES
+        if is_number and name.rpartition("/")[2] in _TIME_NAMES:
+            names.append(name)
+    return names
 
 
-def _measured(episode: EpisodeToWrite) -> Iterator[Statement]:
-    """Yield the rates of the recorded times of an episode: of its usual steps, the mean.
+def _measured_rates(episode: EpisodeToWrite) -> Iterator[Statement]:
+    """Yield the rates of the recorded times of an episode: the inverse of the mean of the usual steps.
 
-    The median is no rate: steps of times that are rounded to milliseconds are 33 or 34 ms at 30 Hz.
+    The median would be wrong: times rounded to milliseconds have steps of 33 and 34 ms at 30 Hz.
     """
-    for name in _times(episode):
+    for name in _time_fields(episode):
         try:
             times = np.asarray(episode.read(name), np.float64).reshape(-1)
         except UnansweredError:
             raise
-        except DataFileError:  # `add` raises it again
+        except DataFileError:  # The writer's `add` raises it again.
             continue
         steps = np.diff(times)
         median = float(np.median(steps)) if len(steps) else 0.0
@@ -137,16 +165,16 @@ def _measured(episode: EpisodeToWrite) -> Iterator[Statement]:
 
 
 def _rounded(rate_hz: float, error: float) -> float:
-    """Return the nearest integer if the rate, whose relative error is known, may be that."""
+    """Return the nearest integer if a rate with this relative error may be that integer."""
     nearest = round(rate_hz)
     tolerance = min(max(_ROUNDING, error), _MAX_DIFFERENCE)
     return float(nearest) if nearest and abs(rate_hz / nearest - 1) < tolerance else rate_hz
 
 
-def _check_alike(statements: Sequence[Statement]) -> None:
-    """Raise if two statements contradict each other."""
-    lowest = min(statements, key=lambda one: one.rate_hz)
-    highest = max(statements, key=lambda one: one.rate_hz)
+def _check_same_rate(statements: Sequence[Statement]) -> None:
+    """Raise `UsageError` if two statements contradict each other."""
+    lowest = min(statements, key=lambda statement: statement.rate_hz)
+    highest = max(statements, key=lambda statement: statement.rate_hz)
     if highest.rate_hz <= lowest.rate_hz * (1 + _MAX_DIFFERENCE):
         return
     first = statements[0]

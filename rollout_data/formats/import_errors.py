@@ -1,6 +1,6 @@
-"""What no file says and importers get wrong: actions that were copied, and rows that only reset a simulator.
+"""Heuristics for two common import errors: copied actions, and rows that only reset a simulator.
 
-One rule: a few rows of the first episodes are compared; what is found is reported, and nothing is changed.
+A few rows of the first episodes are compared. The results are advice; the data stay as they are.
 """
 
 from __future__ import annotations
@@ -15,60 +15,89 @@ from storage.core.fields import Field, Schema
 from ..sources.episode_reader import ForeignReader
 
 Array = np.ndarray[Any, Any]
-#: Steps of an episode and ends that are looked at, in fields whose rows have at most this many bytes.
-_NUM_STEPS, _NUM_ENDS, _MAX_BYTES = 256, 8, 1 << 12
+#: Steps of an episode that are compared.
+_NUM_STEPS = 256
+#: Ends of episodes that are compared.
+_NUM_ENDS = 8
+#: Fields with more bytes per row, such as pictures, are not compared.
+_MAX_ROW_BYTES = 1 << 12
 
 
-def copied_actions(schema: Schema, length: int, read: Callable[[str, int], Any]) -> Iterator[tuple[str, str]]:
-    """Report actions that are the observations of their steps or the next ones, or always the same.
+def report_copied_actions(reader: ForeignReader) -> None:
+    """Report copied actions of the first episode with two steps or more."""
+    numbers = (number for number, info in enumerate(reader.episodes) if info.length > 1)
+    number = next(numbers, None)
+    if number is None:
+        return
 
-    They were copied, as when an arm is led by hand, or command nothing.
+    def read(name: str, num_steps: int) -> Any:
+        return reader.read(number, name, 0, num_steps)
+
+    info = reader.episodes[number]
+    where = f"the actions of {info.name!r} of {str(reader.path)!r}"
+    for expected, got in _copied_actions(info.schema, min(info.length, _NUM_STEPS), read):
+        reader.advise("take as commands", where, expected, got)
+
+
+def _copied_actions(
+    schema: Schema,
+    num_steps: int,
+    read: Callable[[str, int], Any],
+) -> Iterator[tuple[str, str]]:
+    """Find actions that equal an observation of their step or of the next step, or that never change.
+
+    Such actions were copied, as when an arm is led by hand, or command nothing.
 
     Args:
-        schema: The fields of an episode.
-        length: Its steps.
-        read: Gives the first steps of a field.
+        schema: Fields of an episode.
+        num_steps: Steps to compare, at least 2.
+        read: Returns the first steps of a field: (name, number of steps) -> rows.
 
     Yields:
-        What actions should be, and what they are.
+        The expected and the actual content of a field, for an error.
     """
-    steps = min(length, _NUM_STEPS)
-    for name, action in _small(schema, "action") if steps > 1 else ():
-        actions = read(name, steps)
+    for name, action in _small_fields(schema, "action"):
+        actions = read(name, num_steps)
         if (actions == actions[0]).all():
             yield f"{name!r} that changes", "the same in all steps"
-        for seen in [other for other, one in _small(schema, "observation") if one.shape == action.shape]:
-            rows = read(seen, steps).astype(actions.dtype)
-            for shift, which in ((0, "the same"), (1, "the next")):
-                if np.array_equal(actions[: steps - shift], rows[shift:]):
-                    yield f"{name!r} that differs from {seen!r}", f"those of {which} step"
+        for seen, observation in _small_fields(schema, "observation"):
+            if observation.shape != action.shape:
+                continue
+            rows = read(seen, num_steps).astype(actions.dtype)
+            expected = f"{name!r} that differs from {seen!r}"
+            if np.array_equal(actions, rows):
+                yield expected, "those of the same step"
+            if np.array_equal(actions[:-1], rows[1:]):
+                yield expected, "those of the next step"
 
 
-def look_for_copies(reader: ForeignReader) -> None:
-    """Report the `copied_actions` of the first episode of two steps."""
-    number = next((number for number, info in enumerate(reader.episodes) if info.length > 1), None)
-    if number is not None:
-        info = reader.episodes[number]
-        where = f"the actions of {info.name!r} of {str(reader.path)!r}"
-        for found in copied_actions(info.schema, info.length, lambda name, count: reader.read(number, name, 0, count)):
-            reader.advise("take as commands", where, *found)
-
-
-def look_for_resets(reader: ForeignReader) -> None:
-    """Report episodes that begin with the final observation of the one before, and go on elsewhere."""
-    infos = reader.episodes[: _NUM_ENDS + 1]
-    count = 0
-    for number in range(1, len(infos)):
-        names = [name for name, one in _small(infos[number].schema, "observation") if name in infos[number - 1].final]
-        rows = reader.read_fields(number, names, 0, min(2, infos[number].length))
-        is_same = [np.array_equal(reader.read_final(number - 1, name), rows[name][0]) for name in names]
-        count += any(is_same) and all(is_same) and any((one[0] != one[-1]).any() for one in rows.values())
-    if count:
+def report_reset_rows(reader: ForeignReader) -> None:
+    """Report episodes that begin with the final observation of the previous episode and continue elsewhere."""
+    num_resets = 0
+    for number in range(1, min(len(reader.episodes), _NUM_ENDS + 1)):
+        num_resets += _begins_with_reset(reader, number)
+    if num_resets:
         where = f"the ends of {str(reader.path)!r}"
-        got = f"the first one of the next episode, {count} times"
+        got = f"the first one of the next episode, {num_resets} times"
         advice = "A step that only reset the simulator follows (autoreset), or the last observations are missing"
         reader.advise("believe", where, "observations of their own", got, advice)
 
 
-def _small(schema: Schema, group: str) -> list[tuple[str, Field]]:
-    return [(name, one) for name, one in schema.below(group).items() if 0 < one.row_bytes <= _MAX_BYTES]
+def _begins_with_reset(reader: ForeignReader, number: int) -> bool:
+    """Return whether an episode repeats the final observation of the previous one, and changes after it."""
+    info = reader.episodes[number]
+    final = reader.episodes[number - 1].final
+    names = [name for name, _ in _small_fields(info.schema, "observation") if name in final]
+    if not names:
+        return False
+    rows = reader.read_fields(number, names, 0, min(2, info.length))
+    for name in names:
+        if not np.array_equal(reader.read_final(number - 1, name), rows[name][0]):
+            return False
+    return any((values[0] != values[-1]).any() for values in rows.values())
+
+
+def _small_fields(schema: Schema, group: str) -> list[tuple[str, Field]]:
+    """Return the fields of a group whose rows are cheap to compare."""
+    fields = schema.below(group).items()
+    return [(name, field) for name, field in fields if 0 < field.row_bytes <= _MAX_ROW_BYTES]

@@ -1,6 +1,6 @@
-"""What readers ask before they touch a file: does it lie within, is it small enough, is the package there.
+"""Checks before a file is read: its place, size and state, and optional packages.
 
-One rule: a name that a file gives leads to no other place than the folder that was opened.
+A file name that a data file contains never leads out of the folder that was opened.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from ..sources.natural_order import natural
 
 
 def optional(module: str, package: str, extra: str, what: str) -> Any:
-    """Import the module of a package that reads `what`, for example "video".
+    """Import the module of an optional package.
+
+    Args:
+        module: Module to import.
+        package: Name of the package, for the error.
+        extra: Extra of this library that installs it.
+        what: Data that the package reads, such as "video".
 
     Raises:
-        UsageError: The package is not installed; names the extra that brings it.
+        UsageError: The package is not installed. The error names the extra.
     """
     try:
         return importlib.import_module(module)
@@ -33,21 +39,23 @@ def optional(module: str, package: str, extra: str, what: str) -> Any:
 
 
 def file_inside(root: Path, name: str) -> Path:
-    """Return the path of a regular file `name` below `root`, links followed.
+    """Return the path of the regular file `name` below `root`. Links are followed.
 
     A folder of the Hugging Face cache, `snapshots/<revision>`, may link to `blobs` beside `snapshots`.
 
     Raises:
-        UnsafeFileError: It lies elsewhere.
-        CorruptFileError: It is not there, or no regular file.
+        UnsafeFileError: The file lies outside of `root`.
+        CorruptFileError: The file does not exist, or is no regular file.
     """
     path = type(root)(os.path.abspath(root / name))
     real_root = os.path.realpath(root)
     places = [real_root]
-    if os.path.basename(os.path.dirname(real_root)) == "snapshots":
-        places.append(os.path.join(os.path.dirname(os.path.dirname(real_root)), "blobs"))
+    parent = os.path.dirname(real_root)
+    if os.path.basename(parent) == "snapshots":
+        places.append(os.path.join(os.path.dirname(parent), "blobs"))
     if "\0" in name or not any(_is_below(os.path.realpath(path), place) for place in places):
-        raise UnsafeFileError("open", repr(name), f"a file below {str(root)!r}", "a path that leads out of it")
+        expected = f"a file below {str(root)!r}"
+        raise UnsafeFileError("open", repr(name), expected, "a path that leads out of it")
     if not path.is_file():
         got = "something else" if path.exists() else "nothing of that name"
         raise CorruptFileError("open", repr(str(path)), "a file", got)
@@ -55,13 +63,13 @@ def file_inside(root: Path, name: str) -> Path:
 
 
 class KnownFiles:
-    """The states of files when each was first seen; a file that has changed since is refused.
+    """States of files at their first use. A file that has changed since is an error.
 
-    Every reader checks a file before each read. A pickled copy that arrives at another machine notes the states there:
-    copies of files have other inodes and times.
+    Readers check a file before each read. A copy that is unpickled on another machine forgets the states, since copies
+    of files have other inodes and times.
 
     Args:
-        states: Path -> inode, size in bytes, and time of the last change in ns, where they are known.
+        states: Path -> inode, size in bytes, and time of the last change in ns, of files that were used before.
     """
 
     def __init__(self, states: Mapping[Path, tuple[int, int, int]] | None = None) -> None:
@@ -74,21 +82,25 @@ class KnownFiles:
         self._states = dict(state["states"]) if state["machine"] == os.uname().nodename else {}
 
     def check(self, path: Path, state: os.stat_result | None = None) -> None:
-        """Compare a file, or the `state` of an open one, with the first time, or note it.
+        """Compare the state of a file with its first state; record the state of a new file.
 
-        A file that was never there is not noted: opening it raises.
+        A file that never existed is ignored, since opening it raises.
+
+        Args:
+            path: The file.
+            state: State of the open file; None reads the state by the path.
 
         Raises:
-            CorruptFileError: It was removed, or is another one.
+            CorruptFileError: The file was removed, replaced or changed.
         """
         name = os.fspath(path)
         try:
-            about = os.stat(name) if state is None else state
+            status = os.stat(name) if state is None else state
         except (FileNotFoundError, NotADirectoryError):
             if name not in self._states:
                 return
             raise _changed(path, "none any more") from None
-        now = about.st_ino, about.st_size, about.st_mtime_ns
+        now = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._states.setdefault(name, now) != now:
             raise _changed(path, "another")
 
@@ -97,7 +109,7 @@ class KnownFiles:
         """Open a file for reading.
 
         Raises:
-            CorruptFileError: It was removed, or is another one.
+            CorruptFileError: The file was removed, replaced or changed since its first use.
         """
         self.check(path)
         with open(open_regular(path), "rb") as file:
@@ -115,13 +127,18 @@ def _is_below(real_path: str, real_root: str) -> bool:
 
 
 def listed(folder: Path, endings: tuple[str, ...] = ("",)) -> list[Path]:
-    """List what lies in a folder by the numbers in its names, hidden ones left out; nothing is opened."""
-    names = (one.name for one in folder.iterdir() if one.name.endswith(endings) and not one.name.startswith("."))
-    return [folder / name for name in sorted(names, key=natural)]
+    """List the entries of a folder in the order of the numbers in their names. Hidden entries are left out."""
+    names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
+    matching = [name for name in names if name.endswith(endings)]
+    return [folder / name for name in sorted(matching, key=natural)]
 
 
 def parse_json(text: str, path: Path) -> Any:
-    """Parse JSON; infinities and NaN, as Python writes them, are numbers."""
+    """Parse JSON. `Infinity` and `NaN`, as Python writes them, are numbers.
+
+    Raises:
+        CorruptFileError: The text is no JSON. The error names `path`.
+    """
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as cause:
@@ -129,19 +146,20 @@ def parse_json(text: str, path: Path) -> Any:
 
 
 def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a JSON object of another system: in its order, with all its keys.
+    """Read a file with a JSON object.
 
     Raises:
-        CorruptFileError: It is too large, or no JSON object.
+        CorruptFileError: The file is larger than `max_bytes`, or holds no JSON object.
     """
-    found = parse_json(read_text(path, max_bytes=max_bytes), path)
-    if not isinstance(found, dict):
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__).of("metadata")
-    return found
+    content = parse_json(read_text(path, max_bytes=max_bytes), path)
+    if not isinstance(content, dict):
+        got = type(content).__name__
+        raise CorruptFileError("read", repr(str(path)), "a JSON object", got).of("metadata")
+    return content
 
 
 def parse_attribute(text: Any, name: str) -> dict[str, Any]:
-    """Parse an attribute that holds a JSON object. Anything else is returned under its name."""
+    """Parse an attribute with a JSON object. Another value is returned as `{name: value}`; None as {}."""
     with suppress(CorruptFileError):
         content = parse_json(text, Path(name)) if isinstance(text, str) else None
         if isinstance(content, dict):
@@ -160,7 +178,7 @@ def first_bytes(path: Path, num_bytes: int) -> bytes:
 
 @contextmanager
 def of_kind(kind: str) -> Iterator[None]:
-    """Note the kind of defects that are found within; also a decorator."""
+    """Tag errors raised in the block with a defect kind. Also usable as a decorator."""
     try:
         yield
     except DataFileError as problem:
@@ -170,7 +188,15 @@ def of_kind(kind: str) -> Iterator[None]:
 
 @contextmanager
 def damage_named(action: str, where: str, expected: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn what a library raises because of a damaged file into one error."""
+    """Convert the exceptions that a library raises for damaged files into `CorruptFileError`.
+
+    Args:
+        action, where, expected: Parts of the error.
+        kinds: Exceptions of the library.
+
+    Raises:
+        DataFileError: Memory ran out.
+    """
     try:
         yield
     except kinds as cause:

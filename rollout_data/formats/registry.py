@@ -1,7 +1,7 @@
-"""The formats that are read and written, and which one a path has.
+"""The formats that are read and written, and detection of the format of a path.
 
-A format is detected by its content. Where several match, one that refines another is taken; other matches are refused.
-The modules of readers and writers are imported when they are used.
+A format is detected by its content. If several match, a format that refines another is chosen; other matches are
+errors. The modules of readers and writers are imported when they are used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from storage.errors import ForeignFileError, RolloutDataError, UsageError, neare
 from ..sources.recordings_in_folder import recordings_in, several_error
 from . import format_detection as detection
 from .hdf5.hdf5_datasets import hdf5_names
-from .import_errors import look_for_copies, look_for_resets
+from .import_errors import report_copied_actions, report_reset_rows
 
 if TYPE_CHECKING:
     from ..sources.episode_reader import ForeignReader
@@ -70,10 +70,10 @@ WRITERS: dict[str, str] = {
     "trajectory-folders": "trajectory_folders.trajectory_folder_writer",
 }
 
-#: The same, of formats that are written to be looked at, and are not read.
+#: Format -> module, for formats of viewers: they are written, but not read.
 EXPORTS: dict[str, str] = {"rerun": "rerun_writer"}
 
-#: Entries of a folder without a format that are looked at, to say what is in it.
+#: Entries of a folder that are inspected.
 _MAX_ENTRIES = 20
 
 
@@ -119,20 +119,21 @@ def holds_files_of_others(folder: Path) -> bool:
 
 
 def only_file(path: Path) -> Path:
-    """Return the HDF5 file of a folder if it is the only recording in it; any other path is returned as it is."""
+    """Return the HDF5 file of a folder if it is the only recording in it; otherwise the path itself."""
     with suppress(OSError):
         names = hdf5_names(path) if path.is_dir() else []
         if len(names) != 1 or _detect(path):
             return path
-        others = [one for one in path.iterdir() if one.name != names[0] and not one.is_symlink()]
-        is_alone = not any(_may_be_recording(one) for one in others[:_MAX_ENTRIES])
+        entries = [entry for entry in path.iterdir() if entry.name != names[0]]
+        others = [entry for entry in entries if not entry.is_symlink()]
+        is_alone = not any(_may_be_recording(entry) for entry in others[:_MAX_ENTRIES])
         if is_alone and _detect(path / names[0]):
             return path / names[0]
     return path
 
 
 def _may_be_recording(path: Path) -> bool:
-    """Return whether an entry of a folder is a recording, or a part of one, of any system or ours."""
+    """Return whether an entry of a folder may be a recording, or a part of a recording, in any format."""
     if path.name.startswith("trajectory_") or detect(path):
         return True
     return path.is_dir() and any(name.startswith("rollout_") for name in os.listdir(path))
@@ -142,22 +143,27 @@ def _only_format(path: Path) -> str:
     """Return the format of a file or folder.
 
     Raises:
-        ForeignFileError: It has none, or may have several. The error names them.
-        UsageError: It is a folder of recordings, some of them ours. The error names them.
+        ForeignFileError: The path has no format, or several match. The error names them.
+        UsageError: The path is a folder of recordings, some of them block folders. The error names them.
     """
     matching = [name for name in FORMATS if has_format(path, name)]
     refined = {FORMATS[name].refines for name in matching}
     candidates = [name for name in matching if name not in refined]
     if len(candidates) == 1:
         return candidates[0]
+
     where = repr(str(path))
-    expected = f"one of {', '.join(FORMATS)}"
     advice = "Name its format="
     if candidates:
-        raise ForeignFileError("open", where, "one format", f"what may be {' or '.join(candidates)}", advice)
-    if inside := recordings_in(path):
-        are_foreign = all(detect(entry) for entry in inside)
-        raise several_error("open", path, inside, ForeignFileError if are_foreign else UsageError)
+        got = f"what may be {' or '.join(candidates)}"
+        raise ForeignFileError("open", where, "one format", got, advice)
+
+    recordings = recordings_in(path)
+    if recordings:
+        are_foreign = all(detect(entry) for entry in recordings)
+        error_type = ForeignFileError if are_foreign else UsageError
+        raise several_error("open", path, recordings, error_type)
+    expected = f"one of {', '.join(FORMATS)}"
     raise ForeignFileError("open", where, expected, "something else", advice)
 
 
@@ -165,17 +171,19 @@ def open_foreign(path: Path, format: str | None = None, **options: Any) -> Forei
     """Open a file or folder of another system.
 
     Raises:
-        ForeignFileError: It has no known format, or may have several.
+        ForeignFileError: The path has no known format, or several match.
         UsageError: The format has no such option.
     """
     path = only_file(path)
     chosen = format or _only_format(path)
-    kind = reader_class(chosen)
-    if unknown := [name for name in options if name not in kind.OPTIONS]:
-        known = nearest(unknown[0], kind.OPTIONS) if kind.OPTIONS else "no option"
+    reader_type = reader_class(chosen)
+    unknown = [name for name in options if name not in reader_type.OPTIONS]
+    if unknown:
+        known = nearest(unknown[0], reader_type.OPTIONS) if reader_type.OPTIONS else "no option"
         raise UsageError("open", repr(str(path)), f"{known} (of {chosen})", repr(unknown[0]))
-    reader = kind(path, options)
-    for look in (look_for_copies, look_for_resets):
-        with suppress(RolloutDataError):  # reading the episode raises it again
-            look(reader)
+
+    reader = reader_type(path, options)
+    for check in (report_copied_actions, report_reset_rows):
+        with suppress(RolloutDataError):  # Reading the episode raises it again.
+            check(reader)
     return reader
