@@ -1,7 +1,8 @@
-"""Episodes of any recording as a folder of block files.
+"""`OwnWriter`: episodes of any recording as a folder of block files.
 
-One rule: a published block holds whole episodes, or a part of a single one that is larger than a block. So a killed
-conversion leaves whole episodes, and blocks that are removed when it is resumed.
+A published block has whole episodes, or a part of one episode that is larger than a block. A killed
+conversion therefore leaves whole episodes, and blocks with parts that are removed when it is
+resumed.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from storage.core.fields import DTYPES, Schema, unflatten
+from storage.core.fields import DTYPES, Field, Schema, unflatten
 from storage.errors import RolloutDataWarning
 
 from ..blocks.annotation_table import EPISODES, MAX_NOTE_BYTES
@@ -34,21 +35,33 @@ from ..writing.conversion_record import NOTE_NAME, ConversionNote, note_replaced
 from ..writing.json_values import plain
 from ..writing.record_inputs import is_taken
 from ..writing.rollout_writer import RolloutWriter
-from .episode_writer import EpisodeToWrite, ForeignWriter, can_be_filled, occupied
+from .episode_writer import (
+    EpisodeToWrite,
+    ForeignWriter,
+    can_be_filled,
+    earlier_absent,
+    occupied,
+    parts_of_fields,
+)
 
 OWN = "rollout-data"
-#: Rows that are read at once; blocks are published when this much was added.
-_PORTION_BYTES, _PUBLISHED_BYTES = 16 << 20, 64 << 20
+#: Bytes of rows that are read at a time.
+_PORTION_BYTES = 16 << 20
+#: Bytes of added rows after which blocks are published.
+_PUBLISHED_BYTES = 64 << 20
+#: Codec of components that are multiples of 1/255.
 _COUNTS = "normalized_image"
 #: (writer, number) of a trajectory.
 Key = tuple[str, int]
+#: Groups whose fields keep their names in a record.
 _GROUPS = ("observation", "privileged_observation", "action", "reward")
 
 
 class OwnWriter(ForeignWriter):
-    """Write episodes through a `RolloutWriter` of one env.
+    """Write episodes through a `RolloutWriter` of one environment.
 
-    Options: `obs_disassemble_mapping`, component -> codec; by default `normalized_image` of what is stored so already.
+    The option `obs_disassemble_mapping` maps components to codecs. Components that the source
+    stores as `normalized_image` keep this codec by default.
     """
 
     format = OWN
@@ -73,75 +86,109 @@ class OwnWriter(ForeignWriter):
         episodes: Sequence[EpisodeToWrite],
         metadata: Mapping[str, Any],
     ) -> dict[str, Any]:
-        mapping = {**_kept_codecs(map(_renamed_of, episodes)), **(options["obs_disassemble_mapping"] or {})}
-        return {"obs_disassemble_mapping": {name: codec for name, codec in mapping.items() if codec != "raw"}}
+        schemas = [_renamed(episode.schema) for episode in episodes]
+        mapping = {**_kept_codecs(schemas), **(options["obs_disassemble_mapping"] or {})}
+        coded = {name: codec for name, codec in mapping.items() if codec != "raw"}
+        return {"obs_disassemble_mapping": coded}
 
     def begin(self) -> set[str]:
         self._writer: RolloutWriter | None = None
+        #: Bytes of rows that were added since the last publication.
         self._num_bytes = 0
+        #: Whether the trajectory of the last episode was left without an end.
         self._is_open = False
-        about = [(_renamed(episode.schema), _noted_end(episode)) for episode in self.episodes]
-        fit = common_fields([schema for schema, _ in about], keeps_episodes=True)
-        self._fit: Fit = _without_inventions(fit)
-        spoken = [one.texts for one in self.episodes if _renamed(one.schema) not in self._fit.left_out]
-        self._texts = [name for name in (spoken[0] if spoken else ()) if all(name in texts for texts in spoken)]
-        self._has_noted_ends = any(end for _, end in about)
-        self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
-        kept = _kept_codecs([schema for schema, _ in about])
-        kept = {name: codec for name, codec in kept.items() if f"observation/{name}" in self._fit.schema}
-        self._mapping = {**kept, **(self.options["obs_disassemble_mapping"] or {})}
+        #: Episodes that were added since the last publication.
         self._added: list[str] = []
-        if self.path.is_dir() and (found := self._there() - self.conversion.published):
-            self._note_blocks(found)
+
+        schemas = [_renamed(episode.schema) for episode in self.episodes]
+        self._fit: Fit = _without_inventions(common_fields(schemas, keeps_episodes=True))
+        self._texts = self._shared_texts()
+        self._has_noted_ends = any(map(_noted_end, self.episodes))
+        self._layout: RowLayout = layouts_of(self._fit.schema)[DATA]
+        self._mapping: dict[str, str] = {}
+        for name, codec in _kept_codecs(schemas).items():
+            if f"observation/{name}" in self._fit.schema:
+                self._mapping[name] = codec
+        self._mapping |= self.options["obs_disassemble_mapping"] or {}
+
+        self._note_unlisted()
         self._mark_noted_ends()
         return {*self.conversion.published}
 
+    def _shared_texts(self) -> list[str]:
+        """Return the text fields of all episodes that are written."""
+        left_out = self._fit.left_out
+        written = [episode for episode in self.episodes if _renamed(episode.schema) not in left_out]
+        if not written:
+            return []
+        texts = written[0].texts
+        return [name for name in texts if all(name in episode.texts for episode in written)]
+
     def _mark_noted_ends(self) -> None:
-        """Note in metadata.json of a folder without noted ends that there are some: readers look for them only then."""
-        there = load_metadata(self.path) if self.path.is_dir() else None
-        if there is not None and self._has_noted_ends and there.context.get(ENDS) != UNKNOWN:
+        """Mark an earlier folder as one with noted ends.
+
+        Readers search for noted ends only then.
+        """
+        metadata = load_metadata(self.path) if self.path.is_dir() else None
+        if metadata is None or not self._has_noted_ends:
+            return
+        if metadata.context.get(ENDS) != UNKNOWN:
             note_replaced(self.path, [self.path / METADATA_NAME])
             self.conversion.files_of_all.pop(METADATA_NAME, None)
             mark_noted_ends(self.path)
 
-    def _there(self) -> set[str]:
-        """Return the ids of the episodes in the folder, dropped ones too; remove the blocks of one that is not whole.
+    def _note_unlisted(self) -> None:
+        """Note the episodes in the folder that the note does not list."""
+        if self.path.is_dir():
+            unlisted = self._present_episodes() - self.conversion.published
+            if unlisted:
+                self._note_blocks(unlisted)
+
+    def _present_episodes(self) -> set[str]:
+        """Return the ids of the episodes in the folder, dropped episodes included.
+
+        Parts of episodes are removed.
 
         Raises:
-            UsageError: Other trajectories are there.
+            UsageError: The folder has other trajectories.
         """
         folder = BlockFolder.at(self.path)
         if not folder.index.is_complete().all():
             self._remove_parts(folder.index)
             folder = BlockFolder.at(self.path)
+
+        trajectories = set[Key]()
         ids: dict[Key, str] = {}
-        others = set[Key]()
         for block in folder.blocks.values():
-            if not block.is_edit:
-                header = read_header(block.path)
-                others.update((block.writer, number) for number in block.fragments["trajectory"].tolist())
-                for number, text in header.read_notes(EPISODES):
-                    ids[block.writer, number] = str(parsed(block.path, text).get(SOURCE_ID))
-        if others - ids.keys() or not {*ids.values()} <= self.conversion.rows.keys():
+            if block.is_edit:
+                continue
+            for number in block.fragments["trajectory"].tolist():
+                trajectories.add((block.writer, number))
+            for number, text in read_header(block.path).read_notes(EPISODES):
+                ids[block.writer, number] = str(parsed(block.path, text).get(SOURCE_ID))
+
+        episodes = {*ids.values()}
+        if trajectories - ids.keys() or not episodes <= self.conversion.rows.keys():
             raise occupied(self.path, "other trajectories")
-        return {*ids.values()}
+        return episodes
 
     def _note_blocks(self, episodes: Collection[str]) -> None:
-        """Note the blocks that are not noted yet, with the episodes in them."""
-        names = [one.name for one in block_entries(self.path) if named_edit(one.name) is None]
+        """Note the blocks that are not noted yet, and the episodes in them."""
+        names = {entry.name for entry in block_entries(self.path) if named_edit(entry.name) is None}
         if (self.path / METADATA_NAME).exists():
-            names.append(METADATA_NAME)
-        files = {name: self.path / name for name in names}
-        self.note_files({name: files[name] for name in files.keys() - self.conversion.files_of_all}, episodes)
+            names.add(METADATA_NAME)
+        new = names - self.conversion.files_of_all.keys()
+        self.note_files({name: self.path / name for name in new}, episodes)
 
     def _remove_parts(self, index: TrajectoryIndex) -> None:
-        """Remove the blocks in which a killed conversion left a part of an episode, and nothing else."""
+        """Remove the blocks that only have a part of an episode, left by a killed conversion."""
         is_whole = np.repeat(index.is_complete(), np.diff(index.first_fragment))
         needed = set(index.fragment_block[is_whole].tolist())
-        for number in sorted(set(index.fragment_block[~is_whole].tolist()) - needed, reverse=True):
+        incomplete = set(index.fragment_block[~is_whole].tolist())
+        for number in sorted(incomplete - needed, reverse=True):
             index.blocks[number].path.unlink(missing_ok=True)
 
-    def _opened(self) -> RolloutWriter:
+    def _opened_writer(self) -> RolloutWriter:
         if self._writer is None:
             context = self.fitting_metadata()
             if self._has_noted_ends:
@@ -149,7 +196,7 @@ class OwnWriter(ForeignWriter):
             if "fps" in context:
                 context.setdefault("frame_rate_hz", context["fps"])
             with warnings.catch_warnings():
-                # The episodes that a killed conversion had not published are converted again.
+                # Episodes that a killed conversion did not publish are converted again.
                 warnings.filterwarnings("ignore", ".*ended without close", RolloutDataWarning)
                 self._writer = RolloutWriter(
                     self.path,
@@ -164,35 +211,19 @@ class OwnWriter(ForeignWriter):
 
     def add(self, episode: EpisodeToWrite) -> None:
         schema = _renamed(episode.schema)
-        if difference := self._fit.left_out.get(schema):
+        difference = self._fit.left_out.get(schema)
+        if difference:
             self.changed(f"the episode is left out: {difference}", episode)
             return
-        for name in self._fit.dropped.keys() & schema.keys():
-            self.changed(f"field {name!r} is left out: expected {self._fit.dropped[name]}", episode)
-        for name in episode.schema:
-            free = _free_name(name)
-            self.changed(f"field {name!r} is called {free!r}", episode, free != name and free in self._fit.schema)
-        for name in set(episode.texts) - set(self._texts):
-            self.changed(f"field {name!r} is left out: expected a field of all episodes", episode)
-        for name in self._fit.lacking.get(schema, ()):
-            value = "False" if self._fit.schema[name].dtype == "bool" else "NaN"
-            self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
-        writer = self._opened()
-        size = max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
+        self._report_changes(episode, schema)
+
+        writer = self._opened_writer()
         num_bytes = episode.length * self._layout.frame_bytes
         if self._num_bytes + num_bytes > _PUBLISHED_BYTES:
-            self._publish(writer)  # if it fills a block, no other episode is in that block
+            self._publish(writer)  # An episode that fills a block then shares it with no other episode.
         try:
-            for start in range(0, episode.length, size):
-                stop = min(start + size, episode.length)
-                steps = self._steps(episode, start, stop)
-                if stop == episode.length:
-                    self.note(episode)
-                    self._added.append(episode.id)
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", ".*as an extra field", RolloutDataWarning)
-                    writer.add_rollout(**steps)
-        except BaseException:  # Ctrl-C too: no part of an episode is published
+            self._add_steps(writer, episode)
+        except BaseException:  # Also after Ctrl-C no part of an episode is published.
             writer.discard([0])
             raise
         if self._is_open:
@@ -201,6 +232,35 @@ class OwnWriter(ForeignWriter):
         self._num_bytes += num_bytes
         if self._num_bytes >= _PUBLISHED_BYTES:
             self._publish(writer)
+
+    def _report_changes(self, episode: EpisodeToWrite, schema: Schema) -> None:
+        """Report the fields of an episode that are left out, renamed or filled."""
+        for name in self._fit.dropped.keys() & schema.keys():
+            expected = self._fit.dropped[name]
+            self.changed(f"field {name!r} is left out: expected {expected}", episode)
+        for name in episode.schema:
+            free = _free_name(name)
+            if free != name and free in self._fit.schema:
+                self.changed(f"field {name!r} is called {free!r}", episode)
+        for name in set(episode.texts) - set(self._texts):
+            change = f"field {name!r} is left out: expected a field of all episodes"
+            self.changed(change, episode)
+        for name in self._fit.lacking.get(schema, ()):
+            value = "False" if self._fit.schema[name].dtype == "bool" else "NaN"
+            self.changed(f"field {name!r} is {value} in episodes that lack it", episode)
+
+    def _add_steps(self, writer: RolloutWriter, episode: EpisodeToWrite) -> None:
+        """Add the steps of an episode in portions; note it before the last one."""
+        num_steps = max(1, _PORTION_BYTES // max(1, self._layout.frame_bytes))
+        for start in range(0, episode.length, num_steps):
+            stop = min(start + num_steps, episode.length)
+            steps = self._steps(episode, start, stop)
+            if stop == episode.length:
+                self.note(episode)
+                self._added.append(episode.id)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*as an extra field", RolloutDataWarning)
+                writer.add_rollout(**steps)
 
     def _publish(self, writer: RolloutWriter) -> None:
         writer.flush()
@@ -213,108 +273,141 @@ class OwnWriter(ForeignWriter):
             self._added = []
 
     def _steps(self, episode: EpisodeToWrite, start: int, stop: int) -> dict[str, Any]:
-        """Read steps as `add_rollout` takes them, `[T, 1, ...]`; with the last one, what is said of the episode."""
-        count = stop - start
+        """Read steps as arguments of `add_rollout`, `[T, 1, ...]`. The last step has the metadata of the episode."""
+        num_steps = stop - start
         is_last = stop == episode.length
-        flat: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         names = {_free_name(name): name for name in episode.schema}
         for name, field in self._fit.schema.items():
-            missing = False if field.dtype == "bool" else np.nan
-            values = episode.read(names[name], start, stop) if name in names else missing
-            whole = np.broadcast_to(np.asarray(values), (count, *field.shape))
-            kind = torch.float32 if field.dtype == "bfloat16" else DTYPES[field.dtype][0]
-            rows = torch.from_numpy(whole.astype(torch.empty(0, dtype=kind).numpy().dtype))
-            flat[name] = rows.to(field.torch_dtype)[:, None]
-        given = unflatten(flat)
+            if name in names:
+                values = episode.read(names[name], start, stop)
+            else:
+                values = False if field.dtype == "bool" else np.nan
+            rows = np.broadcast_to(np.asarray(values), (num_steps, *field.shape))
+            fields[name] = _as_tensor(rows, field)[:, None]
+
+        steps = unflatten(fields)
         for name in self._texts:
-            given[_free_name(name)] = [[text] for text in episode.read(name, start, stop)]
+            steps[_free_name(name)] = [[text] for text in episode.read(name, start, stop)]
         final = self._final(episode) if is_last else None
-        # A block has final observations of ends only; the note tells that this one is none.
-        ends = {"terminated": episode.terminated, "truncated": episode.truncated or _needs_end(episode, final)}
-        for name, is_so in ends.items():
-            given[name] = np.zeros((count, 1), bool)
-            given[name][-1] = bool(is_last and is_so)
+        # A block has final observations of ends only. The metadata state that this is no end.
+        is_truncated = episode.truncated or (final is not None and not episode.terminated)
+        for name, is_end in (("terminated", episode.terminated), ("truncated", is_truncated)):
+            steps[name] = np.zeros((num_steps, 1), bool)
+            steps[name][-1] = bool(is_last and is_end)
         if is_last:
-            given["episode"] = [None] * (count - 1) + [[self._said(episode)]]
-            given |= {} if final is None else {"final_observation": final}
-            if not (ends["terminated"] or ends["truncated"]):
-                self._is_open = True
-        return given
+            steps["episode"] = [None] * (num_steps - 1) + [[self._noted_metadata(episode)]]
+            if final is not None:
+                steps["final_observation"] = final
+            self._is_open = not (episode.terminated or is_truncated)
+        return steps
 
     def _final(self, episode: EpisodeToWrite) -> Any:
-        """Return the observation after the last step as `[1, ...]`; None if a part of it is missing."""
-        found = episode.final_observation
-        if found is None:
+        """Return the observation after the last step as `[1, ...]`.
+
+        None if a part of it is missing.
+        """
+        observation = episode.final_observation
+        if observation is None:
             return None
-        found = found if isinstance(found, dict) else {"": found}
-        fields = {name.partition("/")[2]: field for name, field in self._fit.schema.below("observation").items()}
-        texts = [name.partition("/")[2] for name in self._texts if name.partition("/")[0] == "observation"]
-        if any(name not in found for name in (*fields, *texts)):
+        parts = observation if isinstance(observation, dict) else {"": observation}
+        fields = {}
+        for name, field in self._fit.schema.below("observation").items():
+            fields[name.partition("/")[2]] = field
+        texts = []
+        for name in self._texts:
+            group, _, part = name.partition("/")
+            if group == "observation":
+                texts.append(part)
+        if any(name not in parts for name in (*fields, *texts)):
             self.changed("the final observation is left out: it lacks a part", episode)
             return None
-        rows = {name: torch.tensor(np.asarray(found[name])).to(one.torch_dtype)[None] for name, one in fields.items()}
-        return rows[""] if "" in rows else unflatten({**rows, **{name: [found[name]] for name in texts}})
 
-    def _said(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        """Return what is noted of an episode; what is too large is left out."""
+        rows: dict[str, Any] = {}
+        for name, field in fields.items():
+            rows[name] = torch.tensor(np.asarray(parts[name])).to(field.torch_dtype)[None]
+        if "" in rows:
+            return rows[""]
+        return unflatten({**rows, **{name: [parts[name]] for name in texts}})
+
+    def _noted_metadata(self, episode: EpisodeToWrite) -> dict[str, Any]:
+        """Return the metadata to note with an episode. Values that are too large are left out."""
         known: dict[str, Any] = {"task": episode.task or None, "success": episode.success}
-        said = {
-            f"recorded_{name}" if name in known and not _are_equal(value, known[name]) else name: plain(value)
-            for name, value in episode.metadata.items()
-        }
-        said |= {name: value for name, value in known.items() if value is not None}
+        noted: dict[str, Any] = {}
+        for name, value in episode.metadata.items():
+            is_other = name in known and not _are_equal(value, known[name])
+            noted[f"recorded_{name}" if is_other else name] = plain(value)
+        noted |= {name: value for name, value in known.items() if value is not None}
+        noted[SOURCE_ID] = episode.id
         end = _noted_end(episode)
-        said |= {SOURCE_ID: episode.id, **({ENDS: end} if end else {})}
+        if end:
+            noted[ENDS] = end
+
         schema = _renamed(episode.schema)
-        noted = said.pop(ABSENT, None)
-        # By the conversion that wrote the source.
-        earlier = [_free_name(name) for name in noted if isinstance(name, str)] if isinstance(noted, list) else []
+        noted.pop(ABSENT, None)
+        earlier = [_free_name(name) for name in earlier_absent(episode)]
         filled = [name for name in self._fit.schema if name not in schema or name in earlier]
-        joined = [name for name in earlier if any(str(one) in schema for one in PurePosixPath(name).parents)]
-        if filled or joined:
-            said[ABSENT] = [*filled, *joined]
-        return self.fitting(said, MAX_NOTE_BYTES, episode)
+        absent = [*filled, *parts_of_fields(earlier, schema)]
+        if absent:
+            noted[ABSENT] = absent
+        return self.fitting(noted, MAX_NOTE_BYTES, episode)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             # After a full disk a writer closes without the episodes that it could not publish.
-            if self._added and (found := self._there() - self.conversion.published):
-                self._note_blocks(found)
+            if self._added:
+                self._note_unlisted()
+
+
+def _as_tensor(rows: np.ndarray[Any, Any], field: Field) -> torch.Tensor:
+    """Copy rows to a tensor of the field's dtype. numpy has no bfloat16, so it is copied as float32 first."""
+    dtype = torch.float32 if field.dtype == "bfloat16" else DTYPES[field.dtype][0]
+    numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+    return torch.from_numpy(rows.astype(numpy_dtype)).to(field.torch_dtype)
 
 
 def _without_inventions(fit: Fit) -> Fit:
-    """Return a fit in which only flags and floats are filled that some episodes lack: flags stay flags.
+    """Return a fit in which missing flags and floats are filled, and other missing fields are dropped.
 
-    A stream gives flags and integers as floats; a copy would keep other numbers than its source, as floats round large
-    integers.
+    Streams fill flags and integers as floats. A copy must keep the numbers of its source: flags
+    stay flags, and floats round large integers.
     """
-    lacking = {name for names in fit.lacking.values() for name in names}
-    own = {name: field for schema in fit.forms for name, field in schema.items() if name in lacking}
+    names = {name for missing in fit.lacking.values() for name in missing}
+    own: dict[str, Field] = {}
+    for schema in fit.forms:
+        own |= {name: field for name, field in schema.items() if name in names}
     unfilled = [name for name, field in own.items() if not can_be_filled(field)]
-    kept = Schema(own.get(name, field) for name, field in fit.schema.items() if name not in unfilled)
-    still = {schema: [name for name in names if name in kept] for schema, names in fit.lacking.items()}
-    return fit._replace(
-        schema=kept,
-        lacking={schema: names for schema, names in still.items() if names},
-        dropped={**fit.dropped, **dict.fromkeys(unfilled, "a field of all episodes")},
-    )
+    fields = [own.get(name, field) for name, field in fit.schema.items() if name not in unfilled]
 
-
-def _renamed_of(episode: EpisodeToWrite) -> Schema:
-    return _renamed(episode.schema)
+    kept = Schema(fields)
+    lacking = {}
+    for schema, missing in fit.lacking.items():
+        still_missing = [name for name in missing if name in kept]
+        if still_missing:
+            lacking[schema] = still_missing
+    dropped = {**fit.dropped, **dict.fromkeys(unfilled, "a field of all episodes")}
+    return fit._replace(schema=kept, lacking=lacking, dropped=dropped)
 
 
 def _kept_codecs(schemas: Iterable[Schema]) -> dict[str, str]:
-    """Return the codecs of components that are counts of 1/255 in all episodes already, and stay so without loss."""
-    forms = list(dict.fromkeys(schemas))
-    names = [name for name in (forms[0] if forms else ()) if name.startswith("observation/")]
-    coded = [name for name in names if all(name in one and _COUNTS in one[name].codec for one in forms)]
-    return {name.partition("/")[2]: _COUNTS for name in coded}
+    """Return the codecs of components that all episodes store as multiples of 1/255, which loses nothing."""
+    distinct = list(dict.fromkeys(schemas))
+    codecs = {}
+    for name in distinct[0] if distinct else ():
+        group, _, component = name.partition("/")
+        if group != "observation" or not component:
+            continue
+        if all(name in schema and _COUNTS in schema[name].codec for schema in distinct):
+            codecs[component] = _COUNTS
+    return codecs
 
 
 def _noted_end(episode: EpisodeToWrite) -> str:
-    """Return what the note of an episode says of its end; "" if the flags of its block say it."""
+    """Return the end to note in the metadata of an episode.
+
+    "" if the flags of its block state it.
+    """
     if None in (episode.terminated, episode.truncated) and episode.metadata.get(ENDS) != OPEN_END:
         return UNKNOWN
     return OPEN_END if episode.final and not (episode.terminated or episode.truncated) else ""
@@ -324,12 +417,11 @@ def _are_equal(value: Any, own: Any) -> bool:
     return type(plain(value)) is type(own) and bool(plain(value) == own)
 
 
-def _needs_end(episode: EpisodeToWrite, final: Any) -> bool:
-    return final is not None and not episode.terminated
-
-
 def _free_name(name: str) -> str:
-    """Return the name that a field has in a record, where others than its own mean something else."""
+    """Return the name of a field in a record.
+
+    Names that a record uses otherwise become "recorded_...".
+    """
     group, slash, rest = name.partition("/")
     is_used = group not in _GROUPS and (is_taken(group) or group in RESERVED)
     return f"recorded_{group}{slash}{rest}" if is_used else name

@@ -210,8 +210,8 @@ def shared_forms(note: ConversionNote) -> dict[str, tuple[set[str], bool]]:
     """Return the forms of the fields, on which the layout of a target depends.
 
     Returns:
-        Field -> its dtypes and shapes as text, and whether every episode has it. Ends and success that are known
-        count as fields.
+        Field -> its dtypes and shapes as text, and whether every episode has it. Ends and success
+        that are known count as fields.
     """
     forms: dict[str, set[str]] = {}
     counts: dict[str, int] = {}

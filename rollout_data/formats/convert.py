@@ -76,10 +76,11 @@ def convert(
 
     Memory holds a part of one episode at a time.
 
-    The same call again resumes a conversion that was stopped or killed. The target keeps a note of the source, the
-    options and checksums of all rows. Episodes in the target are compared with it; their rows are read again only if
-    a file of the source has changed. A complete target is not written again. New episodes at the end of the source
-    are added to a target that is not complete, and to every target of block files.
+    The same call again resumes a conversion that was stopped or killed. The target keeps a note of
+    the source, the options and checksums of all rows. Episodes in the target are compared with it;
+    their rows are read again only if a file of the source has changed. A complete target is not
+    written again. New episodes at the end of the source are added to a target that is not complete,
+    and to every target of block files.
 
     Args:
         source: A path of any format, or a `Recording`.
@@ -89,13 +90,16 @@ def convert(
         **options: Options of the target's format.
 
     Returns:
-        A summary of the target. Episodes that cannot be read are left out and are listed among the problems.
+        A summary of the target. Episodes that cannot be read are left out and are listed among the
+        problems.
 
     Raises:
-        UsageError: The format or an option is unknown. The target holds other files, or was converted from another
-            source or with other options. Another process is converting into the target.
-        DataFileError: The source or all of its episodes cannot be read. `AccessError` or `FetchError` if its store
-            refuses access or does not answer. The same call again resumes.
+        UsageError: The format or an option is unknown. The target holds other files, or was
+            converted from another source or with other options. Another process is converting into
+            the target.
+        DataFileError: The source or all of its episodes cannot be read. `AccessError` or
+            `FetchError` if its store refuses access or does not answer. The same call again
+            resumes.
         TargetError: The target cannot be written.
     """
     writer_type = _checked_writer(to, options)

@@ -1,6 +1,6 @@
-"""Encoded pictures: PNG, JPEG, and the uncompressed TIFF of depth maps, through pillow.
+"""Encoded pictures through pillow: PNG, JPEG, and uncompressed TIFF of depth maps.
 
-One rule: the header is compared with what is expected before a pixel is decoded.
+The header is checked against the expected shape before pixels are decoded.
 """
 
 from __future__ import annotations
@@ -21,27 +21,45 @@ MAX_PIXELS = 1 << 26
 _FORMATS = ("PNG", "JPEG", "TIFF")
 _ACTION = "decode the picture"
 _CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4}
-#: Modes of pillow with more than 8 bits -> what is delivered.
-_DEEP = {"I;16": "uint16", "I;16B": "uint16", "I;16L": "uint16", "F": "float32"}
+#: Modes of pillow with more than 8 bits -> dtype of the decoded pixels.
+_DEEP_MODES = {"I;16": "uint16", "I;16B": "uint16", "I;16L": "uint16", "F": "float32"}
 _COMPRESSION_TAG = 259
 _UNCOMPRESSED = 1
-#: What damage makes pillow raise; its errors of the system are `OSError`, and of values `ValueError`.
-_DAMAGE = (OSError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, RuntimeError, AttributeError)
+#: Exceptions that pillow raises for damaged pictures.
+_DAMAGE = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    RuntimeError,
+    AttributeError,
+)
 Pixels = np.ndarray[Any, Any]
-#: What an array that holds pictures has.
-_MIN_SIDE, _NUM_CHANNELS = 8, (1, 3, 4)
+#: Pixels of the shorter side of a picture, at least.
+_MIN_SIDE = 8
+_NUM_CHANNELS = (1, 3, 4)
 
 
 def axes_of(shape: Sequence[int]) -> str:
-    """Name the axes of pictures: "HW", "HWC" or "CHW"; "" if these are none."""
-    axes = "HW" if len(shape) == 2 else "HWC" if shape[-1:] and shape[-1] in _NUM_CHANNELS else "CHW"
-    sides = dict(zip(axes, shape, strict=False))
-    fits = len(shape) == len(axes) and min(sides["H"], sides["W"]) >= _MIN_SIDE and sides.get("C", 1) in _NUM_CHANNELS
-    return axes if fits else ""
+    """Return the axes of a picture with this shape: "HW", "HWC" or "CHW".
+
+    "" if it is the shape of no picture.
+    """
+    if len(shape) == 2:
+        axes = "HW"
+    elif len(shape) == 3:
+        axes = "HWC" if shape[2] in _NUM_CHANNELS else "CHW"
+    else:
+        return ""
+    sides = dict(zip(axes, shape, strict=True))
+    is_large = min(sides["H"], sides["W"]) >= _MIN_SIDE
+    return axes if is_large and sides.get("C", 1) in _NUM_CHANNELS else ""
 
 
 def picture_format(data: bytes | memoryview) -> str:
-    """Return "PNG", "JPEG" or "TIFF" by the first bytes; "" for others."""
+    """Return the format by the first bytes: "PNG", "JPEG" or "TIFF"; "" for other data."""
     head = bytes(data[:8])
     if head == b"\x89PNG\r\n\x1a\n":
         return "PNG"
@@ -56,68 +74,76 @@ def decode_picture(data: bytes | memoryview, where: str, shape: tuple[int, ...] 
 
     Args:
         data: The encoded picture.
-        where: Of which field and frame, for errors.
-        shape: What must come out, `[H, W, C]` or, for depth, `[H, W]`; None for whatever the picture is. Shades of
-            grey become RGB where three channels are asked for.
+        where: Field and frame, for errors.
+        shape: Expected shape, `[H, W, C]` or, for depth, `[H, W]`; None accepts every shape. A grey
+            picture is converted to RGB if three channels are expected.
 
     Returns:
-        `[H, W, C]` uint8 with C of 1, 3 or 4; `[H, W]` uint16 or float32 where the picture holds such numbers. A new
-        array.
+        A new array: `[H, W, C]` uint8 with C of 1, 3 or 4, or `[H, W]` uint16 or float32 for deep
+        pictures.
 
     Raises:
-        CorruptFileError: It is damaged, of another kind or size, or larger than `MAX_PIXELS`.
+        CorruptFileError: The picture is damaged, has another shape or format, or more than
+            `MAX_PIXELS` pixels.
         UsageError: Pillow is missing.
     """
     if picture_format(data) == "PNG" and b"IEND" not in bytes(data[-1024:]):
-        raise _bad(where, "an intact picture", "a PNG that breaks off")
+        raise _damaged(where, "an intact picture", "a truncated PNG")
     with _opened(data, where, shape) as image:
-        if image.mode in _DEEP:
-            found: Pixels = np.array(image).astype(_DEEP[image.mode])
+        if image.mode in _DEEP_MODES:
+            pixels: Pixels = np.array(image).astype(_DEEP_MODES[image.mode])
         else:
-            wanted = shape[2] if shape is not None and len(shape) == 3 else None
+            has_three_channels = shape is not None and shape[2:] == (3,)
             mode = image.mode if image.mode in _CHANNELS else "RGB"
-            mode = "RGB" if wanted == 3 and mode == "L" else mode
-            found = np.array(image if mode == image.mode else image.convert(mode))
-            found = found.reshape(*found.shape[:2], _CHANNELS[mode])
-    if shape is not None and found.shape != shape:
-        raise _bad(where, f"the shape {shape}", str(found.shape))
-    return found
+            if has_three_channels and mode == "L":
+                mode = "RGB"
+            pixels = np.array(image if mode == image.mode else image.convert(mode))
+            pixels = pixels.reshape(*pixels.shape[:2], _CHANNELS[mode])
+    if shape is not None and pixels.shape != shape:
+        raise _damaged(where, f"the shape {shape}", str(pixels.shape))
+    return pixels
 
 
 @of_kind("undecodable")
 def picture_shape(data: bytes | memoryview, where: str) -> tuple[int, ...]:
-    """Return the shape that `decode_picture` gives, from the header alone; deep pictures are refused.
+    """Return the shape of the result of `decode_picture`, from the header alone.
 
     Raises:
-        CorruptFileError: It is damaged, or no picture of 8 bits.
+        CorruptFileError: The picture is damaged, or has more than 8 bits per channel.
         UsageError: Pillow is missing.
     """
     with _opened(data, where, None) as image:
-        if image.mode in _DEEP:
-            raise _bad(where, "8 bits per channel", image.mode)
-        return image.size[1], image.size[0], _CHANNELS.get(image.mode, 3)
+        if image.mode in _DEEP_MODES:
+            raise _damaged(where, "8 bits per channel", image.mode)
+        width, height = image.size
+        return height, width, _CHANNELS.get(image.mode, 3)
 
 
 @contextmanager
 def _opened(data: bytes | memoryview, where: str, shape: tuple[int, ...] | None) -> Iterator[Any]:
-    """Return pillow's picture, of which only the header was read and checked; errors of reading it are named."""
+    """Open a picture with pillow after checks of its header.
+
+    Errors raised in the block become `CorruptFileError`.
+    """
     image_module = optional("PIL.Image", "pillow", "formats", "pictures")
     if not picture_format(data):
-        raise _bad(where, "PNG, JPEG or TIFF", f"bytes {bytes(data[:8])!r}")
+        raise _damaged(where, "PNG, JPEG or TIFF", f"bytes {bytes(data[:8])!r}")
     damage = (*_DAMAGE, image_module.DecompressionBombError)
     opening = damage_named(_ACTION, where, "an intact picture", *damage)
     with opening, image_module.open(io.BytesIO(data), formats=_FORMATS) as image:
         width, height = image.size
         if shape is not None and (height, width) != shape[:2]:
-            raise _bad(where, f"{shape[0]} x {shape[1]} pixels", f"{height} x {width}")
+            raise _damaged(where, f"{shape[0]} x {shape[1]} pixels", f"{height} x {width}")
         if width * height > MAX_PIXELS:
-            raise _bad(where, f"at most {MAX_PIXELS} pixels", f"{height} x {width}")
-        if image.format == "TIFF" and image.tag_v2.get(_COMPRESSION_TAG, _UNCOMPRESSED) != _UNCOMPRESSED:
-            raise _bad(where, "an uncompressed TIFF", "a compressed one")
+            raise _damaged(where, f"at most {MAX_PIXELS} pixels", f"{height} x {width}")
+        if image.format == "TIFF":
+            compression = image.tag_v2.get(_COMPRESSION_TAG, _UNCOMPRESSED)
+            if compression != _UNCOMPRESSED:
+                raise _damaged(where, "an uncompressed TIFF", "a compressed one")
         yield image
 
 
-def _bad(where: str, expected: str, got: str) -> CorruptFileError:
+def _damaged(where: str, expected: str, got: str) -> CorruptFileError:
     return CorruptFileError(_ACTION, where, expected, got)
 
 
@@ -125,14 +151,14 @@ def encode_picture(pixels: Pixels) -> bytes:
     """Encode a picture without loss.
 
     Args:
-        pixels: `[H, W, C]` uint8 with C of 1, 3 or 4, which becomes a PNG, or `[H, W]` uint16 or float32, which becomes
-            an uncompressed TIFF.
+        pixels: `[H, W, C]` uint8 with C of 1, 3 or 4, encoded as PNG, or `[H, W]` uint16 or
+            float32, encoded as uncompressed TIFF.
     """
     image_module = optional("PIL.Image", "pillow", "formats", "pictures")
-    out = io.BytesIO()
+    file = io.BytesIO()
     if pixels.ndim == 3:
         flat = pixels[..., 0] if pixels.shape[2] == 1 else pixels
-        image_module.fromarray(np.ascontiguousarray(flat)).save(out, "PNG", compress_level=1)
+        image_module.fromarray(np.ascontiguousarray(flat)).save(file, "PNG", compress_level=1)
     else:
-        image_module.fromarray(np.ascontiguousarray(pixels)).save(out, "TIFF", compression=None)
-    return out.getvalue()
+        image_module.fromarray(np.ascontiguousarray(pixels)).save(file, "TIFF", compression=None)
+    return file.getvalue()

@@ -1,7 +1,8 @@
-"""Writing episodes as another system's files: what each writer does, whatever the format.
+"""`ForeignWriter`: base of the writers of all formats.
 
-One rule: an episode is written whole or not at all, also when the process is killed; what a format cannot hold is in
-the report, once for each kind of it. A format is one file here and one line in `formats.py`.
+An episode is written whole or not at all, also when the process is killed. The report lists data
+that a format cannot hold, one line for each kind of change. A format is one file here and one line
+in `registry.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Array = np.ndarray[Any, Any]
 
 
 class EpisodeToWrite(Protocol):
-    """What a writer is given: an `Episode` of any recording."""
+    """The part of an `Episode` that writers use."""
 
     id: str
     length: int
@@ -65,70 +66,74 @@ class EpisodeToWrite(Protocol):
         """Read steps of one field: `[stop - start, *shape]`, or a list of texts."""
 
     def video(self, name: str) -> VideoRange | None:
-        """Return where the video of a field is; None if the field is not stored as video."""
+        """Return the place of a field's video; None if the field is not stored as video."""
 
     @property
     def final_observation(self) -> Any:
         """The observation after the last step: an array, a dict of arrays by flat names, or None."""
 
 
-#: What metadata of a recording say of its files, which follows from the episodes.
+#: Metadata of a recording that follow from its files and episodes.
 DERIVED = frozenset((
     "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "success_traj_only",
     "total_timesteps", "total_trajectories",
 ))  # fmt: skip
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-#: Metadata that tell nothing.
+#: Values of metadata without content.
 _NOTHING: tuple[Any, ...] = ("unknown", "", None, [], {})
-
-
 #: Metadata of a recording that change when it gains episodes.
 _OF_ALL = frozenset((
     "total", "total_chunks", "total_episodes", "total_frames", "total_samples", "total_steps", "total_tasks",
     "total_timesteps", "total_trajectories", "total_videos", "size", "splits", "tasks", "trajectory_counter",
 ))  # fmt: skip
 _MAX_NOTE_BYTES = 1 << 30
-#: Of a metadata.json that is read up to twice of it: fields take the rest.
+#: Bytes of metadata in a metadata.json. Readers accept twice as many, and fields take the rest.
 _MAX_METADATA_BYTES = 1 << 23
 
 
 class ForeignWriter(ABC):
-    """Write episodes one after the other; made by `formats.writer_class(name)(path, episodes, metadata, options)`.
+    """Write episodes one after the other.
 
-    All are known from the beginning, without a row of theirs, and are given to `add` in their order. A path that this
-    class has begun with the same episodes is taken up: `written` tells which are there already.
+    `registry.writer_class(name)(path, episodes, metadata, options)` creates a writer. All episodes
+    are known from the beginning, without their rows, and are passed to `add` in their order. An
+    unfinished target of the same episodes is resumed: `written` names the episodes that it has
+    already.
 
-    The target has a note inside itself (`conversion_note.py`). An episode is noted before it becomes present, so an
-    episode that is present without a line in the note does not exist; a line without its episode counts as nothing.
+    The target contains a note (`writing/conversion_record.py`). An episode is noted before its
+    files take their places, so every present episode has a line in the note. A line without its
+    episode is ignored.
 
     Attributes:
-        format: Key of `formats.WRITERS`.
+        format: Key of `registry.WRITERS`.
         path: The file or folder.
-        episodes: All that are to be written.
-        metadata: Of the recording that is written.
+        episodes: All episodes of the target.
+        metadata: Metadata of the recording.
         options: Arguments of `convert` for this format.
         conversion: The note of the target.
-        written: Ids of the episodes that are there.
-        num_earlier: Episodes that an earlier conversion had written, also if they have to be written again.
-        left_out: Ids of those whose `add` failed, as they cannot be read; `convert` fills it.
+        written: Ids of the episodes in the target.
+        num_earlier: Episodes that an earlier conversion had written, also if they have to be
+            written again.
+        left_out: Ids of the episodes that cannot be read; `convert` adds them.
     """
 
     format: ClassVar[str]
-    #: Counts changes of what this class writes: another version does not resume a conversion.
+    #: Version of the written files. A conversion of another version is not resumed.
     VERSION: ClassVar[int] = 2
-    #: Names of the arguments that `convert(..., **options)` takes for this format, with their defaults.
+    #: Options of `convert` for this format -> default.
     OPTIONS: ClassVar[Mapping[str, Any]] = {}
-    #: Names in the metadata of a recording that the format holds; None is all.
+    #: Metadata of a recording that the format can hold; None means all.
     HOLDS: ClassVar[frozenset[str] | None] = frozenset()
-    #: All places are chosen before a row is written: leaving out an episode means to begin again without it.
+    #: Whether all places are chosen before a row is written. Leaving out an episode then begins
+    #: again without it.
     is_laid_out_first: ClassVar[bool] = False
-    #: A complete target takes episodes that its source has gained.
+    #: Whether new episodes of the source are added to a complete target.
     can_grow: ClassVar[bool] = False
-    #: Patterns of the files and folders in the target that are removed to begin again.
+    #: Patterns of files and folders in the target that are removed before a conversion begins
+    #: again.
     MADE: ClassVar[tuple[str, ...]] = ()
-    #: Files that exist as soon as an episode exists.
+    #: Files that exist once the target has an episode.
     BEGUN: ClassVar[tuple[str, ...]] = ()
-    #: The file that makes a target complete.
+    #: File that marks the target as complete.
     LAST: ClassVar[str] = ""
 
     def __init__(
@@ -148,34 +153,49 @@ class ForeignWriter(ABC):
         self.conversion = self._own_note() if conversion is None else conversion
         self.left_out: set[str] = set(self.conversion.left_out)
         self._num_removed = 0
+
         is_new = self.begin_note()
         try:
             self.written: set[str] = self.begin() & self.conversion.rows.keys()
-        except UsageError:  # before anything else was written
+        except UsageError:
+            # Nothing but the note was written so far.
             if is_new:
                 (self.note_folder / NOTE_NAME).unlink()
                 with suppress(OSError):
                     self.note_folder.rmdir()
             raise
         self.num_earlier = len(self.written) or self._num_removed
-        if self.HOLDS is not None and (lost := sorted(_told(metadata) - self.HOLDS)):
-            self._noted[f"metadata of the recording are left out: {', '.join(lost)}"] = [one.id for one in episodes]
+
+        lost = [] if self.HOLDS is None else sorted(_meaningful(metadata) - self.HOLDS)
+        if lost:
+            change = f"metadata of the recording are left out: {', '.join(lost)}"
+            self._noted[change] = [episode.id for episode in episodes]
 
     def _own_note(self) -> ConversionNote:
-        noted = self.noted(self.path)
-        if noted is not None and self.is_finished(self.path):
+        """Return a new note, or that of an unfinished target.
+
+        Raises:
+            UsageError: The target is complete, or holds other files.
+        """
+        earlier = self.noted(self.path)
+        if earlier is not None and self.is_finished(self.path):
             raise occupied(self.path, "the complete target of a conversion")
         note = self.planned(self.episodes, self.metadata, self.options)
-        if noted is not None:
-            note.resume(noted)
+        if earlier is not None:
+            note.resume(earlier)
         return note
 
     @classmethod
     def all_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options with defaults, as JSON has them but for NaN; numbers are floats, so that 20 is 20.0."""
-        given = {**cls.OPTIONS, **options}
-        found = {name: value if isinstance(value, float) else plain(value) for name, value in given.items()}
-        return {name: float(value) if type(value) is int else value for name, value in found.items()}
+        """Return options with defaults as JSON values.
+
+        NaN stays, and integers become floats: 20 equals 20.0.
+        """
+        values: dict[str, Any] = {}
+        for name, option in {**cls.OPTIONS, **options}.items():
+            value = option if isinstance(option, float) else plain(option)
+            values[name] = float(value) if type(value) is int else value
+        return values
 
     @classmethod
     def effective(
@@ -185,10 +205,12 @@ class ForeignWriter(ABC):
         episodes: Sequence[EpisodeToWrite],
         metadata: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return what options amount to for a recording: options with equal results are the same options.
+        """Return the effect of options on a recording.
+
+        Options with equal effects may resume each other's targets.
 
         Args:
-            options: As `all_options` returns them.
+            options: Result of `all_options`.
             path: The target.
             episodes: All episodes of the recording.
             metadata: Metadata of the recording.
@@ -197,9 +219,12 @@ class ForeignWriter(ABC):
 
     @classmethod
     def planned(
-        cls, episodes: Iterable[EpisodeToWrite], metadata: Mapping[str, Any], options: Mapping[str, Any]
+        cls,
+        episodes: Iterable[EpisodeToWrite],
+        metadata: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> ConversionNote:
-        """Return the note of a conversion that has written nothing yet."""
+        """Return the note of a conversion before its first episode."""
         return ConversionNote(
             format=cls.format,
             version=cls.VERSION,
@@ -210,10 +235,10 @@ class ForeignWriter(ABC):
 
     @classmethod
     def noted(cls, path: Path) -> ConversionNote | None:
-        """Return the note in a target; None if nothing is there.
+        """Return the note in a target; None if the target does not exist or is empty.
 
         Raises:
-            UsageError: Something without a note is there.
+            UsageError: The target has other content.
         """
         return note_in_folder(path, path)
 
@@ -234,9 +259,10 @@ class ForeignWriter(ABC):
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
-        """Compare the files of a target with their sizes and checksums in the note.
+        """Compare the files of a target with the sizes and checksums in the note.
 
-        An episode is noted before its files take their places, so the episode that was noted last may lack them.
+        The files of the last episode may be missing, since an episode is noted before its files
+        take their places.
 
         Raises:
             UsageError: A file was removed or changed after it was written.
@@ -249,19 +275,23 @@ class ForeignWriter(ABC):
         for episode in note.rows:
             files = note.files.get(episode, {})
             first = next(iter(files), None)
-            if first is None or (episode == note.unplaced and not (folder / first).exists()):
+            if first is None:
                 continue
-            for name, noted in files.items():
-                check_file(path, folder / name, note.files_of_all.get(name, noted))
-        for name, noted in note.files_of_all.items():
+            if episode == note.unplaced and not (folder / first).exists():
+                continue
+            for name, noted_sum in files.items():
+                check_file(path, folder / name, note.files_of_all.get(name, noted_sum))
+        for name, noted_sum in note.files_of_all.items():
             if is_finished or name != cls.LAST:
-                check_file(path, folder / name, noted)
+                check_file(path, folder / name, noted_sum)
 
     def begin_note(self) -> bool:
-        """Write the note with the lines of the episodes that are there; without them remove what else is there.
+        """Write the note with the lines of the episodes in the target.
+
+        If there are none, remove earlier files.
 
         Returns:
-            Whether there was no note.
+            Whether the target had no note.
         """
         self.note_folder.mkdir(parents=True, exist_ok=True)
         place = self.note_folder / NOTE_NAME
@@ -281,25 +311,28 @@ class ForeignWriter(ABC):
         return is_new
 
     def begin_again(self) -> None:
-        """Forget and remove all episodes that are there."""
+        """Remove all episodes from the target and its note."""
         self._num_removed = len(self.conversion.rows)
         self.conversion.forget()
         self.begin_note()
 
     def note(self, episode: EpisodeToWrite, files: Mapping[str, Path] | None = None) -> None:
-        """Note the checksums of an episode; called when all of it is written, before it takes its place.
+        """Note the checksums of an episode.
+
+        To be called when its files are written, before they take their places.
 
         Args:
             episode: The episode.
-            files: Names of its files in the target -> where each file is now. The first one takes its place last.
+            files: Names of its files in the target -> current path. The first file takes its place
+                last.
 
         Raises:
-            DataFileError: A part of the episode that the writer did not read cannot be read.
+            DataFileError: A field that the writer did not read cannot be read.
         """
         summed = episode if isinstance(episode, SummedEpisode) else SummedEpisode(episode)
         conversion = self.conversion
         sums = summed.sums()
-        conversion.rows.pop(episode.id, None)  # the episode that is noted last is the last one
+        conversion.rows.pop(episode.id, None)  # The episode moves to the end of the note.
         conversion.rows[episode.id] = sums
         conversion.files[episode.id] = {name: file_sum(path) for name, path in (files or {}).items()}
         conversion.stored[episode.id] = self.stored_sums(episode)
@@ -311,10 +344,10 @@ class ForeignWriter(ABC):
         return {}
 
     def note_files(self, files: Mapping[str, Path], published: Collection[str] = ()) -> None:
-        """Note files of all episodes, before the file that makes the target complete takes its place.
+        """Note files that belong to all episodes, before the last file takes its place.
 
         Args:
-            files: Names in the target -> where each file is now.
+            files: Names in the target -> current path.
             published: Ids of episodes that are in these files.
         """
         sums = {name: file_sum(path) for name, path in files.items()}
@@ -329,12 +362,12 @@ class ForeignWriter(ABC):
             self.conversion.unplaced = ""
 
     def note_open(self) -> None:
-        """Note that files of all episodes are written again, until `note_files`."""
+        """Note that the files of all episodes are being rewritten, until `note_files`."""
         append_line(self.note_folder / NOTE_NAME, open_line())
         self.conversion.files_of_all.clear()
 
     def note_finish(self) -> None:
-        """Note that the target is complete, after the file that makes it complete took its place."""
+        """Note that the target is complete, after its last file took its place."""
         append_line(self.note_folder / NOTE_NAME, files_line({}, finish={}), is_durable=True)
 
     def leave_out(self, episode: EpisodeToWrite) -> None:
@@ -350,15 +383,17 @@ class ForeignWriter(ABC):
 
     @abstractmethod
     def begin(self) -> set[str]:
-        """Make the file or folder, or take it up; give the ids of the episodes that are in it."""
+        """Create the target, or open an unfinished one. Returns the ids of the episodes in it."""
 
     @abstractmethod
     def add(self, episode: EpisodeToWrite) -> None:
-        """Write an episode and `note` it; afterwards it is there, whatever happens.
+        """Write an episode and `note` it.
+
+        Afterwards the target has it, even if the process is killed.
 
         Raises:
-            DataFileError: It cannot be read; nothing of it is there.
-            UsageError: The format cannot hold such an episode at all.
+            DataFileError: The episode cannot be read. The target has no part of it.
+            UsageError: The format cannot hold the episode.
         """
 
     @abstractmethod
@@ -367,49 +402,78 @@ class ForeignWriter(ABC):
 
     @property
     def report(self) -> dict[str, list[str]]:
-        """What was changed or left out -> the ids of the episodes, in the order in which it was met."""
+        """Changes and omissions -> ids of the episodes, in the order of their first occurrence."""
         casts = {cast.text(*key): cast.episodes for key, cast in self._casts.items()}
         return {**self._noted, **casts}
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all episodes are there that can be read."""
+        """Whether the target has all episodes that can be read."""
         done = self.written if self.is_laid_out_first else self.written | self.left_out
         return len(done) == len(self.episodes)
 
     def changed(self, what: str, episode: EpisodeToWrite, holds: Any = True) -> None:
-        """Note in the report, once, that something of an episode was changed or left out, if that holds."""
-        if holds and episode.id not in (noted := self._noted.setdefault(what, []))[-1:]:
-            noted.append(episode.id)
+        """Add a change of an episode to the report, once per episode.
+
+        Args:
+            what: Line of the report.
+            episode: The episode.
+            holds: Whether the change took place; if false, nothing is added.
+        """
+        if not holds:
+            return
+        ids = self._noted.setdefault(what, [])
+        if episode.id not in ids[-1:]:
+            ids.append(episode.id)
 
     def fitting_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the recording for metadata.json; the largest are left out of too many."""
-        found = {name: plain(value) for name, value in self.metadata.items()}
-        sizes = {name: json_bytes({name: value}, _MAX_METADATA_BYTES, indent=2) for name, value in found.items()}
-        for name in sorted(sizes, key=lambda name: -sizes[name]):
+        """Return the metadata of the recording for metadata.json.
+
+        If they are too large, the largest are left out.
+        """
+        metadata = {name: plain(value) for name, value in self.metadata.items()}
+        sizes = {}
+        for name, value in metadata.items():
+            sizes[name] = json_bytes({name: value}, _MAX_METADATA_BYTES, indent=2)
+
+        for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
             if sum(sizes.values()) <= _MAX_METADATA_BYTES:
                 break
+            change = f"metadata {name!r} of the recording are left out: they are too large"
             for episode in self.episodes:
-                self.changed(f"metadata {name!r} of the recording are left out: they are too large", episode)
-            del found[name], sizes[name]
-        return found
+                self.changed(change, episode)
+            del metadata[name]
+            del sizes[name]
+        return metadata
 
-    def fitting(self, said: Mapping[str, Any], most_bytes: int, episode: EpisodeToWrite) -> dict[str, Any]:
-        """Return metadata of an episode that take at most so many bytes as JSON; the largest are left out of more."""
-        sizes = {name: json_bytes(value, most_bytes) + len(json.dumps(name)) + 4 for name, value in said.items()}
+    def fitting(
+        self,
+        metadata: Mapping[str, Any],
+        most_bytes: int,
+        episode: EpisodeToWrite,
+    ) -> dict[str, Any]:
+        """Return the metadata of an episode in at most `most_bytes` as JSON.
+
+        The largest are left out.
+        """
+        sizes = {}
+        for name, value in metadata.items():
+            sizes[name] = json_bytes(value, most_bytes) + len(json.dumps(name)) + 4
+
         while sum(sizes.values()) > most_bytes:
-            name = max(reversed(sizes), key=sizes.__getitem__)  # of equal ones the first stays
+            name = max(reversed(sizes), key=sizes.__getitem__)  # Of equal sizes the first stays.
             self.changed(f"metadata {name!r} is left out: it is too large", episode)
             del sizes[name]
-        return {name: value for name, value in said.items() if name in sizes}
+        return {name: value for name, value in metadata.items() if name in sizes}
 
     def reshaped(self, name: str, shape: tuple[int, ...], episode: EpisodeToWrite) -> None:
-        """Note in the report if a step of a field is read with another shape: a number as a vector of one, or back."""
+        """Report a field whose steps are read with another shape: a number as a vector of one, or the reverse."""
         own = episode.schema[name].shape if name in episode.schema else shape
-        self.changed(f"field {name!r} has the shape {list(shape)}, not {list(own)}", episode, own != shape)
+        change = f"field {name!r} has the shape {list(shape)}, not {list(own)}"
+        self.changed(change, episode, own != shape)
 
     def cast(self, rows: Any, dtype: Any, name: str, episode: EpisodeToWrite) -> Array:
-        """Convert rows of a field to a dtype; the report counts the values that change."""
+        """Convert rows of a field to a dtype. The report counts the values that change."""
         values = np.asarray(rows)
         if values.dtype == dtype:
             return values
@@ -417,16 +481,16 @@ class ForeignWriter(ABC):
             converted = values.astype(dtype)
         num_changed, difference = _change(values, converted)
         if num_changed:
-            key = name, str(values.dtype), str(converted.dtype)
+            key = (name, str(values.dtype), str(converted.dtype))
             self._casts.setdefault(key, _Cast()).add(num_changed, difference, episode.id)
         return converted
 
     def rounded(self, name: str, num_values: int, difference: int, episode: EpisodeToWrite) -> None:
-        """Count integers of a field that the reader of the source rounded to floats."""
+        """Add integers that the reader of the source rounded to floats to the report."""
         self._casts.setdefault((name, "integers", "float64"), _Cast()).add(num_values, difference, episode.id)
 
     def join(self, columns: Mapping[str, Any], dtype: Any, episode: EpisodeToWrite) -> Array:
-        """Join fields side by side: name -> `[T, *shape]` to `[T, sum of elements]` of one dtype."""
+        """Concatenate fields: name -> `[T, *shape]` to `[T, sum of elements]` of one dtype."""
         parts = [self.cast(rows, dtype, name, episode) for name, rows in columns.items()]
         return np.concatenate([part.reshape(len(part), math.prod(part.shape[1:])) for part in parts], axis=1)
 
@@ -459,12 +523,12 @@ class _Cast:
         return f"field {name!r} ({before}) is written as {after}: {change}, by at most {most}"
 
 
-#: Integers up to 2 to this power are exact in a float of so many bytes.
+#: Bytes of a float -> the power of 2 up to which it represents all integers.
 _EXACT_BITS = {2: 11, 4: 24, 8: 53}
 
 
 def _change(before: Array, after: Array) -> tuple[int, float]:
-    """Count the values that differ after a conversion to another dtype; return the largest difference as well."""
+    """Return the number of values that a conversion to another dtype changed, and the largest difference."""
     old = before.reshape(-1)
     new = after.reshape(-1)
     if old.dtype.kind == "b":
@@ -479,17 +543,22 @@ def _change(before: Array, after: Array) -> tuple[int, float]:
         is_inexact = (old > limit) | (old < -limit) if old.dtype.kind == "i" else old > limit
         old = old[is_inexact]
         new = new[is_inexact]
-    # Python's integers: a difference of two numbers of 64 bits is exact in no dtype of numpy.
-    pairs = zip(old.tolist(), new.tolist(), strict=True)
-    differing = [abs(int(two) - one) if np.isfinite(two) else math.inf for one, two in pairs if one != two]
-    return len(differing), max(differing, default=0)
+
+    # Python's integers, since no dtype of numpy holds every difference of two 64-bit integers.
+    exact_differences: list[float] = []
+    for value, changed in zip(old.tolist(), new.tolist(), strict=True):
+        if value != changed:
+            exact_differences.append(abs(int(changed) - value) if np.isfinite(changed) else math.inf)
+    return len(exact_differences), max(exact_differences, default=0)
 
 
 def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
-    """Return the note in a folder of a target; None if the target is not there, or an empty folder.
+    """Return the note in a folder of a target.
+
+    None if the target does not exist, or is an empty folder.
 
     Raises:
-        UsageError: Something without a note is there.
+        UsageError: The target has other content.
     """
     place = folder / NOTE_NAME
     if place.is_file():
@@ -506,20 +575,20 @@ def note_in_folder(folder: Path, target: Path) -> ConversionNote | None:
 
 
 def _text_of(place: Path) -> str:
-    """Return the text of a note as it is written at once; "" if it is damaged."""
+    """Return the text of a note without repeated lines; "" if the note is damaged."""
     note = ConversionNote.parse(read_text(place, max_bytes=_MAX_NOTE_BYTES))
     return "" if note is None or note.has_damaged_lines else note.text()
 
 
 def occupied(path: Path, got: str) -> UsageError:
-    """Return the error of a target that is no target of an earlier conversion."""
+    """Return the error of a target that has other content."""
     expected = "an empty folder, or one of an earlier conversion"
     advice = "Choose another place, or remove it"
     return UsageError("write", repr(str(path)), expected, got, advice)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it."""
+    """Remove a file or a folder with its content."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -528,12 +597,12 @@ def remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SharedFields:
-    """Fields of a target in which every episode has the same fields; made by `shared_fields`.
+    """Fields of a target in which every episode has the same fields. `shared_fields` creates them.
 
     Attributes:
         schema: Numeric fields of the target.
         texts: Text fields of the target.
-        left_out: Field of some episode that the target does not have -> the reason.
+        left_out: Fields that the target does not have -> reason.
     """
 
     schema: Schema
@@ -541,24 +610,28 @@ class SharedFields:
     left_out: Mapping[str, str]
 
     def filled(self, episode: EpisodeToWrite) -> list[str]:
-        """Return the fields that an episode lacks; `read` returns False or NaN for them."""
+        """Return the fields that are missing from an episode.
+
+        `read` returns False or NaN for them.
+        """
         return [name for name in self.schema if name not in episode.schema]
 
     def absent(self, episode: EpisodeToWrite, read_name: Callable[[str], str] = str) -> list[str]:
-        """Return the fields to note under `ABSENT`: filled ones, and those that an earlier conversion filled.
+        """Return the fields to note under `ABSENT`: fields that this or an earlier conversion filled.
 
         Args:
             episode: Episode of the target.
             read_name: Returns the name under which a field of the target is read.
         """
-        noted: Any = episode.metadata.get(ABSENT)
-        earlier = [name for name in noted if isinstance(name, str)] if isinstance(noted, list) else []
+        earlier = earlier_absent(episode)
         filled = [name for name in self.schema if name not in episode.schema or name in earlier]
-        joined = [name for name in earlier if any(str(one) in self.schema for one in PurePosixPath(name).parents)]
-        return [*map(read_name, filled), *joined]
+        return [*map(read_name, filled), *parts_of_fields(earlier, self.schema)]
 
     def read(self, episode: EpisodeToWrite, name: str, start: int = 0, stop: int | None = None) -> Array:
-        """Read steps of a numeric field: `[stop - start, *shape]`; False or NaN if the episode lacks the field."""
+        """Read steps of a numeric field: `[stop - start, *shape]`.
+
+        A missing field is read as False or NaN.
+        """
         end = episode.length if stop is None else stop
         if name in episode.schema:
             return np.asarray(episode.read(name, start, end))
@@ -569,13 +642,24 @@ class SharedFields:
         return np.full(shape, np.nan, "<f4" if field.dtype == "bfloat16" else field.numpy_dtype)
 
     def changes(self, episode: EpisodeToWrite) -> Iterator[str]:
-        """Yield a line of the report for each field of an episode that is filled or left out."""
+        """Yield a line of the report for each filled and each omitted field of an episode."""
         for name in self.filled(episode):
             value = "False" if self.schema[name].dtype == "bool" else "NaN"
             yield f"field {name!r} is {value} in episodes that lack it"
         for name, reason in self.left_out.items():
             if name in episode.schema or name in episode.texts:
                 yield f"field {name!r} is left out: {reason}"
+
+
+def earlier_absent(episode: EpisodeToWrite) -> list[str]:
+    """Return the fields that an earlier conversion noted under `ABSENT`."""
+    names: Any = plain(episode.metadata.get(ABSENT))
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def parts_of_fields(names: Iterable[str], schema: Mapping[str, Field]) -> list[str]:
+    """Return the names below a field of a schema, such as "a/b" below the field "a"."""
+    return [name for name in names if any(str(group) in schema for group in PurePosixPath(name).parents)]
 
 
 def shared_fields(
@@ -586,55 +670,70 @@ def shared_fields(
 ) -> SharedFields:
     """Choose the fields of a target in which every episode has the same fields.
 
-    Flags and floats that some episodes lack are filled with False and NaN. Rewards, actions, integers, texts and
-    pictures that some lack are left out, as are fields that differ in shape or dtype.
+    Missing flags are filled with False, and missing floats with NaN. Rewards, actions, integers,
+    texts and pictures that some episodes lack are left out. So are fields that differ in shape or
+    dtype.
 
     Args:
         episodes: Episodes of the target.
         depth: Fields of depth pictures.
-        has_one_form: Whether a field has one dtype and shape in the target. False keeps fields that differ.
-        ignored: Fields that the target makes itself; they are in no part of the result.
+        has_one_form: Whether the target needs one dtype and shape per field. False keeps fields
+            that differ.
+        ignored: Fields that the target computes itself. They are in no part of the result.
 
     Raises:
         UsageError: A field has the name of a group of fields.
     """
-    owners: dict[str, dict[tuple[str, tuple[int, ...]], str]] = defaultdict(dict)
+    # Field -> its forms -> the first episode that has this form.
+    forms: dict[str, dict[tuple[str, tuple[int, ...]], str]] = defaultdict(dict)
     fields: dict[str, Field] = {}
     counts: dict[str, int] = defaultdict(int)
-    texts: dict[str, int] = defaultdict(int)
+    text_counts: dict[str, int] = defaultdict(int)
     for episode in episodes:
         for name, field in episode.schema.items():
             if name in ignored:
                 continue
             fields.setdefault(name, field)
-            owners[name].setdefault((field.dtype, field.shape), episode.id)
+            forms[name].setdefault((field.dtype, field.shape), episode.id)
             counts[name] += 1
         for name in episode.texts:
-            texts[name] += 1
+            text_counts[name] += 1
+    _check_no_group_is_field({**fields, **text_counts})
+
     left_out: dict[str, str] = {}
-    for name in (*fields, *texts):
-        for group in map(str, PurePosixPath(name).parents):
-            if group in fields or group in texts:
-                where = f"the field {name!r}"
-                expected = f"no field {group!r} in any episode"
-                raise UsageError("write", where, expected, "both", "Rename one of them")
     for name, field in fields.items():
-        if name in texts:
+        if name in text_counts:
             left_out[name] = "it is a text in some episodes and a number in others"
-        elif has_one_form and len(owners[name]) > 1:
-            forms = [f"{dtype}{list(shape)} in episode {one!r}" for (dtype, shape), one in owners[name].items()]
-            left_out[name] = f"it is {' and '.join(forms[:2])}"
+        elif has_one_form and len(forms[name]) > 1:
+            examples = []
+            for (dtype, shape), episode_id in forms[name].items():
+                examples.append(f"{dtype}{list(shape)} in episode {episode_id!r}")
+            left_out[name] = f"it is {' and '.join(examples[:2])}"
         elif counts[name] < len(episodes) and not can_be_filled(field, depth):
             left_out[name] = "not all episodes have it"
-    for name, count in texts.items():
+    for name, count in text_counts.items():
         if name not in fields and count < len(episodes):
             left_out[name] = "not all episodes have it"
+
     kept = Schema(field for name, field in fields.items() if name not in left_out)
-    return SharedFields(kept, tuple(name for name in texts if name not in left_out), left_out)
+    kept_texts = tuple(name for name in text_counts if name not in left_out)
+    return SharedFields(kept, kept_texts, left_out)
+
+
+def _check_no_group_is_field(names: Collection[str]) -> None:
+    """Raise `UsageError` if a field has the name of a group of fields: "a" and "a/b"."""
+    for name in names:
+        for group in map(str, PurePosixPath(name).parents):
+            if group in names:
+                expected = f"no field {group!r} in any episode"
+                raise UsageError("write", f"the field {name!r}", expected, "both", "Rename one of them")
 
 
 def can_be_filled(field: Field, depth: Collection[str] = ()) -> bool:
-    """Return whether False or NaN may be written for a field that an episode lacks; `depth`: names of depth images."""
+    """Return whether False or NaN may replace a missing field.
+
+    `depth` has the names of depth images.
+    """
     if field.name.partition("/")[0] in ("action", "reward"):
         return False
     if field.dtype == "bool":
@@ -644,26 +743,39 @@ def can_be_filled(field: Field, depth: Collection[str] = ()) -> bool:
 
 
 def has_unknown_end(episode: EpisodeToWrite) -> bool:
-    """Return whether the source does not tell how the episode ended."""
-    ends = episode.terminated, episode.truncated
+    """Return whether the source does not state how the episode ended."""
+    ends = (episode.terminated, episode.truncated)
     return None in ends and not any(ends) and not has_open_end(episode)
 
 
 def has_open_end(episode: EpisodeToWrite) -> bool:
-    """Return whether the recording stopped before the episode ended, as far as the source tells."""
-    ends = episode.terminated, episode.truncated
-    return ends == (False, False) or (ends == (None, None) and episode.metadata.get("ends") == "open")
+    """Return whether the source states that the recording stopped before the episode ended."""
+    ends = (episode.terminated, episode.truncated)
+    if ends == (None, None):
+        return episode.metadata.get("ends") == "open"
+    return ends == (False, False)
 
 
 def finals_of(episode: EpisodeToWrite) -> dict[str, Array]:
-    """Return the observation after the last step by our names: `[*shape]` each; {} if there is none."""
+    """Return the observation after the last step: field name -> `[*shape]`; {} if there is none."""
     final = episode.final_observation
-    named = final if isinstance(final, dict) else {} if final is None else {"": final}
-    found = {f"observation/{name}".rstrip("/"): np.asarray(value) for name, value in named.items()}
-    return {name: value for name, value in found.items() if name in episode.schema}
+    if final is None:
+        return {}
+    parts = final if isinstance(final, dict) else {"": final}
+    fields = {}
+    for part, value in parts.items():
+        name = f"observation/{part}".rstrip("/")
+        if name in episode.schema:
+            fields[name] = np.asarray(value)
+    return fields
 
 
-def _told(metadata: Mapping[str, Any]) -> set[str]:
-    """Name what tells something; arrays, which do not compare as one, always do."""
-    plain = {name: value for name, value in metadata.items() if isinstance(value, (str, list, dict, type(None)))}
-    return metadata.keys() - DERIVED - {name for name, value in plain.items() if value in _NOTHING}
+def _meaningful(metadata: Mapping[str, Any]) -> set[str]:
+    """Return the names of metadata that have content and do not follow from the episodes."""
+    names = set()
+    for name, value in metadata.items():
+        # Arrays do not compare as a whole. They count as content.
+        is_comparable = isinstance(value, (str, list, dict, type(None)))
+        if name not in DERIVED and not (is_comparable and value in _NOTHING):
+            names.add(name)
+    return names

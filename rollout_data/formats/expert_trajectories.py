@@ -1,6 +1,7 @@
 """Expert motions as a `TrajectoryDictBuffer`: from humenv's files, or from episodes in memory.
 
-`load_expert_trajectories` reads the files that a text list names. Paths of the list stay inside `motions_root`.
+`load_expert_trajectories` reads the files that a text list names. Paths of the list stay inside
+`motions_root`.
 """
 
 from __future__ import annotations
@@ -47,17 +48,19 @@ def load_expert_trajectories(
     """Load the motions of a list.
 
     Args:
-        motions: Text file with one path per line, relative to `motions_root` or absolute. Empty lines and lines that
-            start with `#` are skipped. A line names the file of exactly that name. If there is none, the spaces
-            around the name are removed, and then all spaces.
-        motions_root: Folder of the paths. A path may not lead out of it by "..", as an absolute path, or by a link.
+        motions: Text file with one path per line, relative to `motions_root` or absolute. Empty
+            lines and lines that start with `#` are skipped. A line names the file of exactly that
+            name. If there is none, the spaces around the name are removed, and then all spaces.
+        motions_root: Folder of the paths. A path may not lead out of it by "..", as an absolute
+            path, or by a link.
         seq_length: Rows of a window.
         device: Device of the frames.
-        obs_dict_mapper: Returns a nested mapping for an observation: a `[T, D]` array, or nested arrays.
+        obs_dict_mapper: Returns a nested mapping for an observation: a `[T, D]` array, or nested
+            arrays.
 
     Returns:
-        The episodes of all files in the order of the list, `ep_0` first. `file_names` has the line of each episode.
-        Floating observations become float32; every other field keeps its dtype.
+        The episodes of all files in the order of the list, `ep_0` first. `file_names` has the line
+        of each episode. Floating observations become float32; every other field keeps its dtype.
 
     Raises:
         FileNotFoundError: A motion does not exist. The error names its line.
@@ -112,18 +115,22 @@ def load_expert_trajectories_from_motion_lib(
     """Load motions from the memory of a program, without a simulator.
 
     Args:
-        motion_lib: A `Recording`, its episodes, or an iterable of nested mappings, one for each motion. A mapping has
-            arrays or tensors `[T, ...]`, among them `observation`, and may have a `motion_id`: a value or a column.
-            The id of an episode is its `motion_id` if it has one, otherwise its name.
+        motion_lib: A `Recording`, its episodes, or an iterable of nested mappings, one for each
+            motion. A mapping has arrays or tensors `[T, ...]`, among them `observation`, and may
+            have a `motion_id`: a value or a column. The id of an episode is its `motion_id` if it
+            has one, otherwise its name.
         seq_length: Rows of a window.
         device: Device of the frames.
-        obs_dict_mapper: Returns a nested mapping for an observation: a `[T, D]` array, or nested arrays.
+        obs_dict_mapper: Returns a nested mapping for an observation: a `[T, D]` array, or nested
+            arrays.
 
     Returns:
-        The motions in their order. Floating observations become float32; every other field keeps its dtype.
+        The motions in their order. Floating observations become float32; every other field keeps
+        its dtype.
 
     Raises:
-        UsageError: There is no motion, a motion is no mapping, or the motions have different fields.
+        UsageError: There is no motion, a motion is no mapping, or the motions have different
+            fields.
         TypeError: `obs_dict_mapper` is set, and a motion has no observation.
     """
     action = "call rollout_data.load_expert_trajectories_from_motion_lib"

@@ -1,8 +1,9 @@
 """Recognizes the format of a path by its content, without importing a reader.
 
-Each function looks at file names, at the first bytes of a file, or at the names in an HDF5 file. A function may raise
-`OSError` or `RolloutDataError` where the content is damaged; `registry.has_format` counts that as no match. The readers
-import from here how a path is divided into files.
+Each function looks at file names, at the first bytes of a file, or at the names in an HDF5 file. A
+function may raise `OSError` or `RolloutDataError` where the content is damaged;
+`registry.has_format` counts that as no match. The readers import from here how a path is divided
+into files.
 """
 
 from __future__ import annotations
@@ -137,7 +138,10 @@ def is_minari(path: Path) -> bool:
 
 
 def minari_folder(path: Path) -> Path | None:
-    """Return the folder with the data of a dataset, itself or `data` in it; None if it is no dataset."""
+    """Return the folder with the data of a dataset, itself or `data` in it.
+
+    None if it is no dataset.
+    """
     for folder in (path, path / "data"):
         if (folder / MINARI_MAIN_FILE).is_file():
             return folder
@@ -206,7 +210,10 @@ def is_aloha(path: Path) -> bool:
 
 
 def aloha_files(path: Path) -> list[Path]:
-    """List the files of episodes that a path is or holds; [] if the folder holds other HDF5 files."""
+    """List the files of episodes that a path is or holds.
+
+    [] if the folder holds other HDF5 files.
+    """
     if not path.is_dir():
         return [path]
     names = hdf5_names(path)
@@ -311,7 +318,14 @@ def is_ogbench(path: Path) -> bool:
 # Motion clips: npz files with joints and bodies, or JSON files of frames.
 
 #: The arrays of a layout, in the order of `MOTION_AXES` in the reader.
-MOTION_TRACKING = ("joint_pos", "joint_vel", "body_pos_w", "body_quat_w", "body_lin_vel_w", "body_ang_vel_w")
+MOTION_TRACKING = (
+    "joint_pos",
+    "joint_vel",
+    "body_pos_w",
+    "body_quat_w",
+    "body_lin_vel_w",
+    "body_ang_vel_w",
+)
 MOTION_AMP = (
     "dof_positions",
     "dof_velocities",

@@ -53,14 +53,15 @@ def frame_rate(
 ) -> tuple[float, dict[str, set[str]]]:
     """Return the frame rate of all episodes in Hz, and the rounded rates for the report.
 
-    The rate is `fps`, or else the first statement in this order: `frame_rate_hz` in the metadata of the recording or
-    of an episode, `fps` there, the field `timestamp` in seconds.
+    The rate is `fps`, or else the first statement in this order: `frame_rate_hz` in the metadata of
+    the recording or of an episode, `fps` there, the field `timestamp` in seconds.
 
     Returns:
         The rate, and line of the report -> ids of episodes.
 
     Raises:
-        UsageError: The rate of an episode is unknown, or two statements, `fps` included, differ by more than 1 %.
+        UsageError: The rate of an episode is unknown, or two statements, `fps` included, differ by
+            more than 1 %.
     """
     of_recording = list(_stated_rates(metadata, "the recording", has_fps=fps is not None))
     stated = list(of_recording)

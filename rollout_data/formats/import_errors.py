@@ -35,13 +35,13 @@ def report_copied_actions(reader: ForeignReader) -> None:
 
     info = reader.episodes[number]
     where = f"the actions of {info.name!r} of {str(reader.path)!r}"
-    for expected, got in _copied_actions(info.schema, min(info.length, _NUM_STEPS), read):
+    for expected, got in copied_actions(info.schema, info.length, read):
         reader.advise("take as commands", where, expected, got)
 
 
-def _copied_actions(
+def copied_actions(
     schema: Schema,
-    num_steps: int,
+    length: int,
     read: Callable[[str, int], Any],
 ) -> Iterator[tuple[str, str]]:
     """Find actions that equal an observation of their step or of the next step, or that never change.
@@ -50,12 +50,15 @@ def _copied_actions(
 
     Args:
         schema: Fields of an episode.
-        num_steps: Steps to compare, at least 2.
+        length: Steps of the episode.
         read: Returns the first steps of a field: (name, number of steps) -> rows.
 
     Yields:
         The expected and the actual content of a field, for an error.
     """
+    num_steps = min(length, _NUM_STEPS)
+    if num_steps < 2:
+        return
     for name, action in _small_fields(schema, "action"):
         actions = read(name, num_steps)
         if (actions == actions[0]).all():

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from storage.core.durable_files import MAX_JSON_BYTES, open_regular, read_text
-from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UnsafeFileError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    RolloutDataError,
+    UnsafeFileError,
+    UsageError,
+)
 
 from ..sources.natural_order import natural
 
@@ -41,7 +47,8 @@ def optional(module: str, package: str, extra: str, what: str) -> Any:
 def file_inside(root: Path, name: str) -> Path:
     """Return the path of the regular file `name` below `root`. Links are followed.
 
-    A folder of the Hugging Face cache, `snapshots/<revision>`, may link to `blobs` beside `snapshots`.
+    A folder of the Hugging Face cache, `snapshots/<revision>`, may link to `blobs` beside
+    `snapshots`.
 
     Raises:
         UnsafeFileError: The file lies outside of `root`.
@@ -65,11 +72,12 @@ def file_inside(root: Path, name: str) -> Path:
 class KnownFiles:
     """States of files at their first use. A file that has changed since is an error.
 
-    Readers check a file before each read. A copy that is unpickled on another machine forgets the states, since copies
-    of files have other inodes and times.
+    Readers check a file before each read. A copy that is unpickled on another machine forgets the
+    states, since copies of files have other inodes and times.
 
     Args:
-        states: Path -> inode, size in bytes, and time of the last change in ns, of files that were used before.
+        states: Path -> inode, size in bytes, and time of the last change in ns, of files that were
+            used before.
     """
 
     def __init__(self, states: Mapping[Path, tuple[int, int, int]] | None = None) -> None:
@@ -127,7 +135,10 @@ def _is_below(real_path: str, real_root: str) -> bool:
 
 
 def listed(folder: Path, endings: tuple[str, ...] = ("",)) -> list[Path]:
-    """List the entries of a folder in the order of the numbers in their names. Hidden entries are left out."""
+    """List the entries of a folder in the order of the numbers in their names.
+
+    Hidden entries are left out.
+    """
     names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
     matching = [name for name in names if name.endswith(endings)]
     return [folder / name for name in sorted(matching, key=natural)]
@@ -159,7 +170,10 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 
 def parse_attribute(text: Any, name: str) -> dict[str, Any]:
-    """Parse an attribute with a JSON object. Another value is returned as `{name: value}`; None as {}."""
+    """Parse an attribute with a JSON object.
+
+    Another value is returned as `{name: value}`; None as {}.
+    """
     with suppress(CorruptFileError):
         content = parse_json(text, Path(name)) if isinstance(text, str) else None
         if isinstance(content, dict):

@@ -30,7 +30,8 @@ def open(
         **options: Options of the format, such as `on_bad_index="rebuild"`.
 
     Raises:
-        DataFileError: The data cannot be read, have no known format, or a format that is not read at a URL.
+        DataFileError: The data cannot be read, have no known format, or a format that is not read
+            at a URL.
         UsageError: The path does not exist, or the format or an option is unknown.
     """
     if format is not None:

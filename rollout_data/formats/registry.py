@@ -1,7 +1,7 @@
 """The formats that are read and written, and detection of the format of a path.
 
-A format is detected by its content. If several match, a format that refines another is chosen; other matches are
-errors. The modules of readers and writers are imported when they are used.
+A format is detected by its content. If several match, a format that refines another is chosen;
+other matches are errors. The modules of readers and writers are imported when they are used.
 """
 
 from __future__ import annotations
@@ -119,7 +119,10 @@ def holds_files_of_others(folder: Path) -> bool:
 
 
 def only_file(path: Path) -> Path:
-    """Return the HDF5 file of a folder if it is the only recording in it; otherwise the path itself."""
+    """Return the HDF5 file of a folder if it is the only recording in it.
+
+    Otherwise the path itself.
+    """
     with suppress(OSError):
         names = hdf5_names(path) if path.is_dir() else []
         if len(names) != 1 or _detect(path):
@@ -144,7 +147,8 @@ def _only_format(path: Path) -> str:
 
     Raises:
         ForeignFileError: The path has no format, or several match. The error names them.
-        UsageError: The path is a folder of recordings, some of them block folders. The error names them.
+        UsageError: The path is a folder of recordings, some of them block folders. The error names
+            them.
     """
     matching = [name for name in FORMATS if has_format(path, name)]
     refined = {FORMATS[name].refines for name in matching}

@@ -1,7 +1,7 @@
-"""Frames of video files, through PyAV: those at given times, colours or log-coded depth.
+"""Frames of video files at given times, through PyAV: colours, or depth coded as numbers.
 
-One rule: a file is read as MP4 and nothing else, so that no playlist leads elsewhere, and a frame of another size than
-is expected is refused before memory is taken for it.
+Files are only read as MP4, since a playlist could refer to other files. Frames of an unexpected
+size are an error before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from storage.errors import CorruptFileError
 from ..sources.video_range import VideoRange
 from .input_checks import damage_named, of_kind, optional
 
-#: How far the nearest frame may be from the time that is asked for, inclusive.
+#: Largest difference between the time of a frame and the requested time, in seconds.
 TOLERANCE_S = 1e-4
 _CODECS = ("av1", "h264", "hevc", "mpeg4", "vp9")
 _PIXELS = {1: "gray", 3: "rgb24", 4: "rgba"}
-#: Decoders pad frames to whole blocks.
+#: Pixels that decoders may add to a side of a frame, since they pad frames to whole blocks.
 _PADDING = 128
+#: Largest code of depth.
 _MAX_CODE = 4095
-#: How far before the first frame decoding starts, until all are found: some encoders mark frames as key frames after
-#: which others cannot be decoded.
+#: Seconds before the first frame at which decoding starts. A larger margin is used if frames are
+#: missing, since some encoders mark frames as key frames from which later frames cannot be decoded.
 _MARGINS_S = (TOLERANCE_S, 1.0, 10.0, np.inf)
 Array = np.ndarray[Any, Any]
 
 
 class _MissingFrameError(CorruptFileError):
-    """A video has no frame at a time, as far as it was decoded."""
+    """The decoded part of a video has no frame at the requested time."""
 
 
 @dataclass(frozen=True)
 class DepthCoding:
-    """How depth was made codes 0 ... 4095, and what is delivered.
+    """Coding of depth as integers 0 to 4095.
 
     Attributes:
         minimum, maximum, shift: In metres.
-        use_log: Whether codes are proportional to log(depth + shift), otherwise to depth.
-        unit: "mm", delivered as uint16, or "m", as float32.
+        use_log: Whether codes are proportional to log(depth + shift) instead of depth.
+        unit: Unit of decoded depths: "mm" as uint16, or "m" as float32.
     """
 
     minimum: float = 0.01
@@ -56,11 +57,11 @@ class DepthCoding:
 
     @property
     def dtype(self) -> str:
-        """What is delivered."""
+        """Dtype of decoded depths."""
         return "uint16" if self.unit == "mm" else "float32"
 
     def is_valid(self) -> bool:
-        """Whether codes mean depths."""
+        """Return whether the numbers define a depth for each code."""
         numbers = (self.minimum, self.maximum, self.shift)
         is_log = not self.use_log or self.minimum + self.shift > 0
         return all(np.isfinite(numbers)) and self.minimum < self.maximum and is_log
@@ -68,24 +69,28 @@ class DepthCoding:
     def depths(self) -> Array:
         """Return the depth of each code: `[4096]`."""
         share = np.arange(_MAX_CODE + 1) / _MAX_CODE
-        metres = self.minimum + share * (self.maximum - self.minimum)
+        metres: Array = self.minimum + share * (self.maximum - self.minimum)
         if self.use_log:
             low = np.log(self.minimum + self.shift)
             high = np.log(self.maximum + self.shift)
             metres = np.exp(low + share * (high - low)) - self.shift
         metres = np.clip(metres, self.minimum, self.maximum)
-        scaled: Array = np.clip(np.rint(metres * 1000), 0, 65535) if self.unit == "mm" else metres
-        return scaled.astype(self.dtype)
+        if self.unit == "mm":
+            return np.clip(np.rint(metres * 1000), 0, 65535).astype(self.dtype)
+        return metres.astype(self.dtype)
 
 
 @of_kind("undecodable")
 def copy_video(source: VideoRange, target: Path) -> str:
     """Copy the frames of an episode to a file of their own without encoding them again.
 
+    Copied packets have to be compared with the source, since some encoders mark frames as key
+    frames from which later frames cannot be decoded.
+
     Returns:
-        "file" if the file holds nothing else and was copied as it is, "packets" if packets were copied, or "" if the
-        frames cannot stand alone: they do not start at a key frame, or other frames lie among them. Copied packets
-        have to be compared: some encoders mark frames as key frames after which others cannot be decoded.
+        "file" if the source has no other frames and was copied whole. "packets" if packets were
+        copied. "" if the frames cannot be copied: they do not start at a key frame, or frames of
+        other episodes lie among them.
     """
     with _opened(source.path) as (_, stream):
         is_alone = stream.frames == source.num_frames and not stream.start_time
@@ -97,8 +102,11 @@ def copy_video(source: VideoRange, target: Path) -> str:
 
 def _copy_packets(source: VideoRange, target: Path) -> bool:
     av = optional("av", "av", "video", "video")
-    with _opened(source.path) as (container, stream), av.open(str(target), "w", format="mp4") as out:
-        # Without `opaque` PyAV looks for an encoder called as the decoder, which AV1 does not have.
+    with (
+        _opened(source.path) as (container, stream),
+        av.open(str(target), "w", format="mp4") as out,
+    ):
+        # Without `opaque` PyAV searches for an encoder with the name of the decoder. AV1 has none.
         copy = out.add_stream_from_template(stream, opaque=True)
         container.seek(int(max(0, source.start_s) / stream.time_base), stream=stream, backward=True)
         num_copied = 0
@@ -106,16 +114,17 @@ def _copy_packets(source: VideoRange, target: Path) -> bool:
         for packet in container.demux(stream):
             if packet.pts is None or packet.dts is None:
                 break
-            place = (float(packet.pts * stream.time_base) - source.start_s) * source.rate_hz
-            is_wanted = round(place) in range(source.num_frames)
-            is_exact = abs(place - round(place)) <= TOLERANCE_S * 2 * source.rate_hz
-            if not num_copied and not is_wanted:
-                continue
-            if not num_copied:
-                if not packet.is_keyframe or round(place) != 0:
+            position = (float(packet.pts * stream.time_base) - source.start_s) * source.rate_hz
+            frame = round(position)
+            is_of_episode = 0 <= frame < source.num_frames
+            is_exact = abs(position - frame) <= TOLERANCE_S * 2 * source.rate_hz
+            if num_copied == 0:
+                if not is_of_episode:
+                    continue
+                if not packet.is_keyframe or frame != 0:
                     break
                 first = packet.pts
-            if not is_wanted or not is_exact:
+            if not is_of_episode or not is_exact:
                 break
             packet.pts -= first
             packet.dts -= first
@@ -133,15 +142,16 @@ def read_frames(path: Path, times_s: Array, shape: tuple[int, ...], depth: Depth
 
     Args:
         path: An MP4 file.
-        times_s: `[n]`, rising; n is at least 1.
-        shape: Of a frame: `[H, W, C]` with C of 1, 3 or 4, or `[H, W]` of depth.
-        depth: How depth is coded; None for colours.
+        times_s: Ascending times in seconds, `[n]` with n >= 1.
+        shape: Shape of a frame: `[H, W, C]` with C of 1, 3 or 4, or `[H, W]` for depth.
+        depth: Coding of depth; None for colours.
 
     Returns:
-        `[n, *shape]` uint8, or the depth's dtype.
+        `[n, *shape]` uint8, or `depth.dtype`.
 
     Raises:
-        CorruptFileError: The file is damaged, holds frames of another size, or lacks one of these times.
+        CorruptFileError: The file is damaged, has frames of another size, or no frame at one of the
+            times.
         UsageError: PyAV is missing.
     """
     for margin_s in _MARGINS_S:
@@ -150,10 +160,17 @@ def read_frames(path: Path, times_s: Array, shape: tuple[int, ...], depth: Depth
         except _MissingFrameError:
             if times_s[0] <= margin_s:
                 raise
-    raise AssertionError("the last margin is endless")
+    raise AssertionError("the last margin is infinite")
 
 
-def _read_from(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...], depth: DepthCoding | None) -> Array:
+def _read_from(
+    path: Path,
+    times_s: Array,
+    start_s: float,
+    shape: tuple[int, ...],
+    depth: DepthCoding | None,
+) -> Array:
+    """Read frames like `read_frames`, decoding from the last key frame before `start_s`."""
     out = np.empty((0, *shape), np.uint8 if depth is None else depth.dtype)
     depths = None if depth is None else depth.depths()
     for number, frame in enumerate(_frames_at(path, times_s, start_s, shape)):
@@ -163,7 +180,7 @@ def _read_from(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...
             pixels = depths[np.minimum(frame.to_ndarray(), _MAX_CODE)]
         else:
             raise _damaged(path, "depth as gray12le", frame.format.name)
-        if not number:  # only now: the first frame has the size that is expected
+        if number == 0:  # Memory is allocated now: the first frame has the expected size.
             out = np.empty((len(times_s), *shape), out.dtype)
         out[number] = pixels
     return out
@@ -171,42 +188,77 @@ def _read_from(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...
 
 @of_kind("undecodable")
 def summarize_video(path: Path) -> tuple[float, dict[str, str]]:
-    """Return when a video ends in seconds, 0 if it has no frame, and LeRobot's names of its codec and pixels."""
+    """Return the end of a video in seconds, and LeRobot's metadata of its codec and pixels.
+
+    The end is 0 for a video without frames.
+    """
     with _opened(path) as (_, stream):
         start = stream.start_time or 0
         duration = stream.duration or 0
         end_s = float((start + duration) * stream.time_base) if stream.frames else 0.0
         context = stream.codec_context
-        held = {"video.codec": context.codec.canonical_name}
+        metadata = {"video.codec": context.codec.canonical_name}
         if context.pix_fmt:
-            held["video.pix_fmt"] = context.pix_fmt
-        return end_s, held
+            metadata["video.pix_fmt"] = context.pix_fmt
+        return end_s, metadata
 
 
-def _frames_at(path: Path, times_s: Array, start_s: float, shape: tuple[int, ...]) -> Iterator[Any]:
-    """Yield the frame nearest to each time; decodes from the last key frame before `start_s` on."""
+def _frames_at(
+    path: Path,
+    times_s: Array,
+    start_s: float,
+    shape: tuple[int, ...],
+) -> Iterator[Any]:
+    """Yield the frame nearest to each time, decoding from the last key frame before `start_s`."""
+    tolerance_s = TOLERANCE_S * (1 + 1e-6)
     with _opened(path, shape) as (container, stream):
         container.seek(int(start_s / stream.time_base), stream=stream, backward=True)
-        frames = (frame for frame in container.decode(stream) if frame.time is not None and not frame.is_corrupt)
+        frames = _intact_frames(container, stream)
         frame = next(frames, None)
-        for wanted in times_s:
-            while frame is not None and frame.time < wanted - TOLERANCE_S * (1 + 1e-6):
+        for time_s in times_s:
+            while frame is not None and frame.time < time_s - tolerance_s:
                 frame = next(frames, None)
-            if frame is None or frame.time > wanted + TOLERANCE_S * (1 + 1e-6):
+            if frame is None or frame.time > time_s + tolerance_s:
                 got = "the end of the video" if frame is None else f"the next at {frame.time:.4f} s"
-                raise _MissingFrameError("read", repr(str(path)), f"a frame at {wanted:.4f} s", got)
-            if (frame.height, frame.width) != shape[:2]:
-                raise _damaged(path, f"frames of {shape[0]} x {shape[1]} pixels", f"{frame.height} x {frame.width}")
+                expected = f"a frame at {time_s:.4f} s"
+                raise _MissingFrameError("read", repr(str(path)), expected, got)
+            _check_size(path, frame, shape)
             yield frame
+
+
+def _intact_frames(container: Any, stream: Any) -> Iterator[Any]:
+    for frame in container.decode(stream):
+        if frame.time is not None and not frame.is_corrupt:
+            yield frame
+
+
+def _check_size(path: Path, frame: Any, shape: tuple[int, ...]) -> None:
+    """Raise `CorruptFileError` if a frame, or the header of the video, has another size than `shape`."""
+    if (frame.height, frame.width) != shape[:2]:
+        expected = f"frames of {shape[0]} x {shape[1]} pixels"
+        raise _damaged(path, expected, f"{frame.height} x {frame.width}")
 
 
 @contextmanager
 def _opened(path: Path, shape: tuple[int, ...] | None = None) -> Iterator[tuple[Any, Any]]:
+    """Open the first video stream of an MP4 file: (container, stream).
+
+    Errors of PyAV become `CorruptFileError`.
+    """
     av = optional("av", "av", "video", "video")
     damage = (
-        av.FFmpegError, OSError, ValueError, LookupError, TypeError, ArithmeticError, EOFError,
-        AttributeError, RuntimeError, AssertionError,  # PyAV finds no codec, or no stream that it knows
-    )  # fmt: skip
+        av.FFmpegError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        EOFError,
+        # PyAV raises these if it knows no codec or stream of the file.
+        AttributeError,
+        RuntimeError,
+        AssertionError,
+    )
     with (
         damage_named("read", repr(str(path)), "an intact video", *damage),
         open(open_regular(path), "rb") as file,
@@ -216,12 +268,13 @@ def _opened(path: Path, shape: tuple[int, ...] | None = None) -> Iterator[tuple[
             raise _damaged(path, "a video", "a file without one")
         stream = container.streams.video[0]
         codec = stream.codec_context
-        if codec.codec.canonical_name not in _CODECS:
-            raise _damaged(path, f"one of {', '.join(_CODECS)}", codec.codec.canonical_name)
+        codec_name = codec.codec.canonical_name
+        if codec_name not in _CODECS:
+            raise _damaged(path, f"one of {', '.join(_CODECS)}", codec_name)
         if shape is not None:
-            if (codec.height, codec.width) != shape[:2]:
-                raise _damaged(path, f"frames of {shape[0]} x {shape[1]} pixels", f"{codec.height} x {codec.width}")
-            codec.options = {"max_pixels": str((shape[0] + _PADDING) * (shape[1] + _PADDING))}
+            _check_size(path, codec, shape)
+            max_pixels = (shape[0] + _PADDING) * (shape[1] + _PADDING)
+            codec.options = {"max_pixels": str(max_pixels)}
         yield container, stream
 
 

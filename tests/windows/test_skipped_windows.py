@@ -71,7 +71,7 @@ def test_the_default_names_the_file_the_episode_and_the_frame(tmp_path, length):
         list(WindowLoader(windows, 4, shuffle=False))
     text = str(found.value)
     assert f"cannot read frame 4 of episode '1' in '{file}'" in text
-    assert "a PNG that breaks off" in text and "open the dataset again" not in text
+    assert "a truncated PNG" in text and "open the dataset again" not in text
     number = next(n for n in range(len(windows)) if windows.locate([n])[1][0] == 4 and n >= len(windows) // 4)
     with pytest.raises(CorruptFileError, match="frame 4 of episode '1'"):
         windows[number]
