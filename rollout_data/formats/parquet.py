@@ -1,6 +1,7 @@
 """Parquet files of other systems, through pyarrow: ranges of rows as numpy arrays, in bounded memory.
 
-One rule: what a file declares is compared with its size before it is read, and rows are decoded in batches.
+The sizes that a file declares are compared with its length before data are read. Rows are decoded
+in batches.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,34 +22,59 @@ from storage.errors import CorruptFileError
 from ..sources.chunk_decoder import RowCache
 from .input_checks import KnownFiles, damage_named, file_inside, optional
 
-#: Decoded at a time; one row may be larger.
-_BATCH_BYTES, _BATCH_ROWS = 1 << 25, 1 << 16
-#: No row takes less than a sixteenth of a byte; no column of a row group unpacks to more than these.
-_ROWS_PER_BYTE, _MAX_COLUMN_BYTES, _MAX_EXPANSION = 1 << 4, 1 << 27, 4
-#: Columns of integers are read as a whole: 64 MiB each.
+#: Bytes that are decoded at a time; one row may be larger.
+_BATCH_BYTES = 1 << 25
+#: Rows that are decoded at a time.
+_BATCH_ROWS = 1 << 16
+#: Rows per byte of a file, at most.
+_ROWS_PER_BYTE = 1 << 4
+#: Decoded bytes of a column of a row group, at most: the larger of this number and a multiple of
+#: the file's length.
+_MAX_COLUMN_BYTES = 1 << 27
+_MAX_EXPANSION = 4
+#: Rows of a column of integers that is read whole: 64 MiB.
 _MAX_WHOLE_ROWS = 1 << 23
-#: Of columns in lists of unknown lengths, where they have more values than the file has bytes: the least of both.
-_VALUES_PER_BYTE, _VALUES_PER_ROW, _MANY_VALUES = 1 << 5, 1 << 6, 1 << 20
+#: Values of a column of lists of unknown lengths, at most: the smaller of this number per byte of
+#: the file, and this number per row plus a constant. A value per byte of the file is always
+#: allowed.
+_VALUES_PER_BYTE = 1 << 5
+_VALUES_PER_ROW = 1 << 6
+_MANY_VALUES = 1 << 20
+#: Footers that are kept for a folder.
 _MAX_FOOTERS = 64
-#: Row groups of encoded pictures are kept as they are stored, of all files of a folder together.
+#: Bytes of encoded row groups that are kept for all files of a folder together.
 _KEPT_GROUP_BYTES = 128 << 20
-#: Rows whose texts are copies of their own for a moment.
+#: Texts that are converted to Python at a time, before equal texts become one object.
 _TEXTS_AT_ONCE = 64
-#: Arrow's names -> ours.
-_KINDS = {"halffloat": "float16", "float": "float32", "double": "float64", "string": "text", "string_view": "text"}
-#: Numbers of fields in a footer: of the file, a row group, a column in it, and its statistics; the kind of texts.
-_ROW_GROUPS, _COLUMNS, _ABOUT_COLUMN = 4, 1, 3
+#: Arrow's name of a type -> key of `DTYPES`, or "text".
+_TYPE_NAMES = {
+    "halffloat": "float16",
+    "float": "float32",
+    "double": "float64",
+    "string": "text",
+    "string_view": "text",
+}
+# Numbers of fields in a footer.
+_ROW_GROUPS = 4
+_COLUMNS = 1
+_COLUMN_METADATA = 3
 _KIND = 1
 _NUM_VALUES = 5
 _NUM_BYTES = 6
 _STATISTICS = 12
 _NULL_COUNT = 3
-_LEAST_AND_LARGEST = (6, 5)
+_LEAST = 6
+_LARGEST = 5
+#: Kind of a column of texts.
 _BYTES = 6
 _NUM_STORED_BYTES = 7
 _FIRST_PAGES = (9, 11)
-#: The same in the header of a page: unpacked and stored bytes, and what says how many values it has.
-_PAGE_BYTES, _PAGE_STORED_BYTES, _PAGE_VALUES, _MAX_HEADER_BYTES = 2, 3, (5, 8), 1 << 16
+# Numbers of fields in the header of a page: decoded bytes, stored bytes, and headers with the
+# number of values.
+_PAGE_BYTES = 2
+_PAGE_STORED_BYTES = 3
+_PAGE_VALUES = (5, 8)
+_MAX_HEADER_BYTES = 1 << 16
 Array = np.ndarray[Any, Any]
 
 
@@ -56,29 +82,28 @@ def arrow() -> tuple[Any, Any]:
     """Import pyarrow, and its module for Parquet files.
 
     Raises:
-        UsageError: It is missing.
+        UsageError: pyarrow is missing.
     """
-    pyarrow, parquet = (
-        optional(name, "pyarrow", "formats", "Parquet files") for name in ("pyarrow", "pyarrow.parquet")
-    )
+    pyarrow = optional("pyarrow", "pyarrow", "formats", "Parquet files")
+    parquet = optional("pyarrow.parquet", "pyarrow", "formats", "Parquet files")
     return pyarrow, parquet
 
 
 class ParquetFile:
-    """One file; its footer is kept, the file is opened for each read.
+    """A Parquet file. The footer is kept; the file is opened for each read.
 
     Args:
         path: The file.
-        known: States of files that were read before; the file must have kept its own.
+        known: States of files that were read before. A file that has changed since is an error.
 
     Attributes:
         path: The file.
-        num_rows: Rows in it.
-        types: Column -> its arrow type without extension types, in order.
-        declared_types: The same as they are declared.
+        num_rows: Rows of the file.
+        types: Column -> Arrow type without extension types, in the order of the file.
+        declared_types: Column -> Arrow type as declared.
 
     Raises:
-        CorruptFileError: It is damaged, has changed, or declares more than it can hold.
+        CorruptFileError: The file is damaged, has changed, or declares more data than it can hold.
         UsageError: pyarrow is missing.
     """
 
@@ -93,47 +118,72 @@ class ParquetFile:
             schema = file.schema_arrow
         self.num_rows: int = self._footer.num_rows
         self.declared_types: dict[str, Any] = dict(zip(schema.names, schema.types, strict=True))
-        self.types: dict[str, Any] = {name: plain_type(kind) for name, kind in self.declared_types.items()}
-        sizes = [self._footer.row_group(number).num_rows for number in range(self._footer.num_row_groups)]
+        self.types: dict[str, Any] = {}
+        for name, declared in self.declared_types.items():
+            self.types[name] = plain_type(declared)
+        sizes = []
+        for number in range(self._footer.num_row_groups):
+            sizes.append(self._footer.row_group(number).num_rows)
+        #: First row of each row group, and the number of all rows.
         self._starts = np.cumsum([0, *sizes])
-        ends = list(accumulate(map(_num_leaves, self.types.values()), initial=0))
-        self._leaves = {name: range(*bounds) for name, bounds in zip(self.types, pairwise(ends), strict=True)}
-        if len(self.types) != len(schema.names) or min(sizes, default=0) < 0 or self._starts[-1] != self.num_rows:
-            raise self._damaged("columns with names of their own, and the rows of all row groups", "others")
-        if self.num_rows > (most := self._num_bytes * _ROWS_PER_BYTE):
-            raise self._damaged(f"at most {most} rows in {self._num_bytes} bytes", str(self.num_rows))
+        #: Column -> numbers of its leaves in the footer.
+        self._leaves: dict[str, range] = {}
+        num_leaves = 0
+        for name, plain in self.types.items():
+            self._leaves[name] = range(num_leaves, num_leaves + _num_leaves(plain))
+            num_leaves += _num_leaves(plain)
+
+        has_repeated_name = len(self.types) != len(schema.names)
+        if has_repeated_name or min(sizes, default=0) < 0 or self._starts[-1] != self.num_rows:
+            expected = "columns with names of their own, and the rows of all row groups"
+            raise self._damaged(expected, "others")
+        most_rows = self._num_bytes * _ROWS_PER_BYTE
+        if self.num_rows > most_rows:
+            expected = f"at most {most_rows} rows in {self._num_bytes} bytes"
+            raise self._damaged(expected, str(self.num_rows))
 
     def batches(
-        self, columns: Mapping[str, int | None], start: int, stop: int, batch_rows: int = _BATCH_ROWS
+        self,
+        columns: Mapping[str, int | None],
+        start: int,
+        stop: int,
+        batch_rows: int = _BATCH_ROWS,
     ) -> Iterator[dict[str, Any]]:
         """Read rows `start:stop` of some columns, a few at a time.
 
         Args:
-            columns: Column -> how many numbers a row has, or None where that is not known, as of texts.
+            columns: Column -> numbers in a row, or None if that is unknown, as for texts.
             start: First row.
             stop: One past the last row.
-            batch_rows: How many rows are decoded at a time, if they are not large.
+            batch_rows: Rows that are decoded at a time, if they are not large.
 
         Yields:
-            Column -> an arrow array of the next rows; see `as_rows`.
+            Column -> Arrow array of the next rows; see `as_rows`.
         """
-        low = int(np.searchsorted(self._starts, start, "right")) - 1
-        groups = range(low, int(np.searchsorted(self._starts, stop, "left")) if start < stop else low)
-        batch_rows = min([batch_rows, *(self._batch_rows(name, width, groups) for name, width in columns.items())])
-        position = int(self._starts[low])
+        first_group = int(np.searchsorted(self._starts, start, "right")) - 1
+        stop_group = int(np.searchsorted(self._starts, stop, "left")) if start < stop else first_group
+        groups = range(first_group, stop_group)
+        for name, width in columns.items():
+            batch_rows = min(batch_rows, self._batch_rows(name, width, groups))
+
+        position = int(self._starts[first_group])
         with self._opened() as file:
             batches = file.iter_batches(batch_rows, list(groups), list(columns), use_threads=False)
             while position < stop and groups:
-                if (batch := next(batches, None)) is None:
+                batch = next(batches, None)
+                if batch is None:
                     raise self._damaged(f"the rows {start}:{stop}", f"those up to {position}")
                 first = max(start - position, 0)
-                last = min(stop - position, len(batch))
-                if first < last:
-                    yield {name: plain_array(batch.column(name)).slice(first, last - first) for name in columns}
+                num_rows = min(stop - position, len(batch)) - first
+                if num_rows > 0:
+                    rows = {}
+                    for name in columns:
+                        rows[name] = plain_array(batch.column(name)).slice(first, num_rows)
+                    yield rows
                 position += len(batch)
 
     def groups(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the first row and the end of each row group with some of the rows `start:stop`."""
+        """Yield (start, stop) of each row group that overlaps the rows `start:stop`."""
         for low, high in pairwise(self._starts.tolist()):
             if low < stop and high > start:
                 yield low, high
@@ -141,59 +191,73 @@ class ParquetFile:
     def integers(self, names: Sequence[str]) -> dict[str, Array]:
         """Read whole columns of integers or truth values: name -> `[rows]` int64."""
         for name in names:
-            kind = str(self.types.get(name, "none"))
-            if kind != "bool" and not kind.startswith(("int", "uint")):
-                raise self._damaged(f"the column {name!r} of integers", kind)
+            type_name = str(self.types.get(name, "none"))
+            if type_name != "bool" and not type_name.startswith(("int", "uint")):
+                raise self._damaged(f"the column {name!r} of integers", type_name)
         if self.num_rows > _MAX_WHOLE_ROWS:
             raise self._damaged(f"at most {_MAX_WHOLE_ROWS} rows", str(self.num_rows))
-        parts = list(self.batches(dict.fromkeys(names, 1), 0, self.num_rows))
-        where = f"of {str(self.path)!r}"
-        return {
-            name: as_rows([part[name] for part in parts], (), f"{name!r} {where}").astype(np.int64) for name in names
-        }
+
+        batches = list(self.batches(dict.fromkeys(names, 1), 0, self.num_rows))
+        columns = {}
+        for name in names:
+            where = f"{name!r} of {str(self.path)!r}"
+            columns[name] = as_rows([batch[name] for batch in batches], (), where).astype(np.int64)
+        return columns
 
     def bounds(self, name: str) -> tuple[int, int] | None:
-        """Return the least and the largest number of a column of integers, as the footer says; None if it does not."""
-        kind = str(self.types.get(name, "none"))
-        if self._footer.num_row_groups != 1 or kind not in ("int32", "int64"):
+        """Return the least and the largest integer of a column from the footer.
+
+        None if it does not state them.
+        """
+        type_name = str(self.types.get(name, "none"))
+        if self._footer.num_row_groups != 1 or type_name not in ("int32", "int64"):
             return None
-        found = self._columns[0][self._leaves[name][0]].get(_STATISTICS, {})
-        least, largest = (found.get(field) for field in _LEAST_AND_LARGEST)
-        if found.get(_NULL_COUNT) or not (isinstance(least, bytes) and isinstance(largest, bytes)):
+        statistics = self._columns[0][self._leaves[name][0]].get(_STATISTICS, {})
+        least = statistics.get(_LEAST)
+        largest = statistics.get(_LARGEST)
+        if statistics.get(_NULL_COUNT):
+            return None
+        if not isinstance(least, bytes) or not isinstance(largest, bytes):
             return None
         return int.from_bytes(least, "little", signed=True), int.from_bytes(largest, "little", signed=True)
 
     def _batch_rows(self, name: str, width: int | None, groups: range) -> int:
-        """Return how many rows of a column to decode at a time, after comparing what it declares."""
+        """Return the number of rows of a column to decode at a time, after checks of its declared sizes."""
         if name not in self.types:
             raise self._damaged(f"the column {name!r}", "none of that name")
-        largest = 1
-        most_packed = min(self._num_bytes * _VALUES_PER_BYTE, self.num_rows * _VALUES_PER_ROW + _MANY_VALUES)
+        row_bytes = 1
+        most_bytes = max(_MAX_COLUMN_BYTES, self._num_bytes * _MAX_EXPANSION)
         for group in groups:
+            most_values = self._most_values(group, width)
             for leaf in self._leaves[name]:
                 kind, num_values, num_bytes = self._sizes(group, leaf)
-                num_rows = int(self._starts[group + 1] - self._starts[group])
-                most_values = (
-                    num_rows * max(width, 1) if width is not None else num_rows + max(self._num_bytes, most_packed)
-                )
-                most_bytes = max(_MAX_COLUMN_BYTES, self._num_bytes * _MAX_EXPANSION)
                 if num_values > most_values or num_bytes > most_bytes:
-                    got = f"{num_values} values in {num_bytes} bytes"
-                    raise self._damaged(f"at most {most_values} values, {most_bytes} bytes of {name!r}", got)
-                # A text that is repeated is stored once: as many rows may each be all that there is.
-                largest = max(largest, num_bytes if kind == _BYTES else 8 * (width or 1))
-        return max(1, _BATCH_BYTES // largest)
+                    expected = f"at most {most_values} values, {most_bytes} bytes of {name!r}"
+                    raise self._damaged(expected, f"{num_values} values in {num_bytes} bytes")
+                # A repeated text is stored once, so every row may be as large as the whole column.
+                row_bytes = max(row_bytes, num_bytes if kind == _BYTES else 8 * (width or 1))
+        return max(1, _BATCH_BYTES // row_bytes)
+
+    def _most_values(self, group: int, width: int | None) -> int:
+        """Return the largest possible number of values of a column in a row group."""
+        num_rows = int(self._starts[group + 1] - self._starts[group])
+        if width is not None:
+            return num_rows * max(width, 1)
+        by_bytes = self._num_bytes * _VALUES_PER_BYTE
+        by_rows = self.num_rows * _VALUES_PER_ROW + _MANY_VALUES
+        return num_rows + max(self._num_bytes, min(by_bytes, by_rows))
 
     def _sizes(self, group: int, leaf: int) -> tuple[int, int, int]:
-        """Return the kind of a column of a row group, and how many values and unpacked bytes it has.
+        """Return the kind, the number of values and the decoded bytes of a column of a row group.
 
-        Its pages are asked as well as the footer: Arrow takes the memory that they declare.
+        The headers of the pages are read as well as the footer, since Arrow allocates what they
+        declare.
         """
         if (group, leaf) not in self._known_sizes:
-            about = self._columns[group][leaf]
-            with self._footer_named(), self._known.open(self.path) as file:
-                position = min(about[first] for first in _FIRST_PAGES if first in about)
-                end = position + about[_NUM_STORED_BYTES]
+            column = self._columns[group][leaf]
+            with self._damaged_footer(), self._known.open(self.path) as file:
+                position = min(column[first] for first in _FIRST_PAGES if first in column)
+                end = position + column[_NUM_STORED_BYTES]
                 num_values = 0
                 num_bytes = 0
                 while position < end:
@@ -201,35 +265,46 @@ class ParquetFile:
                     page = _Thrift(file.read(min(_MAX_HEADER_BYTES, end - position)))
                     header = page.value(_Thrift.STRUCT)
                     position += page.position + max(0, header[_PAGE_STORED_BYTES])
-                    num_values += sum(header[kind][1] for kind in _PAGE_VALUES if kind in header)
+                    num_values += sum(header[part][1] for part in _PAGE_VALUES if part in header)
                     num_bytes += header[_PAGE_BYTES]
-                num_values = max(about[_NUM_VALUES], num_values)
-                num_bytes = max(about[_NUM_BYTES], num_bytes)
-                self._known_sizes[group, leaf] = int(about[_KIND]), int(num_values), int(num_bytes)
+                num_values = max(column[_NUM_VALUES], num_values)
+                num_bytes = max(column[_NUM_BYTES], num_bytes)
+                sizes = (int(column[_KIND]), int(num_values), int(num_bytes))
+                self._known_sizes[group, leaf] = sizes
         return self._known_sizes[group, leaf]
 
     @cached_property
     def _columns(self) -> list[list[dict[int, Any]]]:
-        """Row group -> column -> what the footer says of it.
+        """Metadata of the columns in the footer: row group -> leaf -> number of a field -> value.
 
-        Not by Arrow: where it finds sizes, histograms and types that contradict each other, it ends the process.
+        Arrow cannot read them: it ends the process if sizes, histograms and types contradict each
+        other.
         """
-        with self._footer_named(), self._known.open(self.path) as file:
+        with self._damaged_footer(), self._known.open(self.path) as file:
             file.seek(-8, os.SEEK_END)
             size = int.from_bytes(file.read(4), "little")
             file.seek(-8 - size, os.SEEK_END)
             groups = _Thrift(file.read(size)).value(_Thrift.STRUCT)[_ROW_GROUPS]
-            return [[dict(column[_ABOUT_COLUMN]) for column in group[_COLUMNS]] for group in groups]
+            return [[dict(column[_COLUMN_METADATA]) for column in group[_COLUMNS]] for group in groups]
 
-    def _footer_named(self) -> Any:
+    def _damaged_footer(self) -> Any:
+        """Convert errors of parsing the footer or the header of a page."""
         kinds = (OSError, LookupError, TypeError, ValueError, RecursionError)
-        return damage_named("read", repr(str(self.path)), "an intact footer, and headers of pages", *kinds)
+        expected = "an intact footer, and headers of pages"
+        return damage_named("read", repr(str(self.path)), expected, *kinds)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         self._known.check(self.path)
         pyarrow, parquet = arrow()
-        damage = (pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, NotImplementedError)
+        damage = (
+            pyarrow.ArrowException,
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            NotImplementedError,
+        )
         expected = "an intact Parquet file"
         with (
             damage_named("read", repr(str(self.path)), expected, *damage),
@@ -242,7 +317,7 @@ class ParquetFile:
 
 
 class KeptRows:
-    """Rows of some columns of a row group, as arrow arrays: what `ParquetFile.batches` yields.
+    """Rows of some columns of a row group, as Arrow arrays from `ParquetFile.batches`.
 
     Attributes:
         nbytes: Bytes of the rows.
@@ -253,12 +328,12 @@ class KeptRows:
         self.nbytes = 0
 
     def append(self, batch: dict[str, Any]) -> None:
-        """Take the next rows."""
+        """Append the next rows."""
         self._batches.append(batch)
         self.nbytes += sum(array.nbytes for array in batch.values())
 
     def slices(self, start: int, stop: int) -> Iterator[dict[str, Any]]:
-        """Yield the rows `start:stop`: column -> an arrow array, a view."""
+        """Yield the rows `start:stop`: column -> Arrow array, a view."""
         for batch in self._batches:
             num_rows = len(next(iter(batch.values())))
             first = max(start, 0)
@@ -270,11 +345,13 @@ class KeptRows:
 
 
 class ParquetFiles(dict[str, ParquetFile]):
-    """The files of one folder by their names, opened when asked for; the footers of a few are kept.
+    """Name -> Parquet file of a folder.
+
+    Files are opened at their first use, and a few footers are kept.
 
     Args:
-        root: The folder; a name that leads out of it is refused.
-        known: States of the files that were read before.
+        root: The folder. A name that leads out of it is an error.
+        known: States of files that were read before.
     """
 
     def __init__(self, root: Path, known: KnownFiles | None = None) -> None:
@@ -291,11 +368,15 @@ class ParquetFiles(dict[str, ParquetFile]):
         return self[name]
 
     def kept_batches(
-        self, name: str, columns: Mapping[str, int | None], start: int, stop: int
+        self,
+        name: str,
+        columns: Mapping[str, int | None],
+        start: int,
+        stop: int,
     ) -> Iterator[dict[str, Any]]:
-        """Read as `ParquetFile.batches` does, and keep the row groups that were read last, as they are encoded.
+        """Read rows like `ParquetFile.batches`, with a cache of encoded row groups.
 
-        Reading a few rows of a row group takes as long as reading all rows before them.
+        Without the cache, reading a few rows decodes all earlier rows of their row group.
         """
         file = self[name]
         for group_start, group_stop in file.groups(start, stop):
@@ -308,9 +389,18 @@ class ParquetFiles(dict[str, ParquetFile]):
             else:
                 yield from group.slices(first - group_start, last - group_start)
 
-    def _kept_group(self, name: str, columns: Mapping[str, int | None], start: int, stop: int) -> KeptRows | None:
-        """Return a row group that is kept, read if it is not there; None if it is too large."""
-        key = name, start, tuple(columns)
+    def _kept_group(
+        self,
+        name: str,
+        columns: Mapping[str, int | None],
+        start: int,
+        stop: int,
+    ) -> KeptRows | None:
+        """Return a row group from the cache, reading it at its first use.
+
+        None if it is too large.
+        """
+        key = (name, start, tuple(columns))
         if key in self._large_groups:
             return None
         group: KeptRows | None = self._groups.get(key)
@@ -329,7 +419,10 @@ class ParquetFiles(dict[str, ParquetFile]):
 
 
 class _Thrift:
-    """Values in Thrift's compact protocol, as Parquet's footers have them: a struct is a dict by numbers of fields."""
+    """Parser of Thrift's compact protocol, the encoding of Parquet's footers.
+
+    A struct is read as a dict by the numbers of its fields.
+    """
 
     STRUCT = 12
     _TRUE = 1
@@ -344,7 +437,7 @@ class _Thrift:
         self.position = 0
 
     def value(self, kind: int) -> Any:
-        """Read the next value, of a kind in the numbers of the protocol."""
+        """Read the next value. `kind` is a type number of the protocol."""
         if self._BYTE < kind <= self._LAST_INTEGER:
             number = self._number()
             return number >> 1 ^ -(number & 1)
@@ -352,105 +445,127 @@ class _Thrift:
             return self._struct()
         if kind == self._BINARY:
             return self._bytes(self._number())
-        if kind < self._BYTE:  # the kind is the value
+        if kind < self._BYTE:  # A truth value: the type number is the value.
             return kind == self._TRUE
         if kind in (self._BYTE, self._DOUBLE):
             return self._bytes(1 if kind == self._BYTE else 8)
         if kind > self._SET:
-            raise LookupError(f"a value of kind {kind}, which such files have none of")
+            raise LookupError(f"a value of kind {kind}, which does not occur in Parquet files")
         head = self._bytes(1)[0]
-        num = head >> 4 if head < 0xF0 else self._number()
-        kind = max(head & 15, self._BYTE)
-        return [self.value(kind) for _ in range(num)]
+        num_values = head >> 4 if head < 0xF0 else self._number()
+        value_kind = max(head & 15, self._BYTE)
+        return [self.value(value_kind) for _ in range(num_values)]
 
     def _struct(self) -> dict[int, Any]:
-        found = dict[int, Any]()
+        values = dict[int, Any]()
         field = 0
-        while head := self._data[self.position]:
+        while True:
+            head = self._data[self.position]
             self.position += 1
-            field = field + (head >> 4) if head >> 4 else self.value(self._LAST_INTEGER)
-            found[field] = self.value(head & 15)
-        self.position += 1
-        return found
+            if head == 0:
+                return values
+            step = head >> 4
+            field = field + step if step else self.value(self._LAST_INTEGER)
+            values[field] = self.value(head & 15)
 
     def _number(self) -> int:
-        number = shift = 0
-        while (byte := self._data[self.position]) & 128 and shift < 64:
-            number = number | (byte & 127) << shift
-            shift = shift + 7
-            self.position = self.position + 1
-        self.position += 1
-        return number | byte << shift
+        """Read an unsigned integer of 7 bits per byte."""
+        number = 0
+        shift = 0
+        while True:
+            byte = self._data[self.position]
+            self.position += 1
+            if byte < 128 or shift >= 64:
+                return number | byte << shift
+            number |= (byte & 127) << shift
+            shift += 7
 
-    def _bytes(self, num: int) -> bytes:
-        self.position += num
+    def _bytes(self, num_bytes: int) -> bytes:
+        start = self.position
+        self.position += num_bytes
         if self.position > len(self._data):
             raise LookupError("it ends too early")
-        return self._data[self.position - num : self.position]
+        return self._data[start : self.position]
 
 
-def plain_type(kind: Any) -> Any:
-    """Return an Arrow type without extension types, which packages such as `datasets` register when imported."""
+def plain_type(arrow_type: Any) -> Any:
+    """Return an Arrow type without extension types.
+
+    Packages such as `datasets` register extension types when they are imported.
+    """
     pyarrow, _ = arrow()
-    if isinstance(kind, pyarrow.BaseExtensionType):
-        return plain_type(kind.storage_type)
-    if not has_extension(kind):
-        return kind
-    if pyarrow.types.is_struct(kind):
-        return pyarrow.struct([field.with_type(plain_type(field.type)) for field in kind])
-    if pyarrow.types.is_fixed_size_list(kind):
-        return pyarrow.list_(plain_type(kind.value_type), kind.list_size)
-    make = pyarrow.large_list if pyarrow.types.is_large_list(kind) else pyarrow.list_
-    return make(plain_type(kind.value_type))
+    if isinstance(arrow_type, pyarrow.BaseExtensionType):
+        return plain_type(arrow_type.storage_type)
+    if not has_extension(arrow_type):
+        return arrow_type
+    if pyarrow.types.is_struct(arrow_type):
+        fields = [field.with_type(plain_type(field.type)) for field in arrow_type]
+        return pyarrow.struct(fields)
+    value_type = plain_type(arrow_type.value_type)
+    if pyarrow.types.is_fixed_size_list(arrow_type):
+        return pyarrow.list_(value_type, arrow_type.list_size)
+    if pyarrow.types.is_large_list(arrow_type):
+        return pyarrow.large_list(value_type)
+    return pyarrow.list_(value_type)
 
 
-def has_extension(kind: Any) -> bool:
-    """Return whether an Arrow type is an extension type, or a list or struct of such."""
+def has_extension(arrow_type: Any) -> bool:
+    """Return whether an Arrow type is an extension type, or a list or struct with extension types."""
     pyarrow, _ = arrow()
-    is_nested = not isinstance(kind, pyarrow.BaseExtensionType) and kind.num_fields
-    inner = [kind.field(number).type for number in range(kind.num_fields)] if is_nested else []
-    return isinstance(kind, pyarrow.BaseExtensionType) or any(map(has_extension, inner))
+    if isinstance(arrow_type, pyarrow.BaseExtensionType):
+        return True
+    return any(map(has_extension, _inner_types(arrow_type)))
 
 
 def plain_array(array: Any) -> Any:
-    """Return an Arrow array as its type without extension types stores it."""
+    """Return an Arrow array with its type without extension types."""
     pyarrow, _ = arrow()
     if isinstance(array.type, pyarrow.BaseExtensionType):
         return plain_array(array.storage)
     return array.cast(plain_type(array.type)) if has_extension(array.type) else array
 
 
-def _num_leaves(kind: Any) -> int:
-    return sum(_num_leaves(kind.field(number).type) for number in range(kind.num_fields)) if kind.num_fields else 1
+def _inner_types(arrow_type: Any) -> list[Any]:
+    """Return the types of the fields of a struct, or of the values of a list.
+
+    [] for other types.
+    """
+    return [arrow_type.field(number).type for number in range(arrow_type.num_fields)]
+
+
+def _num_leaves(arrow_type: Any) -> int:
+    """Return the number of columns that a footer has for a type."""
+    return sum(map(_num_leaves, _inner_types(arrow_type))) or 1
 
 
 def is_list(array: Any) -> bool:
-    """Return whether the values of an arrow array are lists, of fixed size or not."""
+    """Return whether the values of an Arrow array are lists, of fixed size or not."""
     return "list" in str(array.type).partition("<")[0]
 
 
 def first_row(array: Any) -> tuple[tuple[int, ...], str]:
-    """Return the sizes of the nested lists in the first row of an arrow array, and what they hold.
+    """Return the sizes of the nested lists in the first row of an Arrow array, and the type of their values.
 
-    Returns:
-        Sizes, and a key of `DTYPES`, "text", "binary" or arrow's own name.
+    The type is a key of `DTYPES`, "text", "binary" or Arrow's own name.
     """
     sizes = []
     while is_list(array) and len(array) and array[0].is_valid:
         array = array[0].values
         sizes.append(len(array))
     name = str(array.type).removeprefix("dictionary<values=").partition(",")[0].removeprefix("large_")
-    return tuple(sizes), _KINDS.get(name, name if array.type.num_fields == 0 else str(array.type))
+    stored = name if array.type.num_fields == 0 else str(array.type)
+    return tuple(sizes), _TYPE_NAMES.get(name, stored)
 
 
 def shared_texts(array: Any, known: dict[str, str]) -> list[str]:
-    """Return the texts of an Arrow array; equal ones are one object, "" stands for missing ones.
+    """Return the texts of an Arrow array. Equal texts are one object; missing texts are "".
 
-    A dictionary page stores a text once for any number of rows: copies of it would take memory that the file has not.
+    A dictionary page stores a text once for any number of rows. Copies could need much more memory
+    than the file.
 
     Args:
-        array: Texts, also as a dictionary.
-        known: The texts so far; grows.
+        array: Texts, perhaps encoded as a dictionary.
+        known: Texts of earlier calls. New texts are added.
     """
     texts: list[str] = []
     for start in range(0, len(array), _TEXTS_AT_ONCE):
@@ -461,13 +576,13 @@ def shared_texts(array: Any, known: dict[str, str]) -> list[str]:
 
 
 def as_rows(arrays: Sequence[Any], shape: tuple[int, ...], where: str) -> Array:
-    """Make a numpy array of arrow arrays of numbers or of lists of them, nested or in one level.
+    """Convert Arrow arrays of numbers, or of flat or nested lists of numbers, to a numpy array.
 
     Returns:
-        `[rows, *shape]`, new.
+        A new array `[rows, *shape]`.
 
     Raises:
-        CorruptFileError: A row has another shape, or lacks a number.
+        CorruptFileError: A row has another shape, or a number is missing.
     """
     parts = [_numbers(array, shape, where) for array in arrays]
     return np.concatenate(parts) if parts else np.empty((0, *shape))

@@ -1,7 +1,8 @@
-"""Writing a recording of Rerun, an `.rrd` file, through its SDK (extra `rerun`): to be looked at, not read back.
+"""Writer of Rerun recordings, `.rrd` files for its viewer, through its SDK (extra `rerun`).
 
-One rule: each episode is an entity, `/<id>/<field>`, on its own timeline `frame`, and `time` where it has a field of
-that kind. An episode is a part in a hidden folder beside the target until all are there; then the parts become one.
+A field is the entity `/<id>/<field>` on the timeline `frame`, and on `time` if the episode has
+recorded times. Each episode is a file in a hidden folder beside the target. When all are written,
+they are joined to one file.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from .episode_writer import EpisodeToWrite, ForeignWriter, note_in_folder, occup
 from .input_checks import damage_named, optional
 
 _NOTE_ENTITY = "/rollout_conversion"
-#: Rows that are read at once.
+#: Bytes of rows that are read at a time.
 _PORTION_BYTES = 16 << 20
-#: Last part of the name of a field -> its values are seconds.
+#: Last part of the names of fields with times in seconds.
 _TIMES = ("timestamp", "timestamps", "time")
 _COLOURS = {1: "L", 3: "RGB", 4: "RGBA"}
 _PIXELS = {"uint8": "U8", "uint16": "U16", "float16": "F16"}
@@ -36,7 +37,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Writer(ForeignWriter):
-    """A file; numbers become float64 scalars, pictures images, grey ones of other dtypes than uint8 depth images."""
+    """Writes one file.
+
+    Numbers become float64 scalars and pictures images. Grey pictures become depth images unless
+    they are uint8.
+    """
 
     format = "rerun"
     HOLDS = None
@@ -52,7 +57,7 @@ class Writer(ForeignWriter):
         if note is None:
             raise occupied(path, f"something without the entity {_NOTE_ENTITY!r} of a conversion")
         if _parts_of(path).exists():
-            remove(_parts_of(path))  # a conversion was killed after the file was complete
+            remove(_parts_of(path))  # A conversion was killed after the file was complete.
         return note
 
     @classmethod
@@ -65,7 +70,7 @@ class Writer(ForeignWriter):
 
     @classmethod
     def check_files(cls, path: Path, note: ConversionNote, is_finished: bool) -> None:
-        if not is_finished:  # the note is the last part of a complete file, so that a cut file has none
+        if not is_finished:  # A truncated file has no note, since the note is its last part.
             super().check_files(path, note, is_finished)
 
     def begin(self) -> set[str]:
@@ -93,47 +98,72 @@ class Writer(ForeignWriter):
         return stream
 
     def _log(self, stream: Any, episode: EpisodeToWrite) -> None:
-        rr = self._rr
-        root = self._rr.new_entity_path([episode.id])
-        last = episode.length - 1
-        known = {name: getattr(episode, name) for name in ("terminated", "truncated", "success", "length")}
-        about = {name: value for name, value in known.items() if value is not None}
-        metadata = json.dumps(plain(episode.metadata))
-        stream.log(root, rr.AnyValues(**about, task=episode.task, metadata=metadata), static=True)
-        end = "terminated" if episode.terminated else "truncated" if episode.truncated else "end"
-        stream.send_columns(f"{root}/end", self._at([last]), rr.TextLog.columns(text=[end]))
+        """Write an episode to a stream in portions."""
+        self._log_metadata(stream, episode)
         for name, field in episode.schema.items():
-            for what in _changes(field):
-                self.changed(f"field {name!r} {what}", episode)
+            for change in _changes(field):
+                self.changed(f"field {name!r} {change}", episode)
+
         row_bytes = sum(8 * field.num_elements for field in episode.schema.values())
-        size = max(1, _PORTION_BYTES // max(1, row_bytes))
-        floats = (
-            name for name, one in episode.schema.items() if one.dtype.startswith("float") and one.num_elements == 1
-        )
-        clock = next((name for name in floats if name.rpartition("/")[2] in _TIMES), None)
-        for start in range(0, episode.length, size):
-            stop = min(start + size, episode.length)
-            times = None if clock is None else np.asarray(episode.read(clock, start, stop), np.float64).reshape(-1)
+        num_steps = max(1, _PORTION_BYTES // max(1, row_bytes))
+        clock = _time_field(episode)
+        for start in range(0, episode.length, num_steps):
+            stop = min(start + num_steps, episode.length)
+            times = None
+            if clock is not None:
+                times = np.asarray(episode.read(clock, start, stop), np.float64).reshape(-1)
             for name in (*episode.schema, *episode.texts):
                 rows = episode.read(name, start, stop)
-                self._send(stream, episode, name, rows, self._at(range(start, stop), times))
-            stream.flush()  # otherwise all that was read waits in memory
+                self._send(stream, episode, name, rows, self._timelines(range(start, stop), times))
+            stream.flush()  # The stream keeps unflushed rows in memory.
+
         final = episode.final_observation
-        parts = final if isinstance(final, dict) else {} if final is None else {"": final}
-        for rest, values in parts.items():
-            name = f"observation/{rest}" if rest else "observation"
+        if final is None:
+            return
+        for part, values in (final if isinstance(final, dict) else {"": final}).items():
+            name = f"observation/{part}" if part else "observation"
             rows = [values] if isinstance(values, str) else np.asarray(values)[None]
-            self._send(stream, episode, name, rows, self._at([episode.length]))
+            self._send(stream, episode, name, rows, self._timelines([episode.length]))
         stream.flush()
 
-    def _at(self, frames: Any, times: Array | None = None) -> list[Any]:
-        lines = [self._rr.TimeColumn("frame", sequence=frames)]
-        is_known = times is not None and bool(np.isfinite(times).all())
-        return [*lines, self._rr.TimeColumn("time", duration=times)] if is_known else lines
-
-    def _send(self, stream: Any, episode: EpisodeToWrite, name: str, rows: Any, timelines: list[Any]) -> None:
+    def _log_metadata(self, stream: Any, episode: EpisodeToWrite) -> None:
+        """Write the metadata and the end of an episode."""
         rr = self._rr
-        path = self._rr.new_entity_path([episode.id, *filter(None, name.split("/"))])
+        root = rr.new_entity_path([episode.id])
+        values = {}
+        for name in ("terminated", "truncated", "success", "length"):
+            value = getattr(episode, name)
+            if value is not None:
+                values[name] = value
+        metadata = json.dumps(plain(episode.metadata))
+        stream.log(root, rr.AnyValues(**values, task=episode.task, metadata=metadata), static=True)
+
+        end = "end"
+        if episode.terminated:
+            end = "terminated"
+        elif episode.truncated:
+            end = "truncated"
+        timelines = self._timelines([episode.length - 1])
+        stream.send_columns(f"{root}/end", timelines, rr.TextLog.columns(text=[end]))
+
+    def _timelines(self, frames: Any, times: Array | None = None) -> list[Any]:
+        """Return the columns `frame` and, if all times are finite, `time`."""
+        columns = [self._rr.TimeColumn("frame", sequence=frames)]
+        if times is not None and np.isfinite(times).all():
+            columns.append(self._rr.TimeColumn("time", duration=times))
+        return columns
+
+    def _send(
+        self,
+        stream: Any,
+        episode: EpisodeToWrite,
+        name: str,
+        rows: Any,
+        timelines: list[Any],
+    ) -> None:
+        """Write rows of a field as texts, scalars or images."""
+        rr = self._rr
+        path = rr.new_entity_path([episode.id, *filter(None, name.split("/"))])
         if name in episode.texts:
             stream.send_columns(path, timelines, rr.TextLog.columns(text=rows))
             return
@@ -141,24 +171,35 @@ class Writer(ForeignWriter):
         if not axes:
             scalars = self.cast(rows, np.dtype(np.float64), name, episode)
             columns = rr.Scalars.columns(scalars=scalars.reshape(len(rows), -1))
-        else:
-            rows = np.moveaxis(rows, 1, -1) if axes == "CHW" else rows[..., None] if axes == "HW" else rows
-            rows = rows if rows.dtype.name in _PIXELS else self.cast(rows, np.dtype(np.float32), name, episode)
-            kind = rr.Image if rows.dtype == np.uint8 or rows.shape[-1] > 1 else rr.DepthImage
-            height, width, channels = rows.shape[1:]
-            pixels = {"width": width, "height": height, "channel_datatype": _PIXELS.get(rows.dtype.name, "F32")}
-            about = rr.components.ImageFormat(**pixels, color_model=_COLOURS[channels] if kind is rr.Image else None)
-            stream.log(path, kind.from_fields(format=about), static=True)
-            columns = kind.columns(buffer=np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1))
-        stream.send_columns(path, timelines, columns)
+            stream.send_columns(path, timelines, columns)
+            return
+
+        if axes == "CHW":
+            rows = np.moveaxis(rows, 1, -1)
+        elif axes == "HW":
+            rows = rows[..., None]
+        if rows.dtype.name not in _PIXELS:
+            rows = self.cast(rows, np.dtype(np.float32), name, episode)
+        height, width, channels = rows.shape[1:]
+        is_colour = rows.dtype == np.uint8 or channels > 1
+        archetype = rr.Image if is_colour else rr.DepthImage
+        image_format = rr.components.ImageFormat(
+            width=width,
+            height=height,
+            channel_datatype=_PIXELS.get(rows.dtype.name, "F32"),
+            color_model=_COLOURS[channels] if is_colour else None,
+        )
+        stream.log(path, archetype.from_fields(format=image_format), static=True)
+        buffer = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1)
+        stream.send_columns(path, timelines, archetype.columns(buffer=buffer))
 
     def close(self) -> None:
         if not self.is_complete or not self._folder.exists():
             return
         temporary = self._folder / "whole.tmp"
         stream = self._stream(temporary)
-        about = self._rr.AnyValues(metadata=json.dumps(plain(self.metadata)))
-        stream.log("/recording", about, static=True)
+        metadata = json.dumps(plain(self.metadata))
+        stream.log("/recording", self._rr.AnyValues(metadata=metadata), static=True)
         chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
         for episode in self.episodes:
             if episode.id in self.written:
@@ -173,8 +214,17 @@ class Writer(ForeignWriter):
 
 
 def _parts_of(path: Path) -> Path:
-    """Return the folder of the episodes until they become one file."""
+    """Return the folder of the episodes before they are joined."""
     return path.with_name(f".{path.name}.parts")
+
+
+def _time_field(episode: EpisodeToWrite) -> str | None:
+    """Return the first field of recorded times; None if there is none."""
+    for name, field in episode.schema.items():
+        is_number = field.dtype.startswith("float") and field.num_elements == 1
+        if is_number and name.rpartition("/")[2] in _TIMES:
+            return name
+    return None
 
 
 def _note_in(path: Path) -> str | None:
@@ -190,7 +240,6 @@ def _note_in(path: Path) -> str | None:
 
 
 def _changes(field: Field) -> Iterator[str]:
-    """Yield what a recording of Rerun does not hold of a field."""
-    is_picture = bool(axes_of(field.shape))
-    if not is_picture and len(field.shape) > 1:
+    """Yield the properties of a field that a Rerun recording loses."""
+    if len(field.shape) > 1 and not axes_of(field.shape):
         yield "is flattened: scalars of a step are a list"
