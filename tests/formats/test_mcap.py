@@ -267,7 +267,7 @@ def test_a_file_cut_anywhere_gives_what_is_whole_or_is_refused(tmp_path: Path, c
             continue
         lengths.add(len(recording[0]))
         np.testing.assert_array_equal(recording[0].action, action(50, 9)[: len(recording[0])])
-        assert any("breaks off" in str(problem) for problem in recording.problems)
+        assert any("truncated" in str(problem) for problem in recording.problems)
     assert max(lengths) == 9
 
 

@@ -1,7 +1,7 @@
-"""MCAP files: where the messages of each topic lie; read in one pass that needs neither summary nor index.
+"""MCAP files: the places of the messages of each topic, found in one pass without summary and index.
 
-One rule: a file that breaks off gives what is whole; a chunk is unpacked into the size that it declares, and compared
-with its checksum. A record is u8 kind, u64 length, the bytes.
+The complete messages of a truncated file are read. Chunks are unpacked to at most their declared
+size and compared with their checksum. A record is u8 kind, u64 length, the bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..format_detection import MCAP_MAGIC
 from ..input_checks import KnownFiles, damage_named, optional
 from .tfrecord import open_map
 
+# Kinds of records.
 _SCHEMA = 3
 _CHANNEL = 4
 _MESSAGE = 5
@@ -30,18 +31,30 @@ _METADATA = 12
 _DATA_END = 15
 _MAX_CHUNK_BYTES = 1 << 28
 _MAX_MESSAGES = 1 << 23
+#: Records of metadata that are kept.
 _MAX_METADATA = 4096
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_TOPICS = 4096
-#: Texts of 3 bytes make lists of 64 in memory.
+#: Bytes of a message of JSON, of which 3 can need 64 in memory.
 _MAX_MESSAGE_BYTES = 1 << 24
-#: Bytes that a byte of a file unpacks to, on the average, at most; a small file may unpack to more.
-_MAX_EXPANSION, _FREE_BYTES = 256, 1 << 26
+#: Unpacked bytes per byte of a file on average, at most.
+_MAX_EXPANSION = 256
+#: Unpacked bytes that every file may have.
+_FREE_BYTES = 1 << 26
+#: Bytes of a message before its data.
+_MESSAGE_HEAD_BYTES = 22
 _DAMAGE = (struct.error, ValueError, LookupError, RuntimeError, EOFError, OSError)
 
 
 class Chunk(NamedTuple):
-    """Where the packed messages of a chunk lie, and what comes out."""
+    """A chunk of messages in a file.
+
+    Attributes:
+        start, stop: Place of the packed bytes.
+        compression: "", "lz4" or "zstd".
+        num_bytes: Unpacked bytes.
+        checksum: CRC-32 of the unpacked bytes; 0 if there is none.
+    """
 
     start: int
     stop: int
@@ -55,9 +68,10 @@ class Topic:
     """Messages of one name and encoding.
 
     Attributes:
-        name, encoding, schema: As the channel tells; the schema is its text.
-        times: `[n]` int64 log times, ns, ascending.
-        places: `[n, 3]` int64: number of the chunk, -1 for none, and start and stop in it.
+        name, encoding: As declared by the channel.
+        schema: Text of the schema.
+        times: Ascending log times in ns, `[n]` int64.
+        places: `[n, 3]` int64: number of the chunk, or -1 for none, and start and stop in it.
     """
 
     name: str
@@ -72,10 +86,10 @@ class Log:
 
     Attributes:
         path: The file.
-        topics: By name.
-        metadata: Records of texts: (name, key -> value).
-        num_left_out: How many more of them there are.
-        is_whole: Whether the file ends as it should.
+        topics: Name -> topic.
+        metadata: Records of metadata: (name, key -> value).
+        num_left_out: Records of metadata that are not kept.
+        is_whole: Whether the file is complete.
 
     Raises:
         CorruptFileError: A chunk or record is damaged, or declares too much.
@@ -92,42 +106,53 @@ class Log:
         self._known = KnownFiles()
         self._schemas: dict[int, bytes] = {}
         self._channels: dict[int, str] = {}
-        found: dict[str, array[int]] = {}
+        #: Topic -> time, chunk, start and stop of each message.
+        self._found: dict[str, array[int]] = {}
         data = open_map(path, self._known)
-        unpacked = 0
-        self.is_whole = bytes(data[-len(MCAP_MAGIC) :]) == MCAP_MAGIC and len(data) > len(MCAP_MAGIC)
         with damage_named("read", repr(str(path)), "records of MCAP", *_DAMAGE):
-            if bytes(data[: len(MCAP_MAGIC)]) != MCAP_MAGIC:
-                raise ValueError("another beginning")
-            for kind, start, stop in _records(data, len(MCAP_MAGIC)):
-                if kind == _DATA_END:
-                    break
-                if kind == _CHUNK:
-                    self._chunks.append(_chunk(data, start, stop))
-                    unpacked += self._chunks[-1].num_bytes
-                    if unpacked > max(_FREE_BYTES, len(data) * _MAX_EXPANSION):
-                        raise ValueError(f"more than {unpacked} bytes unpacked")
-                    inner = self._unpacked(len(self._chunks) - 1, data)
-                    for one in _records(inner, 0):
-                        if one[0] not in (_SCHEMA, _CHANNEL, _MESSAGE):
-                            raise ValueError(f"a record of kind {one[0]} in a chunk")
-                        self._take(inner, *one, len(self._chunks) - 1, found)
-                else:
-                    self._take(data, kind, start, stop, -1, found)
-            else:
-                self.is_whole = False
+            self.is_whole = self._scan(data)
         self._latest = (-1, b"")
-        for name, items in found.items():
-            rows = np.frombuffer(items, np.int64).reshape(-1, 4)
+        for name, values in self._found.items():
+            rows = np.frombuffer(values, np.int64).reshape(-1, 4)
             rows = rows[np.argsort(rows[:, 0], kind="stable")]
             self.topics[name].times = rows[:, 0].copy()
             self.topics[name].places = rows[:, 1:].copy()
+        del self._found
 
-    def messages(self, topic: Topic, rows: Any) -> Iterator[bytes]:
-        """Yield the messages of a topic, by their numbers.
+    def _scan(self, data: memoryview) -> bool:
+        """Read all records; return whether the file is complete.
 
         Raises:
-            ValueError: One is too large.
+            ValueError: The file is damaged, or declares too much.
+        """
+        if bytes(data[: len(MCAP_MAGIC)]) != MCAP_MAGIC:
+            raise ValueError("another beginning")
+        num_unpacked = 0
+        for kind, start, stop in _records(data, len(MCAP_MAGIC)):
+            if kind == _DATA_END:
+                is_longer = len(data) > len(MCAP_MAGIC)
+                return is_longer and bytes(data[-len(MCAP_MAGIC) :]) == MCAP_MAGIC
+            if kind != _CHUNK:
+                self._add_record(data, kind, start, stop, -1)
+                continue
+
+            number = len(self._chunks)
+            self._chunks.append(_chunk(data, start, stop))
+            num_unpacked += self._chunks[-1].num_bytes
+            if num_unpacked > max(_FREE_BYTES, len(data) * _MAX_EXPANSION):
+                raise ValueError(f"more than {num_unpacked} bytes unpacked")
+            unpacked = self._unpacked(number, data)
+            for inner_kind, inner_start, inner_stop in _records(unpacked, 0):
+                if inner_kind not in (_SCHEMA, _CHANNEL, _MESSAGE):
+                    raise ValueError(f"a record of kind {inner_kind} in a chunk")
+                self._add_record(unpacked, inner_kind, inner_start, inner_stop, number)
+        return False
+
+    def messages(self, topic: Topic, rows: Any) -> Iterator[bytes]:
+        """Yield messages of a topic by their numbers.
+
+        Raises:
+            ValueError: A message is too large.
         """
         data = open_map(self.path, self._known)
         for number, start, stop in topic.places[rows].tolist():
@@ -135,82 +160,99 @@ class Log:
                 raise ValueError(f"a message of {stop - start} bytes")
             yield bytes((data if number < 0 else self._unpacked(number, data))[start:stop])
 
-    def _take(
-        self, data: memoryview, kind: int, start: int, stop: int, chunk: int, found: dict[str, array[int]]
-    ) -> None:
+    def _add_record(self, data: memoryview, kind: int, start: int, stop: int, chunk: int) -> None:
+        """Add a record to the topics or the metadata. Other kinds are ignored."""
         if kind == _MESSAGE:
             channel, _, time = struct.unpack_from("<HIQ", data[start:stop])
-            items = found[self._channels[channel]]
-            if time >> 63 or len(items) > 4 * _MAX_MESSAGES:
+            values = self._found[self._channels[channel]]
+            if time >> 63 or len(values) > 4 * _MAX_MESSAGES:
                 raise ValueError(f"at most {_MAX_MESSAGES} messages of a topic")
-            items.extend((time, chunk, start + 22, max(stop, start + 22)))
+            first = start + _MESSAGE_HEAD_BYTES
+            values.extend((time, chunk, first, max(stop, first)))
         elif kind == _SCHEMA:
             (number,) = struct.unpack_from("<H", data[start:stop])
-            _, at = _text(data, start + 2, stop)
-            _, at = _text(data, at, stop)
-            self._schemas[number] = bytes(data[at + 4 : stop])[:_MAX_TEXT_BYTES]
+            _, position = _text(data, start + 2, stop)
+            _, position = _text(data, position, stop)
+            self._schemas[number] = bytes(data[position + 4 : stop])[:_MAX_TEXT_BYTES]
         elif kind == _CHANNEL:
-            number, schema = struct.unpack_from("<HH", data[start:stop])
-            name, at = _text(data, start + 4, stop)
-            encoding, _ = _text(data, at, stop)
-            if self.topics.setdefault(name, Topic(name, encoding, self._schemas.get(schema, b""))).encoding != encoding:
-                raise ValueError(f"one encoding of {name!r}")
-            if len(self.topics) > _MAX_TOPICS:
-                raise ValueError(f"more than {_MAX_TOPICS} topics")
-            self._channels[number] = name
-            found.setdefault(name, array("q"))
-        elif kind == _METADATA and (len(self.metadata) == _MAX_METADATA or stop - start > self._num_text_bytes_left):
-            self.num_left_out += 1
+            self._add_channel(data, start, stop)
         elif kind == _METADATA:
-            name, at = _text(data, start, stop)
+            if len(self.metadata) == _MAX_METADATA or stop - start > self._num_text_bytes_left:
+                self.num_left_out += 1
+                return
+            name, position = _text(data, start, stop)
+            position += 4
             texts = []
-            at = at + 4
-            while at < stop:
-                one, at = _text(data, at, stop)
-                texts.append(one)
+            while position < stop:
+                text, position = _text(data, position, stop)
+                texts.append(text)
             self.metadata.append((name, dict(zip(texts[::2], texts[1::2], strict=True))))
             self._num_text_bytes_left -= stop - start
 
+    def _add_channel(self, data: memoryview, start: int, stop: int) -> None:
+        number, schema = struct.unpack_from("<HH", data[start:stop])
+        name, position = _text(data, start + 4, stop)
+        encoding, _ = _text(data, position, stop)
+        topic = self.topics.setdefault(name, Topic(name, encoding, self._schemas.get(schema, b"")))
+        if topic.encoding != encoding:
+            raise ValueError(f"one encoding of {name!r}")
+        if len(self.topics) > _MAX_TOPICS:
+            raise ValueError(f"more than {_MAX_TOPICS} topics")
+        self._channels[number] = name
+        self._found.setdefault(name, array("q"))
+
     def _unpacked(self, number: int, data: memoryview) -> memoryview:
-        """Unpack a chunk; the latest is kept."""
+        """Return the unpacked bytes of a chunk. The latest chunk is kept.
+
+        Raises:
+            CorruptFileError: The size or the checksum is wrong.
+        """
         if self._latest[0] != number:
             chunk = self._chunks[number]
             unpacked = _unpack(data[chunk.start : chunk.stop], chunk)
-            if len(unpacked) != chunk.num_bytes or (chunk.checksum and crc32(unpacked) != chunk.checksum):
+            is_valid = not chunk.checksum or crc32(unpacked) == chunk.checksum
+            if len(unpacked) != chunk.num_bytes or not is_valid:
                 where = f"chunk {number} of {str(self.path)!r}"
-                raise CorruptFileError("read", where, f"{chunk.num_bytes} bytes of their checksum", "others")
-            self._latest = number, bytes(unpacked)
+                expected = f"{chunk.num_bytes} bytes of their checksum"
+                raise CorruptFileError("read", where, expected, "others")
+            self._latest = (number, bytes(unpacked))
         return memoryview(self._latest[1])
 
 
-def _records(data: memoryview, at: int) -> Iterator[tuple[int, int, int]]:
-    """Yield kind, start and stop of the records that are whole."""
-    while at + 9 <= len(data):
-        kind = data[at]
-        size = int.from_bytes(data[at + 1 : at + 9], "little")
-        if size > len(data) - at - 9:
+def _records(data: memoryview, position: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (kind, start, stop) of the complete records from a position on."""
+    while position + 9 <= len(data):
+        kind = data[position]
+        num_bytes = int.from_bytes(data[position + 1 : position + 9], "little")
+        start = position + 9
+        if num_bytes > len(data) - start:
             return
-        yield kind, at + 9, at + 9 + size
-        at += 9 + size
+        yield kind, start, start + num_bytes
+        position = start + num_bytes
 
 
-def _text(data: memoryview, at: int, stop: int) -> tuple[str, int]:
-    size = int.from_bytes(data[at : at + 4], "little")
-    if at + 4 + size > stop:
-        raise ValueError(f"a text of {size} bytes")
-    return bytes(data[at + 4 : at + 4 + size]).decode(), at + 4 + size
+def _text(data: memoryview, position: int, stop: int) -> tuple[str, int]:
+    """Return the text at a position, and the position after it."""
+    num_bytes = int.from_bytes(data[position : position + 4], "little")
+    start = position + 4
+    if start + num_bytes > stop:
+        raise ValueError(f"a text of {num_bytes} bytes")
+    return bytes(data[start : start + num_bytes]).decode(), start + num_bytes
 
 
 def _chunk(data: memoryview, start: int, stop: int) -> Chunk:
+    """Parse the head of a chunk."""
     _, _, num_bytes, checksum = struct.unpack_from("<QQQI", data[start:stop])
-    compression, at = _text(data, start + 28, stop)
-    size = int.from_bytes(data[at : at + 8], "little")
-    if at + 8 + size > stop or num_bytes > _MAX_CHUNK_BYTES:
+    compression, position = _text(data, start + 28, stop)
+    num_stored_bytes = int.from_bytes(data[position : position + 8], "little")
+    first = position + 8
+    if first + num_stored_bytes > stop or num_bytes > _MAX_CHUNK_BYTES:
         raise ValueError(f"a chunk of {num_bytes} bytes")
-    return Chunk(at + 8, at + 8 + size, compression, num_bytes, checksum)
+    return Chunk(first, first + num_stored_bytes, compression, num_bytes, checksum)
 
 
 def _unpack(data: memoryview, chunk: Chunk) -> Any:
+    """Unpack the bytes of a chunk: at most one byte more than it declares."""
     if not chunk.compression:
         return data
     if chunk.compression == "lz4":
@@ -219,6 +261,7 @@ def _unpack(data: memoryview, chunk: Chunk) -> Any:
     if chunk.compression == "zstd":
         zstandard = optional("zstandard", "zstandard", "mcap", "chunks of Zstandard")
         with damage_named("unpack", "a chunk", "Zstandard", zstandard.ZstdError):
-            reader = zstandard.ZstdDecompressor(max_window_size=_MAX_CHUNK_BYTES).stream_reader(bytes(data))
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_CHUNK_BYTES)
+            reader = decompressor.stream_reader(bytes(data))
             return reader.read(chunk.num_bytes + 1)
     raise ValueError(f"the compression {chunk.compression[:40]!r}")
