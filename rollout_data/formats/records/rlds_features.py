@@ -1,4 +1,4 @@
-"""What a tree of RLDS features declares, and how the values of a record become steps."""
+"""Features of RLDS sets: the declared tree, and decoding of the values of a record."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from .tfrecord import BYTES, FLOATS, INTEGERS, Array, Feature, count, items, num
 
 MAX_STEPS = 1 << 20
 _MAX_DEPTH = 64
-#: Of packed tensors at once: the first number of bytes, or the second for each packed one.
-_FREE_BYTES, _MAX_EXPANSION = 1 << 28, 256
-#: What a list of float32 holds of other floats; lists of int64 hold every integer.
+#: Decoded bytes of packed tensors at a time, at most: the larger of this number and a multiple of
+#: the packed bytes.
+_FREE_BYTES = 1 << 28
+_MAX_EXPANSION = 256
+#: Declared float -> dtype that a list of float32 can hold of it. Lists of int64 hold every integer.
 _FLOATS = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float32"}
 #: Encoding of a tensor -> kind of leaf.
 _KINDS = {"none": "numbers", "bytes": "raw", "zlib": "zlib"}
@@ -27,12 +29,12 @@ _KINDS = {"none": "numbers", "bytes": "raw", "zlib": "zlib"}
 
 @dataclass(frozen=True)
 class Leaf:
-    """A feature that is declared.
+    """A declared feature.
 
     Attributes:
-        kind: "numbers", "text", "picture", or "raw" and "zlib", the bytes of a tensor.
-        shape: Of a step; -1 where steps differ.
-        declared: The dtype that was recorded.
+        kind: "numbers", "text", "picture", or "raw" and "zlib" for the bytes of a tensor.
+        shape: Shape of a step; -1 for an axis whose size varies.
+        declared: Dtype of the recorded values.
     """
 
     kind: str
@@ -41,21 +43,21 @@ class Leaf:
 
     @property
     def dtype(self) -> str:
-        """The dtype that the file holds."""
+        """Dtype of the values in the file."""
         return _FLOATS.get(self.declared, self.declared) if self.kind == "numbers" else self.declared
 
     @property
     def values(self) -> int:
-        """Which kind of list holds it."""
+        """Kind of the list of values: `BYTES`, `FLOATS` or `INTEGERS`."""
         if self.kind != "numbers":
             return BYTES
         return FLOATS if self.declared in _FLOATS else INTEGERS
 
     def num_steps(self, data: memoryview, feature: Feature) -> int:
-        """Count the steps of a feature.
+        """Return the number of steps of a feature.
 
         Raises:
-            ValueError: There is a part of one.
+            ValueError: The last step is incomplete.
         """
         if self.values == BYTES:
             return len(items(data, feature, MAX_STEPS))
@@ -64,34 +66,52 @@ class Leaf:
             raise ValueError(f"{count(data, feature)} numbers in steps of {list(self.shape)}")
         return steps
 
-    def decode(self, data: memoryview, feature: Feature, steps: range, shape: tuple[int, ...], where: str) -> Any:
-        """Read steps: `[len(steps), *shape]`, a new array; of texts a list.
+    def decode(
+        self,
+        data: memoryview,
+        feature: Feature,
+        steps: range,
+        shape: tuple[int, ...],
+        where: str,
+    ) -> Any:
+        """Read steps: a new array `[len(steps), *shape]`, or a list of texts.
 
         Raises:
-            ValueError, CorruptFileError: They are not there.
+            ValueError, CorruptFileError: The feature has fewer steps, or is damaged.
         """
         if self.kind == "numbers":
             size = prod(shape)
-            found = numbers(data, feature, steps.start * size, steps.stop * size)
-            return found.reshape(len(steps), *shape).astype(self.dtype, copy=False)
-        chosen = items(data, feature, MAX_STEPS)[steps.start : steps.stop]
-        if len(chosen) != len(steps):
+            values = numbers(data, feature, steps.start * size, steps.stop * size)
+            return values.reshape(len(steps), *shape).astype(self.dtype, copy=False)
+
+        stored = items(data, feature, MAX_STEPS)[steps.start : steps.stop]
+        if len(stored) != len(steps):
             raise ValueError(f"{steps.stop} steps expected")
         if self.kind == "text":
-            return [text(item) for item in chosen]
-        out = np.empty((len(steps), *shape), DTYPES[self.dtype][1])
-        if self.kind == "zlib" and out.nbytes > max(_FREE_BYTES, _MAX_EXPANSION * sum(map(len, chosen))):
-            raise ValueError(f"{out.nbytes} bytes of tensors expected")
-        for row, item in enumerate(chosen):
-            out[row] = self._tensor(item, out.shape[1:], out.dtype, f"{where}, step {steps[row]}")
-        return out
+            return [text(item) for item in stored]
 
-    def _tensor(self, item: memoryview, shape: tuple[int, ...], dtype: np.dtype[Any], where: str) -> Array:
+        rows = np.empty((len(steps), *shape), DTYPES[self.dtype][1])
+        if self.kind == "zlib":
+            num_packed_bytes = sum(map(len, stored))
+            if rows.nbytes > max(_FREE_BYTES, _MAX_EXPANSION * num_packed_bytes):
+                raise ValueError(f"{rows.nbytes} bytes of tensors expected")
+        for number, item in enumerate(stored):
+            rows[number] = self._tensor(item, shape, rows.dtype, f"{where}, step {steps[number]}")
+        return rows
+
+    def _tensor(
+        self,
+        item: memoryview,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        where: str,
+    ) -> Array:
+        """Decode a picture, or the bytes of a tensor."""
         if self.kind == "picture":
-            is_packed = dtype == np.float32  # its bytes as the four channels of a picture
-            wanted = shape if dtype == np.uint8 else (*shape[:2], 4) if is_packed else shape[:2]
-            pixels = decode_picture(item, where, wanted)
-            return pixels.view("<f4").reshape(shape) if is_packed else pixels.reshape(shape)
+            if dtype == np.float32:  # Stored as the four channels of an 8-bit picture.
+                return decode_picture(item, where, (*shape[:2], 4)).view("<f4").reshape(shape)
+            picture_shape = shape if dtype == np.uint8 else shape[:2]
+            return decode_picture(item, where, picture_shape).reshape(shape)
         num_bytes = prod(shape) * dtype.itemsize
         stored = zlib.decompressobj().decompress(item, num_bytes + 1) if self.kind == "zlib" else item
         if len(stored) != num_bytes:
@@ -102,10 +122,10 @@ class Leaf:
 def declared_leaves(
     node: Any, name: str = "", shape: tuple[int, ...] = (), depth: int = 0
 ) -> Iterator[tuple[str, Leaf]]:
-    """Yield the features of a tree: names joined by "/", and -1 in the shape of what is ragged.
+    """Yield the features of a tree. Names are joined by "/"; ragged axes are -1 in the shape.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: It is none.
+        ValueError, TypeError, LookupError, AttributeError: The node is no tree of features.
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"more than {_MAX_DEPTH} levels")
@@ -123,22 +143,24 @@ def _leaf(node: Mapping[str, Any], outer: tuple[int, ...]) -> Leaf:
     if "text" in node:
         return Leaf("text", outer, "string")
     if not node.keys() & {"image", "tensor", "classLabel"}:
-        return Leaf("numbers", (-1,), "int64")  # of an unknown kind: left out, as what is ragged
-    about = node.get("image") or node.get("tensor") or {"dtype": "int64"}
-    dtype = about.get("dtype") or "uint8"
-    shape = (*outer, *(int(size) for size in about.get("shape", {}).get("dimensions", ())))
+        # An unknown kind is left out, like ragged features.
+        return Leaf("numbers", (-1,), "int64")
+    feature = node.get("image") or node.get("tensor") or {"dtype": "int64"}
+    dtype = feature.get("dtype") or "uint8"
+    sizes = feature.get("shape", {}).get("dimensions", ())
+    shape = (*outer, *map(int, sizes))
     if dtype == "string":
         return Leaf("text", shape, dtype)
     if dtype not in DTYPES or len(shape) > MAX_DIMENSIONS or min(shape, default=0) < -1:
         raise ValueError(f"{dtype[:40]}{list(shape)[:8]}")
     if "image" not in node:
-        return Leaf(_KINDS[about.get("encoding") or "none"], shape, dtype)
+        return Leaf(_KINDS[feature.get("encoding") or "none"], shape, dtype)
     if len(shape) != 3 or dtype not in ("uint8", "uint16", "float32"):
-        shape = (-1, *shape)  # several pictures in a step
-        return Leaf("numbers", shape, dtype)
+        # Several pictures in a step are left out, like ragged features.
+        return Leaf("numbers", (-1, *shape), dtype)
     return Leaf("picture", shape, dtype)
 
 
 def text(item: bytes | memoryview) -> str:
-    """Decode UTF-8; other bytes are written as escapes."""
+    """Decode UTF-8. Invalid bytes become escapes."""
     return bytes(item).decode(errors="backslashreplace")

@@ -1,7 +1,8 @@
-"""RLDS sets as TensorFlow Datasets writes them: two JSON files and TFRecord shards; an episode is a record.
+"""RLDS sets of TensorFlow Datasets: two JSON files and TFRecord shards. An episode is a record.
 
-One rule: what a step means is in `features.json`, how many episodes there are in `dataset_info.json`; where shards
-disagree with it the set is refused, or rebuilt from the shards.
+`features.json` declares the fields of a step, and `dataset_info.json` the number of episodes in
+each shard. A shard with another number is an error, or is read as it is with
+`on_bad_index="rebuild"`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,25 @@ from ..encoded_images import decode_picture, picture_format
 from ..format_detection import RLDS_FEATURES, RLDS_INFO, rlds_folders
 from ..input_checks import KnownFiles, file_inside, read_object
 from .rlds_features import MAX_STEPS, Leaf, declared_leaves, text
-from .tfrecord import BYTES, INTEGERS, Array, Feature, check_record, count, features, items, numbers, open_map
+from .tfrecord import (
+    BYTES,
+    INTEGERS,
+    Array,
+    Feature,
+    check_record,
+    count,
+    features,
+    items,
+    numbers,
+    open_map,
+)
 from .tfrecord import records as read_records
 
 _STEPS = "steps/"
 _METADATA = "episode_metadata/"
 _TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
 _TASKS = ("language_instruction", "natural_language_instruction")
-#: Flags of steps that say no more than where the episode begins and stops.
+#: Flags of steps that follow from the bounds of the episode.
 _BOUNDS = ("is_first", "is_last")
 _MAX_METADATA_BYTES = 1 << 16
 _MAX_JSON_BYTES = 1 << 24
@@ -41,10 +53,14 @@ _Stored = Mapping[str, Feature]
 
 
 class Reader(ForeignReader):
-    """Reads a version folder, or the folder above the only one.
+    """Reads a version folder, or a folder with one version.
 
-    Option `last_step`: whether the last stored step is a step ("keep") or holds only the final observation ("final");
-    the files do not tell. Option `on_bad_index`: "refuse", or "rebuild" to read what the shards hold.
+    Options:
+        last_step: Whether the last stored step is a step ("keep") or only has the final observation
+        ("final"). The
+            files do not state it.
+        on_bad_index: "refuse", or "rebuild" to read the episodes of shards that differ from
+        `dataset_info.json`.
     """
 
     format = "rlds"
@@ -61,30 +77,38 @@ class Reader(ForeignReader):
         self._folder = folders[0]
         self._checked = set[int]()
         self._numbers = Counter[str]()
-        info, tree = (read_object(self._file(name), _MAX_JSON_BYTES) for name in (RLDS_INFO, RLDS_FEATURES))
+        info = read_object(self._file(RLDS_INFO), _MAX_JSON_BYTES)
+        tree = read_object(self._file(RLDS_FEATURES), _MAX_JSON_BYTES)
         try:
             self._leaves = dict(declared_leaves(tree))
             shards = list(self._shards(info))
         except (LookupError, TypeError, ValueError, AttributeError) as cause:
             got = f"{type(cause).__name__}: {cause}"[:200]
-            raise CorruptFileError("open", repr(str(self._folder)), "splits and features", got) from cause
-        self.metadata = {name: info[name] for name in ("name", "version", "description") if name in info}
+            where = repr(str(self._folder))
+            raise CorruptFileError("open", where, "splits and features", got) from cause
+        self.metadata = {}
+        for name in ("name", "version", "description"):
+            if name in info:
+                self.metadata[name] = info[name]
         self._choose_leaves()
         episodes: list[EpisodeInfo] = []
         for split, path, length in shards:
             self._scan_shard(split, path, length, episodes)
         if len(episodes) > 1 and all(info.terminated for info in episodes):
             advice = "The recorder may set is_terminal on every last step; then 'terminated' says nothing"
-            self.advise("tell ends apart in", repr(str(self._folder)), "other ends too", "terminated only", advice)
+            where = repr(str(self._folder))
+            self.advise("tell ends apart in", where, "other ends too", "terminated only", advice)
         return episodes
 
     def _file(self, name: str) -> Path:
         return file_inside(self.path, str(self._folder.relative_to(self.path) / name))
 
     def _shards(self, info: dict[str, Any]) -> Iterator[tuple[str, str, int]]:
-        """Yield split, file name and number of episodes of each shard."""
-        if (file_format := info.get("fileFormat") or "tfrecord") != "tfrecord":
-            raise ForeignFileError("open", repr(str(self._folder)), "TFRecord files", repr(file_format))
+        """Yield (split, file name, number of episodes) of each shard."""
+        file_format = info.get("fileFormat") or "tfrecord"
+        if file_format != "tfrecord":
+            where = repr(str(self._folder))
+            raise ForeignFileError("open", where, "TFRecord files", repr(file_format))
         for split in info["splits"]:
             lengths = [int(length) for length in split.get("shardLengths", ())]
             if len(lengths) > _MAX_SHARDS:
@@ -92,124 +116,188 @@ class Reader(ForeignReader):
             for shard, length in enumerate(lengths):
                 number = f"{shard:05d}"
                 total = f"{len(lengths):05d}"
-                values = {"DATASET": info["name"], "SPLIT": split["name"], "FILEFORMAT": file_format}
-                values |= {"SHARD_INDEX": number, "NUM_SHARDS": total, "SHARD_X_OF_Y": f"{number}-of-{total}"}
+                values = {
+                    "DATASET": info["name"],
+                    "SPLIT": split["name"],
+                    "FILEFORMAT": file_format,
+                    "SHARD_INDEX": number,
+                    "NUM_SHARDS": total,
+                    "SHARD_X_OF_Y": f"{number}-of-{total}",
+                }
                 name = split.get("filepathTemplate") or _TEMPLATE
                 for key, value in values.items():
                     name = name.replace(f"{{{key}}}", value)
                 yield split["name"], name, length
 
     def _choose_leaves(self) -> None:
-        """Take the features of steps that can be delivered; report the others, and what the file holds less of."""
+        """Choose the features of steps that can be read.
+
+        Other features and reduced dtypes are reported.
+        """
         self._steps: dict[str, Leaf] = {}
         for key, leaf in self._leaves.items():
             where = f"{key!r} of {str(self._folder)!r}"
             name = key.removeprefix(_STEPS)
             if not key.startswith(_STEPS):
                 continue
-            if -1 in leaf.shape and leaf.kind != "picture":
-                self.problem("read", where, "equally many values in each step", "a ragged list", "It is left out")
+            is_ragged = -1 in leaf.shape and leaf.kind != "picture"
+            if is_ragged:
+                expected = "equally many values in each step"
+                self.problem("read", where, expected, "a ragged list", "It is left out")
                 continue
             if leaf.kind == "text" and leaf.shape:
-                self.problem("read", where, "a text in each step", f"{list(leaf.shape)} texts", "It is left out")
+                got = f"{list(leaf.shape)} texts"
+                self.problem("read", where, "a text in each step", got, "It is left out")
                 continue
             self._steps[name] = leaf
             if leaf.dtype != leaf.declared:
-                self.advise("read", where, leaf.declared, leaf.dtype, "The file holds no more than is delivered")
-        self.metadata["lossy"] = [name for name, leaf in self._steps.items() if leaf.dtype != leaf.declared]
+                advice = "The file holds no more than is delivered"
+                self.advise("read", where, leaf.declared, leaf.dtype, advice)
+        reduced = [name for name, leaf in self._steps.items() if leaf.dtype != leaf.declared]
+        self.metadata["lossy"] = reduced
 
     def _scan_shard(self, split: str, name: str, length: int, episodes: list[EpisodeInfo]) -> None:
+        """Append the episodes of a shard, which should be `length`. Damaged episodes are reported.
+
+        Raises:
+            DataFileError: The shard is damaged or has another number of episodes, and must not be
+                rebuilt.
+        """
         names = list(self.splits.get(split, ()))
-        found = 0
+        num_records = 0
         try:
             path = self._file(name)
             data = open_map(path, self._known)
             for start, stop in read_records(data, path):
-                number = self._numbers[split]
-                found = found + 1
                 if len(episodes) + len(self.problems) > _MAX_EPISODES:
-                    raise CorruptFileError("read", repr(str(path)), f"at most {_MAX_EPISODES} episodes", "more")
+                    num_records += 1
+                    expected = f"at most {_MAX_EPISODES} episodes"
+                    raise CorruptFileError("read", repr(str(path)), expected, "more")
+                episode = f"{split}_{self._numbers[split]}"
                 self._numbers[split] += 1
                 try:
-                    info = self._episode(data, start, stop, f"{split}_{number}")
+                    info = self._episode(data, start, stop, episode)
                 except (ValueError, LookupError, DataFileError) as error:
-                    name, where = f"{split}_{number}", f"record {found - 1} of {str(path)!r}"
-                    try:
-                        check_record(data, start, stop, path)
-                    except CorruptFileError as damage:
-                        self.problems.append(damage.of("checksum", name))
-                    else:
-                        wrong = self.problem(
-                            "read the episode", where, "steps as declared", str(error)[:200], "It is left out"
-                        )
-                        wrong.of("unreadable", name)
-                    continue
-                names.append(info.name)
-                episodes.append(replace(info, source=(path, start, stop), metadata={**info.metadata, "split": split}))
-            if found != length:
-                raise CorruptFileError("read", repr(str(path)), f"{length} episodes", str(found))
+                    where = f"record {num_records} of {str(path)!r}"
+                    self._report_damage(data, start, stop, path, episode, where, error)
+                else:
+                    names.append(episode)
+                    metadata = {**info.metadata, "split": split}
+                    info = replace(info, source=(path, start, stop), metadata=metadata)
+                    episodes.append(info)
+                num_records += 1
+            if num_records != length:
+                raise CorruptFileError("read", repr(str(path)), f"{length} episodes", str(num_records))
         except DataFileError as error:
-            if not found and not length:
-                return  # no file is written for no episodes
+            if num_records == 0 and length == 0:
+                return  # A shard without episodes has no file.
             if self.options["on_bad_index"] == "refuse":
                 error.advice = "Pass on_bad_index='rebuild' to read the episodes that are there"
                 raise
             self.problems.append(error)
         self.splits[split] = names
 
+    def _report_damage(
+        self,
+        data: memoryview,
+        start: int,
+        stop: int,
+        path: Path,
+        episode: str,
+        where: str,
+        error: Exception,
+    ) -> None:
+        """Report a record that cannot be read: a wrong checksum, or other steps than declared."""
+        try:
+            check_record(data, start, stop, path)
+        except CorruptFileError as damage:
+            self.problems.append(damage.of("checksum", episode))
+            return
+        got = str(error)[:200]
+        problem = self.problem("read the episode", where, "steps as declared", got, "It is left out")
+        problem.of("unreadable", episode)
+
     def _episode(self, data: memoryview, start: int, stop: int, name: str) -> EpisodeInfo:
+        """Describe the episode of a record.
+
+        Raises:
+            ValueError, LookupError, DataFileError: The record has other steps than declared.
+        """
         stored = features(data, start, stop)
         length = self._num_steps(data, stored)
         metadata = self._metadata(data, stored)
         fields = []
         texts = []
         for key, leaf in self._steps.items():
-            if (feature := stored.get(_STEPS + key)) is None:
+            feature = stored.get(_STEPS + key)
+            if feature is None:
                 continue
-            if feature.kind != leaf.values or (
-                leaf.kind in ("numbers", "text") and leaf.num_steps(data, feature) != length
-            ):
-                raise ValueError(f"{key!r} does not hold {length} steps of {leaf.dtype}{list(leaf.shape)}")
+            self._check_steps(data, key, feature, length)
             if leaf.kind == "text":
                 texts.append(key)
-                told = set(map(bytes, items(data, feature, length)))
-                metadata |= {key.rpartition("/")[2]: text(told.pop())} if len(told) == 1 else {}
+                distinct = set(map(bytes, items(data, feature, length)))
+                if len(distinct) == 1:
+                    metadata[key.rpartition("/")[2]] = text(distinct.pop())
             elif leaf.kind == "picture" and feature.stop - feature.start == 2 * length:
-                self.problem("read", f"{key!r} of {name!r}", "pictures", "empty ones", "They are left out")
+                where = f"{key!r} of {name!r}"
+                self.problem("read", where, "pictures", "empty ones", "They are left out")
             elif key not in _BOUNDS:
-                shape = self._picture_shape(data, feature, key) if leaf.kind == "picture" else leaf.shape
+                is_picture = leaf.kind == "picture"
+                shape = self._picture_shape(data, feature, key) if is_picture else leaf.shape
                 fields.append(Field(key, shape, leaf.dtype))
+
         final: Schema = NO_FIELDS
         if self.options["last_step"] == "final":
             final = Schema(field for field in fields if field.name.split("/")[0] == "observation")
             length = length - 1
         if not 0 < length <= MAX_STEPS:
             raise ValueError(f"{length} steps")
-        is_terminal, is_last = (_last_flag(data, stored, flag) for flag in ("is_terminal", "is_last"))
-        success = metadata.get("success") if isinstance(metadata.get("success"), bool) else None
-        task = next((metadata[key] for key in _TASKS if isinstance(metadata.get(key), str)), "")
+
+        is_terminal = _last_flag(data, stored, "is_terminal")
+        is_known = is_terminal or _last_flag(data, stored, "is_last")
+        success = metadata.get("success")
+        tasks = [metadata[key] for key in _TASKS if isinstance(metadata.get(key), str)]
         return EpisodeInfo(
             name,
             length,
             Schema(fields),
             tuple(texts),
             final,
-            terminated=is_terminal if is_terminal or is_last else None,
-            truncated=not is_terminal if is_terminal or is_last else None,
-            success=success,
-            task=task,
+            terminated=is_terminal if is_known else None,
+            truncated=not is_terminal if is_known else None,
+            success=success if isinstance(success, bool) else None,
+            task=tasks[0] if tasks else "",
             metadata=metadata,
         )
 
+    def _check_steps(self, data: memoryview, key: str, feature: Feature, length: int) -> None:
+        """Raise `ValueError` if a feature has another kind or number of steps than declared.
+
+        Steps of pictures and packed tensors are counted when they are read.
+        """
+        leaf = self._steps[key]
+        is_right = feature.kind == leaf.values
+        if is_right and leaf.kind in ("numbers", "text"):
+            is_right = leaf.num_steps(data, feature) == length
+        if not is_right:
+            form = f"{leaf.dtype}{list(leaf.shape)}"
+            raise ValueError(f"{key!r} does not hold {length} steps of {form}")
+
     def _num_steps(self, data: memoryview, stored: _Stored) -> int:
-        """Count the steps, by a feature that is quick to count."""
-        found = [(leaf.values, prod(leaf.shape), key) for key, leaf in self._steps.items() if _STEPS + key in stored]
-        if not found:
+        """Return the number of steps, from the feature that is counted fastest: small integers, then floats."""
+        keys = [key for key in self._steps if _STEPS + key in stored]
+        if not keys:
             raise ValueError("no feature of steps")
-        _, _, key = min(found, key=lambda item: (item[0] != INTEGERS, item[0] == BYTES, item[1]))
+
+        def cost(key: str) -> tuple[bool, bool, int]:
+            leaf = self._steps[key]
+            return leaf.values != INTEGERS, leaf.values == BYTES, prod(leaf.shape)
+
+        key = min(keys, key=cost)
         return self._steps[key].num_steps(data, stored[_STEPS + key])
 
     def _picture_shape(self, data: memoryview, feature: Feature, key: str) -> tuple[int, ...]:
+        """Return the shape of the pictures of a feature. JPEG is noted as lossy."""
         first = items(data, feature, MAX_STEPS)[0]
         leaf = self._steps[key]
         if picture_format(first) == "JPEG" and key not in self.metadata["lossy"]:
@@ -217,18 +305,23 @@ class Reader(ForeignReader):
         return leaf.shape if -1 not in leaf.shape else decode_picture(first, repr(key)).shape
 
     def _metadata(self, data: memoryview, stored: _Stored) -> dict[str, Any]:
-        """Read what is told once for the episode; what is large is left out."""
-        found: dict[str, Any] = {}
+        """Read the small numbers and texts that an episode has once."""
+        metadata: dict[str, Any] = {}
         for key, leaf in self._leaves.items():
             feature = stored.get(key)
-            if key.startswith(_STEPS) or feature is None or feature.kind != leaf.values or leaf.kind == "picture":
+            if key.startswith(_STEPS) or feature is None or feature.kind != leaf.values:
                 continue
-            if leaf.kind in ("numbers", "text") and feature.stop - feature.start <= _MAX_METADATA_BYTES:
-                is_text = leaf.kind == "text"
-                stored_values = items(data, feature, MAX_STEPS) if is_text else []
-                values = list(map(text, stored_values)) if is_text else _plain(data, feature, leaf.dtype)
-                found[key.removeprefix(_METADATA)] = values[0] if not leaf.shape and len(values) == 1 else values
-        return found
+            if feature.stop - feature.start > _MAX_METADATA_BYTES:
+                continue
+            if leaf.kind == "text":
+                values = list(map(text, items(data, feature, MAX_STEPS)))
+            elif leaf.kind == "numbers":
+                values = _plain(data, feature, leaf.dtype)
+            else:
+                continue
+            is_single = not leaf.shape and len(values) == 1
+            metadata[key.removeprefix(_METADATA)] = values[0] if is_single else values
+        return metadata
 
     def rows_read_together(self, number: int, name: str) -> int | None:
         leaf = self._steps.get(name)
@@ -253,15 +346,19 @@ class Reader(ForeignReader):
 
     def read_final(self, number: int, name: str) -> Array:
         length = self.episodes[number].length
-        found: Array = self.read(number, name, length, length + 1)[0]
-        return found
+        value: Array = self.read(number, name, length, length + 1)[0]
+        return value
 
 
 def _last_flag(data: memoryview, stored: _Stored, name: str) -> bool:
+    """Return the flag of the last step; False if the record has no such flag."""
     feature = stored.get(_STEPS + name)
-    return feature is not None and feature.kind == INTEGERS and bool(_plain(data, feature, "bool")[-1])
+    if feature is None or feature.kind != INTEGERS:
+        return False
+    return bool(_plain(data, feature, "bool")[-1])
 
 
 def _plain(data: memoryview, feature: Feature, dtype: str) -> list[Any]:
+    """Read all numbers of a feature as Python values."""
     values: list[Any] = numbers(data, feature, 0, count(data, feature)).astype(dtype).tolist()
     return values

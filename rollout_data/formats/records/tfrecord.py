@@ -1,7 +1,7 @@
-"""TFRecord files, and the messages `tf.train.Example` in them: places of values, found without reading these.
+"""TFRecord files, and the places of values in their messages `tf.train.Example`.
 
-One rule: a record's checksum is compared before a value of it is given, sizes with the bytes that are there.
-A record is u64 length, u32 masked CRC-32C of that, the bytes, u32 masked CRC-32C of these.
+A record is u64 length, u32 masked CRC-32C of the length, the bytes, u32 masked CRC-32C of the
+bytes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,28 @@ from storage.errors import CorruptFileError
 from ..input_checks import KnownFiles
 
 Array = np.ndarray[Any, Any]
-#: Kinds of values, by their field in the message `Feature`.
-BYTES, FLOATS, INTEGERS = 1, 2, 3
+# Kinds of values: the numbers of their fields in the message `Feature`.
+BYTES = 1
+FLOATS = 2
+INTEGERS = 3
+# Wire types of the fields of a message.
 _VARINT = 0
 _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
 _MAX_FEATURES = 4096
+#: Bytes of packed integers that are decoded at a time.
 _PIECE_BYTES = 1 << 20
 _BITS = np.arange(32, dtype=np.uint32)
 
 
 class Feature(NamedTuple):
-    """Where the values of a feature lie in a file: its kind, and the bytes of its list."""
+    """Values of a feature in a file.
+
+    Attributes:
+        kind: `BYTES`, `FLOATS` or `INTEGERS`.
+        start, stop: Place of the list of values.
+    """
 
     kind: int
     start: int
@@ -39,114 +48,131 @@ class Feature(NamedTuple):
 
 
 def open_map(path: Path, known: KnownFiles) -> memoryview:
-    """Map a file for reading; it has the state that is `known`."""
+    """Map a file for reading after a comparison with its `known` state."""
     with known.open(path) as file:
         size = file.seek(0, 2)
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
 
 
 def records(data: memoryview, path: Path) -> Iterator[tuple[int, int]]:
-    """Yield where each record starts and stops; only lengths are read.
+    """Yield (start, stop) of each record. Only lengths are read.
 
     Raises:
-        CorruptFileError: When a record breaks off, or its length is damaged; those before it were given.
+        CorruptFileError: A record is truncated, or its length is damaged. The records before it
+            were yielded.
     """
-    at = 0
-    while at < len(data):
-        head = data[at : at + 12]
-        start = at + 12
-        size = int.from_bytes(head[:8], "little")
+    position = 0
+    while position < len(data):
+        where = f"{str(path)!r} at byte {position}"
+        head = data[position : position + 12]
+        num_bytes = int.from_bytes(head[:8], "little")
         if len(head) < 12 or int.from_bytes(head[8:], "little") != masked_crc32c(head[:8]):
-            raise CorruptFileError(
-                "read", f"{str(path)!r} at byte {at}", "the length of a record", "damage, or the end"
-            )
-        if size > len(data) - start - 4:
+            raise CorruptFileError("read", where, "the length of a record", "damage, or the end")
+        start = position + 12
+        if num_bytes > len(data) - start - 4:
             got = f"{len(data) - start}, the file was cut"
-            raise CorruptFileError("read", f"{str(path)!r} at byte {at}", f"a record of {size} bytes", got)
-        yield start, start + size
-        at = start + size + 4
+            raise CorruptFileError("read", where, f"a record of {num_bytes} bytes", got)
+        yield start, start + num_bytes
+        position = start + num_bytes + 4
 
 
 def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
-    """Compare the checksum of a record with its bytes."""
+    """Compare the checksum of a record with its bytes.
+
+    Raises:
+        CorruptFileError: They differ.
+    """
     stated = int.from_bytes(data[stop : stop + 4], "little")
-    found = masked_crc32c(data[start:stop])
-    if stated != found:
+    checksum = masked_crc32c(data[start:stop])
+    if stated != checksum:
         where = f"the record at byte {start} of {str(path)!r}"
-        raise CorruptFileError("read", where, f"checksum {stated:08x}", f"{found:08x}").of("checksum")
+        expected = f"checksum {stated:08x}"
+        raise CorruptFileError("read", where, expected, f"{checksum:08x}").of("checksum")
 
 
 def features(data: memoryview, start: int, stop: int) -> dict[str, Feature]:
     """Find the features of the `Example` in `data[start:stop]`.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The bytes are no `Example`.
     """
-    found: dict[str, Feature] = {}
-    for _, low, high in _fields(data, start, stop):
-        for _, entry, end in _fields(data, low, high):
-            parts = {number: span for number, *span in _fields(data, entry, end)}
-            if 1 not in parts or 2 not in parts or len(found) == _MAX_FEATURES:
+    by_name: dict[str, Feature] = {}
+    for _, list_start, list_stop in _fields(data, start, stop):
+        for _, entry_start, entry_stop in _fields(data, list_start, list_stop):
+            parts = {}
+            for number, part_start, part_stop in _fields(data, entry_start, entry_stop):
+                parts[number] = (part_start, part_stop)
+            if 1 not in parts or 2 not in parts or len(by_name) == _MAX_FEATURES:
                 raise ValueError(f"a name and values in each of at most {_MAX_FEATURES} features")
-            name = bytes(data[slice(*parts[1])]).decode()
+            name_start, name_stop = parts[1]
+            name = bytes(data[name_start:name_stop]).decode()
             for kind, first, last in _fields(data, *parts[2]):
                 if kind not in (BYTES, FLOATS, INTEGERS):
                     raise ValueError("values of an unknown kind")
-                found[name] = Feature(kind, first, last)
-    return found
+                by_name[name] = Feature(kind, first, last)
+    return by_name
 
 
 def items(data: memoryview, feature: Feature, most: int) -> list[memoryview]:
     """List the values of a feature of bytes.
 
     Raises:
-        ValueError: There are more than `most`, or it is of another kind.
+        ValueError: There are more than `most`, or the feature has numbers.
     """
-    found: list[memoryview] = []
+    values: list[memoryview] = []
     for _, start, stop in _fields(data, feature.start, feature.stop):
-        if feature.kind != BYTES or len(found) == most:
+        if feature.kind != BYTES or len(values) == most:
             raise ValueError(f"more than {most} values, or numbers")
-        found.append(data[start:stop])
-    return found
+        values.append(data[start:stop])
+    return values
 
 
 def count(data: memoryview, feature: Feature) -> int:
-    """Count the numbers of a feature of numbers."""
+    """Return the number of values of a feature of numbers."""
     packed = _packed(data, feature)
     if feature.kind == FLOATS:
         return len(packed) // 4
-    return sum(
-        int(np.count_nonzero(packed[at : at + _PIECE_BYTES] < 128)) for at in range(0, len(packed), _PIECE_BYTES)
-    )
+    num_integers = 0
+    for start in range(0, len(packed), _PIECE_BYTES):
+        is_last_byte = packed[start : start + _PIECE_BYTES] < 128
+        num_integers += int(np.count_nonzero(is_last_byte))
+    return num_integers
 
 
 def numbers(data: memoryview, feature: Feature, start: int, stop: int) -> Array:
-    """Decode the numbers `start:stop` of a feature: float32 or int64, a new array.
+    """Decode the numbers `start:stop` of a feature as a new array of float32 or int64.
 
     Raises:
-        ValueError: They are not there.
+        ValueError: The feature has fewer numbers.
     """
     packed = _packed(data, feature)
     if feature.kind == FLOATS:
-        found: Array = packed[4 * start : 4 * stop].copy().view("<f4")
+        values: Array = packed[4 * start : 4 * stop].copy().view("<f4")
     else:
-        out = [np.empty(0, np.int64)]
-        done = 0
-        for piece, ends in _pieces(packed):
-            low = max(0, start - done)
-            high = min(len(ends), stop - done)
-            if low < high:
-                out.append(_varints(piece, ends[low - 1] if low else 0, ends[low:high]))
-            done += len(ends)
-            if done >= stop:
-                break
-        found = np.concatenate(out)
-    if len(found) != stop - start:
+        values = _integers(packed, start, stop)
+    if len(values) != stop - start:
         raise ValueError(f"{stop} numbers expected")
-    return found
+    return values
+
+
+def _integers(packed: Array, start: int, stop: int) -> Array:
+    """Decode the integers `start:stop`, or those of them that exist."""
+    parts = [np.empty(0, np.int64)]
+    num_passed = 0
+    for piece, ends in _pieces(packed):
+        low = max(0, start - num_passed)
+        high = min(len(ends), stop - num_passed)
+        if low < high:
+            begin = ends[low - 1] if low else 0
+            parts.append(_varints(piece, begin, ends[low:high]))
+        num_passed += len(ends)
+        if num_passed >= stop:
+            break
+    return np.concatenate(parts)
 
 
 def _packed(data: memoryview, feature: Feature) -> Array:
+    """View the bytes of packed numbers, uint8."""
     spans = [(start, stop) for _, start, stop in _fields(data, feature.start, feature.stop)]
     if feature.kind == BYTES or len(spans) > 1:
         raise ValueError("numbers that are packed expected")
@@ -155,70 +181,79 @@ def _packed(data: memoryview, feature: Feature) -> Array:
 
 
 def _pieces(packed: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield pieces of packed integers, each with the places where its numbers end."""
-    at = 0
-    while at < len(packed):
-        piece = packed[at : at + _PIECE_BYTES]
+    """Yield pieces of packed integers, each with the offsets after its integers."""
+    position = 0
+    while position < len(packed):
+        piece = packed[position : position + _PIECE_BYTES]
         ends = np.flatnonzero(piece < 128) + 1
         if not len(ends):
             raise ValueError("a number without an end")
         yield piece, ends
-        at += int(ends[-1])
+        position += int(ends[-1])
 
 
 def _varints(piece: Array, begin: int, ends: Array) -> Array:
-    """Decode the integers of 7 bits per byte that follow each other from `begin` on and end at `ends`."""
+    """Decode consecutive integers of 7 bits per byte: the first begins at `begin`, and they end at `ends`."""
     starts = np.concatenate([[begin], ends[:-1]])
     lengths = ends - starts
     if lengths.max() > 10:
         raise ValueError("a number of more than 10 bytes")
-    found = np.zeros(len(ends), np.uint64)
-    for place in range(int(lengths.max())):
-        has = lengths > place
-        found[has] |= (piece[starts[has] + place] & 127).astype(np.uint64) << np.uint64(7 * place)
-    integers: Array = found.view(np.int64)
+    values = np.zeros(len(ends), np.uint64)
+    for number in range(int(lengths.max())):
+        has_byte = lengths > number
+        bits = (piece[starts[has_byte] + number] & 127).astype(np.uint64)
+        values[has_byte] |= bits << np.uint64(7 * number)
+    integers: Array = values.view(np.int64)
     return integers
 
 
 def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, start and stop of the fields of bytes in a message; those of other kinds are skipped."""
-    at = start
-    while at < stop:
-        tag, at = _varint(data, at, stop)
-        size = {_FIXED64: 8, _FIXED32: 4}.get(tag & 7, 0)
-        if tag & 7 in (_VARINT, _BYTES):
-            size, at = _varint(data, at, stop)
-            size = 0 if tag & 7 == _VARINT else size
-        elif not size:
-            raise ValueError(f"a field of kind {tag & 7}")
-        if size > stop - at:
-            raise ValueError(f"a field of {size} bytes in {stop - at}")
-        if tag & 7 == _BYTES:
-            yield tag >> 3, at, at + size
-        at += size
+    """Yield (number, start, stop) of the fields of bytes in a message.
+
+    Fields of other types are skipped.
+    """
+    position = start
+    while position < stop:
+        tag, position = _varint(data, position, stop)
+        wire_type = tag & 7
+        if wire_type == _VARINT:
+            _, position = _varint(data, position, stop)
+            continue
+        if wire_type == _BYTES:
+            num_bytes, position = _varint(data, position, stop)
+        elif wire_type == _FIXED64:
+            num_bytes = 8
+        elif wire_type == _FIXED32:
+            num_bytes = 4
+        else:
+            raise ValueError(f"a field of kind {wire_type}")
+        if num_bytes > stop - position:
+            raise ValueError(f"a field of {num_bytes} bytes in {stop - position}")
+        if wire_type == _BYTES:
+            yield tag >> 3, position, position + num_bytes
+        position += num_bytes
 
 
-def _varint(data: memoryview, at: int, stop: int) -> tuple[int, int]:
+def _varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
+    """Return an integer of 7 bits per byte, and the position after it."""
     value = 0
-    for place in range(10):
-        if at + place >= stop:
-            break
-        byte = data[at + place]
-        value |= (byte & 127) << 7 * place
+    for number in range(min(10, stop - position)):
+        byte = data[position + number]
+        value |= (byte & 127) << 7 * number
         if byte < 128:
-            return value, at + place + 1
-    raise ValueError("a number that breaks off")
+            return value, position + number + 1
+    raise ValueError("a truncated number")
 
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[Array, Array]:
-    """Return CRC-32C (Castagnoli) of one more byte, `[256]`, and of two, `[65536]`, uint32."""
-    one = np.arange(256, dtype=np.uint32)
+    """Return the tables of CRC-32C (Castagnoli) for a byte, `[256]`, and for two bytes, `[65536]`, uint32."""
+    of_byte = np.arange(256, dtype=np.uint32)
     for _ in range(8):
-        one = (one >> 1) ^ ((one & 1) * np.uint32(0x82F63B78))
-    two = np.arange(1 << 16, dtype=np.uint32)
-    two = one[two & 255] ^ (two >> 8)
-    return one, one[two & 255] ^ (two >> 8)
+        of_byte = (of_byte >> 1) ^ ((of_byte & 1) * np.uint32(0x82F63B78))
+    words = np.arange(1 << 16, dtype=np.uint32)
+    after_first = of_byte[words & 255] ^ (words >> 8)
+    return of_byte, of_byte[after_first & 255] ^ (after_first >> 8)
 
 
 def masked_crc32c(data: memoryview | bytes) -> int:
@@ -228,38 +263,53 @@ def masked_crc32c(data: memoryview | bytes) -> int:
 
 
 def crc32c(data: memoryview | bytes) -> int:
-    """Compute the CRC-32C of bytes, 100 to 200 MB/s: all lanes, parts of the data, advance together, then join."""
-    stored, (one, two) = np.frombuffer(data, np.uint8), _tables()
-    lanes = 1 << len(stored).bit_length() // 2 if len(stored) >= 256 else 1
-    width = len(stored) // lanes & ~1 if lanes > 1 else 0
-    words = stored[: width * lanes].reshape(lanes, width).view("<u2")
-    crcs = np.zeros(lanes, np.uint32)
+    """Compute the CRC-32C of bytes, at 100 to 200 MB/s.
+
+    The bytes are divided into parts. The CRCs of all parts advance together, and are combined
+    pairwise at the end.
+    """
+    stored = np.frombuffer(data, np.uint8)
+    of_byte, of_word = _tables()
+    num_parts = 1
+    part_bytes = 0
+    if len(stored) >= 256:
+        num_parts = 1 << len(stored).bit_length() // 2
+        part_bytes = len(stored) // num_parts & ~1
+
+    words = stored[: part_bytes * num_parts].reshape(num_parts, part_bytes).view("<u2")
+    crcs = np.zeros(num_parts, np.uint32)
     low: Array = crcs.view("<u2")[::2]
     for column in np.ascontiguousarray(words.T):
-        following = two[low ^ column]
+        following = of_word[low ^ column]
         crcs >>= 16
         crcs ^= following
-    over = _over(width)
-    while len(crcs) > 1:  # the left of each pair passes over the bytes of the right one
-        crcs = _apply(over, crcs[::2]) ^ crcs[1::2]
-        over = _apply(over, over)
-    crc = int((_apply(over, np.full(1, 0xFFFFFFFF, np.uint32)) ^ crcs)[0])
-    for byte in stored[width * lanes :].tolist():
-        crc = int(one[(crc ^ byte) & 255]) ^ crc >> 8
+
+    over_zeros = _over_zeros(part_bytes)
+    while len(crcs) > 1:
+        # The left CRC of each pair passes over the bytes of the right one.
+        crcs = _apply(over_zeros, crcs[::2]) ^ crcs[1::2]
+        over_zeros = _apply(over_zeros, over_zeros)
+
+    initial = np.full(1, 0xFFFFFFFF, np.uint32)
+    crc = int((_apply(over_zeros, initial) ^ crcs)[0])
+    for byte in stored[part_bytes * num_parts :].tolist():
+        crc = int(of_byte[(crc ^ byte) & 255]) ^ crc >> 8
     return crc ^ 0xFFFFFFFF
 
 
-def _over(num_bytes: int) -> Array:
-    """Return the linear map of a CRC by a number of zero bytes: what becomes of each of its 32 bits."""
-    found: Array = np.uint32(1) << _BITS
-    power = _tables()[0][found & 255] ^ (found >> 8)
+def _over_zeros(num_bytes: int) -> Array:
+    """Return the effect of zero bytes on a CRC as a linear map: the result for each of its 32 bits."""
+    linear: Array = np.uint32(1) << _BITS
+    power = _tables()[0][linear & 255] ^ (linear >> 8)
     while num_bytes:
-        found = _apply(power, found) if num_bytes & 1 else found
+        if num_bytes & 1:
+            linear = _apply(power, linear)
         power = _apply(power, power)
         num_bytes >>= 1
-    return found
+    return linear
 
 
 def _apply(linear: Array, crcs: Array) -> Array:
-    found: Array = np.bitwise_xor.reduce((crcs[:, None] >> _BITS & 1) * linear, axis=1)
-    return found
+    """Apply a linear map to CRCs."""
+    mapped: Array = np.bitwise_xor.reduce((crcs[:, None] >> _BITS & 1) * linear, axis=1)
+    return mapped
