@@ -1,6 +1,7 @@
-"""Replay buffers in zarr (diffusion policy, UMI): arrays of all episodes one after the other, and where each ends.
+"""Replay buffers in zarr (diffusion policy, UMI): arrays with the rows of all episodes, and the end of each episode.
 
-One rule: `meta/episode_ends` tells the episodes; rows after the last end are an unfinished one, and are left out.
+`meta/episode_ends` has the ends. Rows after the last end belong to an unfinished episode and are
+left out.
 """
 
 from __future__ import annotations
@@ -20,67 +21,101 @@ from .npz_arrays import Array
 from .zarr_arrays import MAX_META_BYTES, Store, ZarrArray, find_arrays
 
 _MAX_EPISODES = 1 << 18
+_OBSERVATIONS = ("obs", "observation", "observations")
+#: Name of an array -> field.
 _NAMES = {"action": "action", "actions": "action", "reward": "reward", "rewards": "reward"}
 
 
 class Reader(ForeignReader):
-    """Reads a folder or zip file with `data/<field>` and `meta/episode_ends`; it tells no end and rarely a reward."""
+    """Reads a folder or zip file with `data/<field>` and `meta/episode_ends`.
+
+    The format does not state how episodes ended, and rarely has rewards.
+    """
 
     format = "zarr"
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        self._store, where = Store(self.path), repr(str(self.path))
+        self._store = Store(self.path)
+        where = repr(str(self.path))
 
         def leave_out(name: str) -> None:
-            self.problem("read", f"{name!r} of {where}", "rows of numbers", "texts, or one value", "It is left out")
+            place = f"{name!r} of {where}"
+            got = "texts, or one value"
+            self.problem("read", place, "rows of numbers", got, "It is left out")
 
         arrays = find_arrays(self._store, leave_out)
-        data = {name.removeprefix("data/"): one for name, one in arrays.items() if name.startswith("data/")}
+        data = {}
+        for name, array in arrays.items():
+            if name.startswith("data/"):
+                data[name.removeprefix("data/")] = array
         if ZARR_ENDS not in arrays or not data:
-            raise CorruptFileError("open", where, f"arrays in 'data' and {ZARR_ENDS!r}", ", ".join(arrays) or "none")
+            got = ", ".join(arrays) or "none"
+            raise CorruptFileError("open", where, f"arrays in 'data' and {ZARR_ENDS!r}", got)
+
         ends = self._ends(arrays[ZARR_ENDS])
-        num_rows = int(ends[-1]) if len(ends) else 0
-        for name, one in data.items():
-            if one.shape[0] < num_rows:
-                raise CorruptFileError("open", where, f"{num_rows} rows in {name!r}", str(one.shape[0]))
-        if most := max(one.shape[0] for one in data.values()) - num_rows:
-            self.problem(
-                "read", where, f"{num_rows} rows", f"{most} more", "Those of an unfinished episode are left out"
-            )
-        for name, one in arrays.items():
-            if (
-                name.startswith("meta/")
-                and name != ZARR_ENDS
-                and np.prod(one.shape) * one.dtype.itemsize <= MAX_META_BYTES
-            ):
-                self.metadata[name.removeprefix("meta/")] = one.read(self._store, 0, one.shape[0])
+        self._check_rows(data, int(ends[-1]) if len(ends) else 0)
+        self._read_metadata(arrays)
         self._arrays = {self._name(name, data): data[name] for name in sorted(data, key=natural)}
-        self.metadata["lossy"] = [name for name, one in self._arrays.items() if one.is_lossy]
-        schema = Schema(Field(name, one.shape[1:], dtype_name(one.dtype)) for name, one in self._arrays.items())
+        self.metadata["lossy"] = [name for name, array in self._arrays.items() if array.is_lossy]
+        fields = []
+        for name, array in self._arrays.items():
+            fields.append(Field(name, array.shape[1:], dtype_name(array.dtype)))
+        schema = Schema(fields)
+
         episodes = []
         for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
             if start == end:
-                self.problem("read", f"episode {number} of {where}", "one row or more", "none", "It is left out")
+                place = f"episode {number} of {where}"
+                self.problem("read", place, "one row or more", "none", "It is left out")
             else:
                 episodes.append(EpisodeInfo(str(number), end - start, schema, source=start))
         return episodes
 
+    def _check_rows(self, data: dict[str, ZarrArray], num_rows: int) -> None:
+        """Check that all arrays have the rows of all episodes. Further rows are reported."""
+        where = repr(str(self.path))
+        for name, array in data.items():
+            if array.shape[0] < num_rows:
+                expected = f"{num_rows} rows in {name!r}"
+                raise CorruptFileError("open", where, expected, str(array.shape[0]))
+        num_unfinished = max(array.shape[0] for array in data.values()) - num_rows
+        if num_unfinished:
+            advice = "Those of an unfinished episode are left out"
+            self.problem("read", where, f"{num_rows} rows", f"{num_unfinished} more", advice)
+
+    def _read_metadata(self, arrays: dict[str, ZarrArray]) -> None:
+        """Read the small arrays of `meta` into the metadata."""
+        for name, array in arrays.items():
+            if not name.startswith("meta/") or name == ZARR_ENDS:
+                continue
+            if np.prod(array.shape) * array.dtype.itemsize <= MAX_META_BYTES:
+                values = array.read(self._store, 0, array.shape[0])
+                self.metadata[name.removeprefix("meta/")] = values
+
     def _ends(self, stored: ZarrArray) -> Array:
-        if len(stored.shape) != 1 or stored.dtype.kind not in "iu" or stored.shape[0] > _MAX_EPISODES:
+        """Read the row after each episode: int64 `[num_episodes]`, ascending."""
+        is_list = len(stored.shape) == 1 and stored.dtype.kind in "iu"
+        if not is_list or stored.shape[0] > _MAX_EPISODES:
             expected = f"at most {_MAX_EPISODES} whole numbers as {ZARR_ENDS!r}"
-            raise CorruptFileError("open", repr(str(self.path)), expected, f"{stored.dtype}{list(stored.shape)}")
+            got = f"{stored.dtype}{list(stored.shape)}"
+            raise CorruptFileError("open", repr(str(self.path)), expected, got)
         ends = stored.read(self._store, 0, stored.shape[0]).astype(np.int64)
         if (np.diff(ends, prepend=0) < 0).any():
             raise CorruptFileError("open", repr(str(self.path)), f"{ZARR_ENDS!r} that grow", "others")
         return ends
 
     def _name(self, name: str, data: dict[str, ZarrArray]) -> str:
-        if (ours := _NAMES.get(name)) and (name == ours or ours not in data):
-            return ours
-        is_only = [one for one in data if one not in _NAMES] == [name]
-        parts = name.split("/")
-        rest = "/".join(parts[1:]) if parts[0] in ("obs", "observation", "observations") and parts[1:] else name
-        return "observation" if is_only and name in ("obs", "observation", "observations") else f"observation/{rest}"
+        """Return the field of an array."""
+        field = _NAMES.get(name)
+        if field is not None and (name == field or field not in data):
+            return field
+        group, _, part = name.partition("/")
+        if group in _OBSERVATIONS and part:
+            return f"observation/{part}"
+        others = [other for other in data if other not in _NAMES]
+        if others == [name] and name in _OBSERVATIONS:
+            return "observation"
+        return f"observation/{name}"
 
     def read(self, number: int, name: str, start: int, stop: int) -> Array:
         first = self.episodes[number].source
