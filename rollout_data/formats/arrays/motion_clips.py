@@ -1,7 +1,7 @@
-"""Motion clips: npz files of joints and bodies, in two sets of names, and JSON texts of frames.
+"""Motion clips: npz files of joints and bodies with two sets of names, and JSON files of frames.
 
-One rule: a clip has observations only. The order of bodies and joints is recorded as far as it is known, and nothing
-is ever permuted.
+A clip only has observations. The order of bodies and joints is noted if it is known, and never
+changed.
 """
 
 from __future__ import annotations
@@ -24,56 +24,59 @@ from ..format_detection import MOTION_TRACKING, clip_files, clip_layout, is_clip
 from ..input_checks import KnownFiles, file_inside
 from .npz_arrays import Array, NpzArray, is_zip, read_npz
 
-#: Axes of the arrays of a layout: frames T, joints J, bodies B; the others are sizes.
+#: Axes of the arrays of a layout: frames T, joints J, bodies B; digits are sizes.
 _AXES = ("TJ", "TJ", "TB3", "TB4", "TB3", "TB3")
+#: Numbers of arrays in a layout.
 _POSITIONS = 2
 _ROTATIONS = 3
 _BODY_NAMES = "body_names"
 _JOINT_NAMES = ("joint_names", "dof_names")
-#: Texts of 3 bytes make lists of 64 in memory.
-_MAX_JSON_BYTES, _MAX_NAMES_BYTES = 16 << 20, 1 << 20
+#: Bytes of a JSON file, of which 3 can need 64 in memory.
+_MAX_JSON_BYTES = 16 << 20
+#: Bytes of an array that becomes metadata.
+_MAX_NAMES_BYTES = 1 << 20
 _ORDERS = ("breadth", "depth")
 _QUATERNIONS = ("wxyz", "xyzw")
-#: Arrays of one text that mark the order of quaternions in a clip.
+#: Arrays with one text that states the order of the quaternions of a clip.
 _ORDER_MARKS = ("quaternion_order", "quat_order")
-#: Order -> the place of the scalar part; from which size on it is large, and in which share of the rows.
+#: Order of quaternions -> position of the scalar part.
 _SCALAR = {"wxyz": 0, "xyzw": 3}
+#: Size from which on a scalar part is large.
 _LARGE = 0.8
+#: Share of large scalar parts from which on an order is likely.
 _SHARE = 0.9
-#: Bytes of an array of poses that are compared to tell whether they are right, and how closely.
-_CHECKED_BYTES, _TOLERANCE = 1 << 22, 1e-2
+#: Bytes of an array of poses that are checked.
+_CHECKED_BYTES = 1 << 22
+#: Largest deviation of the norm of a unit quaternion from 1.
+_TOLERANCE = 1e-2
 _Layout = tuple[str, ...]
 #: Fields and metadata of a clip of frames.
 _Json = tuple[dict[str, Array], dict[str, Any]]
 
 
 class Reader(ForeignReader):
-    """Reads one clip, or a folder of them in the order of the numbers in their names.
+    """Reads one clip, or the clips of a folder in the order of the numbers in their names.
 
     Options:
-        body_order: "breadth", "depth", or the names of the bodies, where the files do not tell.
-        quaternions: "wxyz" or "xyzw": the order in which quaternions are given. A clip with a mark of its own is
-            turned to it; of a clip without one it says how they are stored, and nothing is turned. None keeps what is
-            stored, and `metadata["quaternion_order"]` is "unknown" without a mark.
+        body_order: "breadth", "depth", or the names of the bodies, if the files do not state them.
+        quaternions: Order of the quaternions that are read, "wxyz" or "xyzw". A clip that states
+        its order is
+            converted. A clip that does not is assumed to have this order. None keeps the stored
+            order; `metadata["quaternion_order"]` is "unknown" for a clip that does not state it.
     """
 
     format = "motion"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"body_order": None, "quaternions": None}
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        order = self.options["body_order"]
-        is_names = isinstance(order, (list, tuple)) and all(isinstance(name, str) for name in order)
-        if order is not None and not is_names and not (isinstance(order, str) and order in _ORDERS):
-            expected = "body_order='breadth', 'depth' or the names of the bodies"
-            raise UsageError("open", repr(str(self.path)), expected, repr(order))
-        wanted = self.options["quaternions"]
-        if wanted is not None:
-            arguments.choice("open", "quaternions", wanted, _QUATERNIONS)
+        self._check_options()
         self._latest: tuple[Path | None, _Json] = (None, ({}, {}))
         self._known = KnownFiles()
-        #: Orders of quaternions of the clips, and (clip, field) of those that are turned when they are read.
+        #: Orders of quaternions of the clips.
         self._orders = set[str]()
-        self._turned = set[tuple[str, str]]()
+        #: (clip, field) whose quaternions are converted when they are read.
+        self._converted = set[tuple[str, str]]()
+        #: Remarks about the order that were made already.
         self._advised = set[tuple[str, str, bool]]()
         episodes = []
         for path in clip_files(self.path):
@@ -88,113 +91,165 @@ class Reader(ForeignReader):
                     raise
                 self.problems.append(error.of("", path.stem))
         if len(self._orders) > 1:
-            advice = 'Open it with quaternions="wxyz" or "xyzw", which turns the clips that are marked otherwise'
+            where = f"of {str(self.path)!r}"
             got = ", ".join(sorted(self._orders))
-            self.advise("mix the quaternions", f"of {str(self.path)!r}", "one order in all clips", got, advice)
+            advice = 'Open it with quaternions="wxyz" or "xyzw", which turns the clips that are marked otherwise'
+            self.advise("mix the quaternions", where, "one order in all clips", got, advice)
         if not episodes:
-            raise CorruptFileError("open", repr(str(self.path)), "clips of motion", str(self.problems or "none"))
+            got = str(self.problems or "none")
+            raise CorruptFileError("open", repr(str(self.path)), "clips of motion", got)
         return episodes
+
+    def _check_options(self) -> None:
+        order = self.options["body_order"]
+        is_choice = order is None or (isinstance(order, str) and order in _ORDERS)
+        is_list = isinstance(order, (list, tuple))
+        is_names = is_list and all(isinstance(name, str) for name in order)
+        if not is_choice and not is_names:
+            expected = "body_order='breadth', 'depth' or the names of the bodies"
+            raise UsageError("open", repr(str(self.path)), expected, repr(order))
+        quaternions = self.options["quaternions"]
+        if quaternions is not None:
+            arguments.choice("open", "quaternions", quaternions, _QUATERNIONS)
 
     def _read_npz(self, path: Path) -> EpisodeInfo:
         arrays = read_npz(path)
         layout = clip_layout(arrays)
         if layout is None:
-            raise CorruptFileError("read", repr(str(path)), f"arrays {', '.join(MOTION_TRACKING)}", "others")
+            expected = f"arrays {', '.join(MOTION_TRACKING)}"
+            raise CorruptFileError("read", repr(str(path)), expected, "others")
         sizes = _sizes(layout, arrays)
-        marked = self._marked_order(path, arrays)
-        fields = {f"observation/{name}": arrays.pop(name) for name in layout if name in arrays}
+        stated_order = self._stated_order(path, arrays)
+        fields: dict[str, NpzArray] = {}
+        for name in layout:
+            if name in arrays:
+                fields[f"observation/{name}"] = arrays.pop(name)
         self._check_poses(path, layout, fields, sizes)
+
         metadata: dict[str, Any] = {"fps": _fps(arrays.pop("fps"))} if "fps" in arrays else {}
-        stored = marked or self.options["quaternions"] or "unknown"
-        metadata["quaternion_order"] = self.options["quaternions"] or stored
-        if marked not in (None, metadata["quaternion_order"]):
-            self._turned.add((path.stem, f"observation/{layout[_ROTATIONS]}"))
-        self._check_order(path, fields.get(f"observation/{layout[_ROTATIONS]}"), stored, marked is not None)
-        self._orders.add(metadata["quaternion_order"])
-        self.metadata["quaternion_order"] = self._orders.copy().pop() if len(self._orders) == 1 else "mixed"
-        for name, one in arrays.items():
-            if name == _BODY_NAMES or name in _JOINT_NAMES:
-                metadata[name] = _names(one, sizes.get("B" if name == _BODY_NAMES else "J"))
-            elif one.dtype.kind in "biuf" and one.shape[:1] == (sizes["T"],):
-                fields[name] = one
-            elif one.dtype.kind in "biufU" and prod(one.shape) * one.dtype.itemsize <= _MAX_NAMES_BYTES:
-                metadata[name] = one.read().tolist()
+        rotations = f"observation/{layout[_ROTATIONS]}"
+        stored_order = stated_order or self.options["quaternions"] or "unknown"
+        order = self.options["quaternions"] or stored_order
+        if stated_order not in (None, order):
+            self._converted.add((path.stem, rotations))
+        self._check_order(path, fields.get(rotations), stored_order, stated_order is not None)
+        self._orders.add(order)
+        metadata["quaternion_order"] = order
+        self.metadata["quaternion_order"] = order if len(self._orders) == 1 else "mixed"
+
+        for name, array in arrays.items():
+            num_bytes = prod(array.shape) * array.dtype.itemsize
+            if name == _BODY_NAMES:
+                metadata[name] = _names(array, sizes.get("B"))
+            elif name in _JOINT_NAMES:
+                metadata[name] = _names(array, sizes.get("J"))
+            elif array.dtype.kind in "biuf" and array.shape[:1] == (sizes["T"],):
+                fields[name] = array
+            elif array.dtype.kind in "biufU" and num_bytes <= _MAX_NAMES_BYTES:
+                metadata[name] = array.read().tolist()
             else:
                 expected = f"{sizes['T']} rows of numbers, or few values"
-                got = f"{one.dtype}{list(one.shape)}"
-                self.problem("read the array", one.where, expected, got, "It is left out")
+                got = f"{array.dtype}{list(array.shape)}"
+                self.problem("read the array", array.where, expected, got, "It is left out")
         metadata["body_order"] = self._body_order(path, metadata, sizes.get("B", 0))
-        schema = Schema(Field(name, one.shape[1:], dtype_name(one.dtype, name)) for name, one in fields.items())
+
+        schema_fields = []
+        for name, array in fields.items():
+            schema_fields.append(Field(name, array.shape[1:], dtype_name(array.dtype, name)))
+        schema = Schema(schema_fields)
         return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
 
     def _body_order(self, path: Path, metadata: dict[str, Any], num_bodies: int) -> str:
+        """Return the order of the bodies for the metadata; names of the option are added to it."""
         order = self.options["body_order"]
         if order is None or order in _ORDERS:
             return order or ("names" if _BODY_NAMES in metadata else "unknown")
         if len(order) != num_bodies:
-            raise UsageError("open", repr(str(path)), f"{num_bodies} names as body_order", str(len(order)))
+            expected = f"{num_bodies} names as body_order"
+            raise UsageError("open", repr(str(path)), expected, str(len(order)))
         metadata[_BODY_NAMES] = list(order)
         return "names"
 
-    def _marked_order(self, path: Path, arrays: dict[str, NpzArray]) -> str | None:
-        """Take the mark of the order of quaternions from the arrays of a clip; None if it has none.
+    def _stated_order(self, path: Path, arrays: dict[str, NpzArray]) -> str | None:
+        """Remove the array that states the order of quaternions, and return the order.
+
+        None if there is none.
 
         Raises:
-            CorruptFileError: It names another order.
+            CorruptFileError: The array has another content.
         """
         name = next((name for name in _ORDER_MARKS if name in arrays), None)
         if name is None:
             return None
-        one = arrays.pop(name)
-        is_short = one.dtype.kind == "U" and prod(one.shape) * one.dtype.itemsize <= _MAX_NAMES_BYTES
-        mark = str(one.read().reshape(-1)[0]) if is_short and prod(one.shape) == 1 else str(one.dtype)
-        if mark not in _QUATERNIONS:
-            raise CorruptFileError("read", one.where, f"{' or '.join(_QUATERNIONS)}", repr(mark[:40]))
-        return mark
+        array = arrays.pop(name)
+        order = str(array.dtype)
+        num_bytes = prod(array.shape) * array.dtype.itemsize
+        if array.dtype.kind == "U" and prod(array.shape) == 1 and num_bytes <= _MAX_NAMES_BYTES:
+            order = str(array.read().reshape(-1)[0])
+        if order not in _QUATERNIONS:
+            expected = " or ".join(_QUATERNIONS)
+            raise CorruptFileError("read", array.where, expected, repr(order[:40]))
+        return order
 
-    def _check_order(self, path: Path, rotations: NpzArray | None, stored: str, is_marked: bool) -> None:
-        """Advise where the numbers speak for another order than the one that is stored, or that nobody names.
+    def _check_order(
+        self,
+        path: Path,
+        rotations: NpzArray | None,
+        stored: str,
+        is_stated: bool,
+    ) -> None:
+        """Add advice if the quaternions seem to have another order than the stored one.
 
-        A body that stands or walks turns about the vertical axis by little: the scalar part is large, x and y are
-        small. So the scalar is first or last, whichever is larger in nearly all rows.
+        A standing or walking body has a large scalar part and small x and y. The scalar is
+        therefore the first or the last number, whichever is large in nearly all rows. Each kind of
+        advice is given once per folder.
         """
         if rotations is None or not rotations.shape[0]:
             return
-        num_rows = max(1, _CHECKED_BYTES // (prod(rotations.shape[1:]) * rotations.dtype.itemsize))
-        rows = abs(np.asarray(rotations.read(0, num_rows), np.float64).reshape(-1, 4))
-        seen = next((name for name, place in _SCALAR.items() if (rows[:, place] > _LARGE).mean() > _SHARE), None)
-        if seen is None or seen == stored or (seen, stored, is_marked) in self._advised:
+        values = _first_rows(rotations)
+        rows = abs(np.asarray(values, np.float64).reshape(-1, 4))
+        likely = None
+        for order, position in _SCALAR.items():
+            if likely is None and (rows[:, position] > _LARGE).mean() > _SHARE:
+                likely = order
+        if likely is None or likely == stored or (likely, stored, is_stated) in self._advised:
             return
-        self._advised.add((seen, stored, is_marked))  # once for all clips of a folder
-        where = repr(str(path))
-        share = f"scalar parts near 1 where {seen} has them"
-        advice = (
-            f'Open it with quaternions="{seen}" if the file was written so; Isaac Lab 3 writes xyzw, earlier ones wxyz'
-        )
-        if is_marked:
-            advice = "The mark in the file is believed; it may be wrong"
-        expected = "a mark of the order of quaternions" if stored == "unknown" else f"quaternions as {stored}"
-        self.advise("understand", where, expected, f"none, and {share}" if stored == "unknown" else share, advice)
+        self._advised.add((likely, stored, is_stated))
 
-    def _check_poses(self, path: Path, layout: _Layout, fields: Mapping[str, NpzArray], sizes: dict[str, int]) -> None:
-        """Report what hints at another order of bodies or numbers; of a long clip looks at the first frames."""
+        expected = f"quaternions as {stored}"
+        got = f"scalar parts near 1 where {likely} has them"
+        if stored == "unknown":
+            expected = "a mark of the order of quaternions"
+            got = f"none, and {got}"
+        advice = (
+            f'Open it with quaternions="{likely}" if the file was written so; '
+            "Isaac Lab 3 writes xyzw, earlier ones wxyz"
+        )
+        if is_stated:
+            advice = "The mark in the file is believed; it may be wrong"
+        self.advise("understand", repr(str(path)), expected, got, advice)
+
+    def _check_poses(
+        self,
+        path: Path,
+        layout: _Layout,
+        fields: Mapping[str, NpzArray],
+        sizes: dict[str, int],
+    ) -> None:
+        """Add advice if the first frames hint at another order of bodies or numbers."""
         where = repr(str(path))
         advice = "The rows are given as they are stored"
-        checks: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (
-            (layout[_POSITIONS], "body 0 above the ground", lambda rows: rows[:, 0, 2] > 0),
-            (
-                layout[_ROTATIONS],
-                "unit quaternions",
-                lambda rows: abs(np.linalg.norm(rows, axis=-1) - 1).max(-1) < _TOLERANCE,
-            ),
+        checks: tuple[tuple[int, str, Callable[[Array], Array]], ...] = (
+            (_POSITIONS, "body 0 above the ground", _are_above_ground),
+            (_ROTATIONS, "unit quaternions", _are_unit_quaternions),
         )
-        for name, expected, is_right in checks:
-            one = fields.get(f"observation/{name}")
-            if one and sizes["B"]:
-                num_rows = _CHECKED_BYTES // (prod(one.shape[1:]) * one.dtype.itemsize)
-                wrong = np.flatnonzero(~is_right(one.read(0, max(1, num_rows))))
+        for number, expected, is_right in checks:
+            array = fields.get(f"observation/{layout[number]}")
+            if array and sizes["B"]:
+                wrong = np.flatnonzero(~is_right(_first_rows(array)))
                 if len(wrong):
-                    self.advise("understand", f"frame {wrong[0]} of {where}", expected, "others", advice)
+                    place = f"frame {wrong[0]} of {where}"
+                    self.advise("understand", place, expected, "others", advice)
         if sizes.get("B", sizes["J"] + 1) != sizes["J"] + 1:
             got = f"{sizes['B']} for {sizes['J']} joints"
             advice = "Look for 'world' or merged links"
@@ -208,64 +263,118 @@ class Reader(ForeignReader):
     def _json(self, path: Path) -> _Json:
         self._known.check(path)
         if self._latest[0] != path:
-            self._latest = path, _json_clip(path)
+            self._latest = (path, _json_clip(path))
         return self._latest[1]
 
     def read(self, number: int, name: str, start: int, stop: int) -> Array:
         source = self.episodes[number].source
         if isinstance(source, dict):
-            found: Array = source[name].read(start, stop)
-            if (self.episodes[number].name, name) in self._turned:
-                is_last_scalar = self.options["quaternions"] == "xyzw"
-                return np.roll(found, -1 if is_last_scalar else 1, axis=-1)
-            return found
+            rows: Array = source[name].read(start, stop)
+            if (self.episodes[number].name, name) in self._converted:
+                is_scalar_last = self.options["quaternions"] == "xyzw"
+                return np.roll(rows, -1 if is_scalar_last else 1, axis=-1)
+            return rows
         copied: Array = self._json(source)[0][name][start:stop].copy()
         return copied
 
 
+def _first_rows(array: NpzArray) -> Array:
+    """Read as many rows as are checked."""
+    row_bytes = prod(array.shape[1:]) * array.dtype.itemsize
+    return array.read(0, max(1, _CHECKED_BYTES // row_bytes))
+
+
+def _are_above_ground(positions: Array) -> Array:
+    """Return whether body 0 is above the ground: bool `[T]`."""
+    above: Array = positions[:, 0, 2] > 0
+    return above
+
+
+def _are_unit_quaternions(rotations: Array) -> Array:
+    """Return whether all quaternions of a frame have norm 1: bool `[T]`."""
+    deviations = abs(np.linalg.norm(rotations, axis=-1) - 1)
+    are_units: Array = deviations.max(-1) < _TOLERANCE
+    return are_units
+
+
 def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
-    """Compare the shapes of all arrays; give the number of frames T, joints J and bodies B."""
+    """Return the number of frames T, joints J and bodies B after a comparison of all shapes.
+
+    Raises:
+        CorruptFileError: An array has another shape, or no floating numbers.
+    """
     sizes = {"3": 3, "4": 4}
     for name, axes in zip(layout, _AXES, strict=True):
         if name not in arrays:
             continue
-        one = arrays[name]
-        expected = tuple(sizes.get(axis, size) for axis, size in zip(axes, one.shape, strict=False))
-        if one.dtype.kind != "f" or len(one.shape) != len(axes) or one.shape != expected or not one.shape[0]:
-            wanted = f"floating numbers [{', '.join(str(sizes.get(axis, axis)) for axis in axes)}]"
-            raise CorruptFileError("read", one.where, wanted, f"{one.dtype}{list(one.shape)}")
-        sizes.update(zip(axes, one.shape, strict=True))
+        array = arrays[name]
+        shape = array.shape
+        is_right = array.dtype.kind == "f" and len(shape) == len(axes) and shape[0] > 0
+        if is_right:
+            is_right = all(sizes.get(axis, n) == n for axis, n in zip(axes, shape, strict=True))
+        if not is_right:
+            wanted = ", ".join(str(sizes.get(axis, axis)) for axis in axes)
+            got = f"{array.dtype}{list(shape)}"
+            raise CorruptFileError("read", array.where, f"floating numbers [{wanted}]", got)
+        sizes.update(zip(axes, shape, strict=True))
     return sizes
 
 
 def _fps(stored: NpzArray) -> int | float:
+    """Read the frame rate in Hz; an integer if it is one."""
     is_number = prod(stored.shape) == 1 and stored.dtype.kind in "iuf"
     rate = float(stored.read().reshape(-1)[0]) if is_number else 0.0
     if not 0 < rate < float("inf"):
-        raise CorruptFileError("read", stored.where, "one number of frames per second", f"{list(stored.shape)}")
+        expected = "one number of frames per second"
+        raise CorruptFileError("read", stored.where, expected, f"{list(stored.shape)}")
     return int(rate) if rate.is_integer() else rate
 
 
 def _names(stored: NpzArray, num_names: int | None) -> list[str]:
+    """Read an array of names. None accepts any number of them."""
+    is_list = stored.dtype.kind in "US" and not stored.shape[1:]
     is_long = prod(stored.shape) * stored.dtype.itemsize > _MAX_NAMES_BYTES
-    if stored.dtype.kind not in "US" or stored.shape[1:] or (num_names or len(stored)) != len(stored) or is_long:
+    is_complete = not num_names or num_names == len(stored)
+    if not is_list or is_long or not is_complete:
         expected = f"{num_names} names" if num_names else "names"
-        raise CorruptFileError("read", stored.where, expected, f"{stored.dtype}{list(stored.shape)}")
-    return [name.decode(errors="replace") if isinstance(name, bytes) else str(name) for name in stored.read().tolist()]
+        got = f"{stored.dtype}{list(stored.shape)}"
+        raise CorruptFileError("read", stored.where, expected, got)
+    names = []
+    for name in stored.read().tolist():
+        names.append(name.decode(errors="replace") if isinstance(name, bytes) else str(name))
+    return names
 
 
 def _json_clip(path: Path) -> _Json:
-    """Read a clip of frames: poses `[T, D]` and how long each lasts, s; and what else the file says."""
+    """Read a clip of frames.
+
+    Returns:
+        Poses `[T, D]` and durations of the frames in seconds `[T]`, and the other keys of the file
+        as metadata.
+    """
     expected = "a JSON object with 'Frames', rows of equally many numbers"
     try:
         clip = json.loads(read_text(path, max_bytes=_MAX_JSON_BYTES))
-        rows, duration = np.array(clip.pop("Frames"), np.float64), clip.get("FrameDuration")
+        rows = np.array(clip.pop("Frames"), np.float64)
+        duration = clip.get("FrameDuration")
         if rows.ndim != 2 or not rows.shape[0] or rows.shape[1] < 2:
             raise ValueError(f"{list(rows.shape)}")
-        each = rows[:, 0] if duration is None else np.full(len(rows), float(duration))
-        if not np.isfinite(each).all() or not each[0] > 0:
-            raise ValueError(f"a frame of {each[0]} s")
-    except (ValueError, TypeError, OverflowError, AttributeError, LookupError, RecursionError) as cause:
+        if duration is None:  # The first number of a row is its duration.
+            durations_s = rows[:, 0]
+            observation = rows[:, 1:]
+        else:
+            durations_s = np.full(len(rows), float(duration))
+            observation = rows
+        if not np.isfinite(durations_s).all() or not durations_s[0] > 0:
+            raise ValueError(f"a frame of {durations_s[0]} s")
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+    ) as cause:
         raise CorruptFileError("read", repr(str(path)), expected, str(cause)[:200]) from cause
-    observation = rows[:, 1:] if duration is None else rows
-    return {"observation": observation, "duration_s": each}, {"fps": 1 / float(each[0]), **clip}
+    fields = {"observation": observation, "duration_s": durations_s}
+    return fields, {"fps": 1 / float(durations_s[0]), **clip}

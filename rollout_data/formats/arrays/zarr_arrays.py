@@ -1,7 +1,7 @@
-"""Arrays of zarr, formats 2 and 3, in a folder or zip file: rows are read chunk by chunk.
+"""Arrays of zarr, formats 2 and 3, in a folder or zip file. Rows are read chunk by chunk.
 
-One rule: sizes are limited when an array is described, and a chunk is decoded into memory of the size that its array
-says. Only compressors are known, nothing that could run code as filters of objects could.
+Sizes are limited when an array is described, and a chunk is decoded to at most its declared size.
+Only compressors are supported, since filters of objects could run code.
 """
 
 from __future__ import annotations
@@ -30,18 +30,33 @@ MAX_META_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 1 << 28
 _MAX_CHUNKS = 1 << 16
 _MAX_ARRAYS = 256
-#: Chunks that were never written, and so take no bytes of a file, are few unless the array is small.
-_MAX_UNWRITTEN_BYTES, _MIN_WRITTEN = 1 << 26, 1 / 16
+#: Bytes up to which an array may have any number of unwritten chunks, which take no bytes of the
+#: store.
+_MAX_UNWRITTEN_BYTES = 1 << 26
+#: Share of the chunks of a larger array that must be written.
+_MIN_WRITTEN = 1 / 16
 _COMPRESSORS = ("blosc", "zstd", "lz4", "gzip", "zlib", "imagecodecs_jpegxl")
-_NOWHERE = (1 << 64) - 1
-_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError, RuntimeError, EOFError)
+#: Offset and size of an unwritten chunk in the index of a shard.
+_UNWRITTEN = (1 << 64) - 1
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+)
 
 
 class Store:
-    """Named pieces of bytes: the files of a folder, or the members of a zip file, as they were when it was opened.
+    """Named pieces of bytes: the files of a folder, or the members of a zip file.
+
+    Files that have changed since the store was opened are an error.
 
     Attributes:
-        names: In no order.
+        names: Names of all pieces.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,8 +65,10 @@ class Store:
         self._listed: list[zipfile.ZipInfo] = []
         self._known = KnownFiles()
         if path.is_dir():
-            found = ((folder, name) for folder, _, names in os.walk(path) for name in names)
-            self.names = {os.path.relpath(os.path.join(*one), path) for one in found}
+            self.names = set[str]()
+            for folder, _, names in os.walk(path):
+                for name in names:
+                    self.names.add(os.path.relpath(os.path.join(folder, name), path))
             for name in self.names:
                 self._known.check(path / name)
         else:
@@ -65,45 +82,64 @@ class Store:
     def get(self, name: str, start: int, num_bytes: int) -> bytes:
         """Read bytes of a piece; fewer at its end. A negative start counts from the end."""
         member = self._members.get(name)
-        path = self._path if member else self._path / name
+        if member is not None:
+            return self._get_of_zip(member, name, start, num_bytes)
+        path = self._path / name
         self._known.check(path)
-        with self._known.open(path if member else file_inside(self._path, name)) as file:
-            begin, size = (member_begin(file, member), member.compress_size) if member else (0, file.seek(0, 2))
-            if member and member.compress_type == zipfile.ZIP_DEFLATED:
+        with self._known.open(file_inside(self._path, name)) as file:
+            size = file.seek(0, 2)
+            first = max(0, size + start) if start < 0 else min(start, size)
+            file.seek(first)
+            return file.read(min(num_bytes, size - first))
+
+    def _get_of_zip(
+        self,
+        member: zipfile.ZipInfo,
+        name: str,
+        start: int,
+        num_bytes: int,
+    ) -> bytes:
+        """Read bytes of a member of a zip file, as `get`."""
+        with self._known.open(self._path) as file:
+            begin = member_begin(file, member)
+            size = member.compress_size
+            if member.compress_type == zipfile.ZIP_DEFLATED:
                 file.seek(begin)
-                most = start + num_bytes if start >= 0 else _MAX_CHUNK_BYTES
-                data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(file.read(size), most)
+                most_bytes = start + num_bytes if start >= 0 else _MAX_CHUNK_BYTES
+                unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+                data = unpacker.decompress(file.read(size), most_bytes)
                 _check_member(member, data)
                 return data[start:][:num_bytes]
-            if member and (member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1):
-                raise DataFileError("read", repr(name), "a member that is stored or deflated", "another")
+            is_encrypted = bool(member.flag_bits & 1)
+            if member.compress_type != zipfile.ZIP_STORED or is_encrypted:
+                expected = "a member that is stored or deflated"
+                raise DataFileError("read", repr(name), expected, "another")
             first = max(0, size + start) if start < 0 else min(start, size)
             file.seek(begin + first)
             data = file.read(min(num_bytes, size - first))
-            if member:
-                _check_member(member, data)
+            _check_member(member, data)
             return data
 
     def json(self, name: str) -> Any:
-        """Parse a small piece."""
+        """Parse a small piece as JSON."""
         with damage_named("read", f"{name!r} of {str(self._path)!r}", "an intact piece", *_DAMAGE):
             text = self.get(name, 0, MAX_META_BYTES).decode(errors="replace")
         return parse_json(text, self._path / name)
 
     def check_names(self, arrays: Collection[ZarrArray]) -> None:
-        """Check the names of members of a zip file that are no chunk of an array, or are listed twice.
+        """Check the names of the members of a zip file that are no chunk of an array, or are listed twice.
 
-        A chunk with a damaged name in the directory would count as one that was never written.
+        A chunk with a damaged name in the directory would count as unwritten.
 
         Raises:
             CorruptFileError: A member has another name in the directory than in its own head.
         """
         counts = Counter(member.filename for member in self._listed)
-        others = [
-            member
-            for member in self._listed
-            if counts[member.filename] > 1 or not any(array.has_piece(member.filename) for array in arrays)
-        ]
+        others = []
+        for member in self._listed:
+            name = member.filename
+            if counts[name] > 1 or not any(array.has_piece(name) for array in arrays):
+                others.append(member)
         with damage_named("open", repr(str(self._path)), "intact names of its members", *_DAMAGE):
             if others:
                 with self._known.open(self._path) as file:
@@ -112,7 +148,7 @@ class Store:
 
 
 def _check_member(member: zipfile.ZipInfo, data: bytes) -> None:
-    """Raise if the whole content of a member of a zip file contradicts the checksum that the archive has of it."""
+    """Raise `BadZipFile` if `data` is the whole content of a member and has another checksum."""
     if len(data) == member.file_size and zlib.crc32(data) != member.CRC:
         raise zipfile.BadZipFile(f"{member.filename!r} has another checksum than stored")
 
@@ -122,18 +158,19 @@ _Codecs = Sequence[tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class ZarrArray:
-    """An array of a store, not read yet.
+    """An array of a store that was not read yet.
 
     Attributes:
-        name: Where it stands, "data/action".
-        dtype: As stored; the byte order may be foreign.
-        chunks: Shape of what is coded at once.
-        pieces: Shape of the pieces of the store: `chunks`, or that of the shards.
-        codecs: Name and settings of a compressor and a checksum, if any.
-        key: Text before the place of a piece in its name, and what separates the numbers of the place.
-        fill: Value of what was not written.
-        order: "C" or "F", that of the values of a chunk.
-        index_at_end: Of shards.
+        name: Path of the array in the store, such as "data/action".
+        shape: Shape of the whole array.
+        dtype: Stored dtype, perhaps with the other byte order.
+        chunks: Shape of a chunk, the unit of compression.
+        pieces: Shape of a piece of the store: `chunks`, or the shape of a shard.
+        codecs: (name, settings) of the compressor and of the checksum, if any.
+        key: Prefix of the names of pieces, and separator of the numbers in them.
+        fill: Value of unwritten chunks.
+        order: Order of the values of a chunk, "C" or "F".
+        index_at_end: Whether the index of a shard is at its end.
     """
 
     name: str
@@ -151,81 +188,107 @@ class ZarrArray:
     @property
     def is_lossy(self) -> bool:
         """Whether pictures were coded with loss."""
-        return any(
-            name == "imagecodecs_jpegxl" and settings.get("lossless") is not True for name, settings in self.codecs
-        )
+        for name, settings in self.codecs:
+            if name == "imagecodecs_jpegxl" and settings.get("lossless") is not True:
+                return True
+        return False
 
     def has_piece(self, name: str) -> bool:
-        """Return whether a piece of a store is one of this array by its name."""
+        """Return whether a name is that of a piece of this array."""
         prefix, separator = self.key
         if not name.startswith(prefix):
             return False
         numbers = name.removeprefix(prefix).split(separator)
-        counts = [-(-size // piece) for size, piece in zip(self.shape, self.pieces, strict=True)]
+        counts = _num_blocks(self.shape, self.pieces)
         if len(numbers) != len(counts):
             return False
-        return all(
-            number.isdecimal() and str(int(number)) == number and int(number) < count
-            for number, count in zip(numbers, counts, strict=True)
-        )
+        for number, count in zip(numbers, counts, strict=True):
+            is_canonical = number.isdecimal() and str(int(number)) == number
+            if not is_canonical or int(number) >= count:
+                return False
+        return True
 
     def read(self, store: Store, start: int, stop: int) -> Array:
         """Read the rows `start:stop`: `[stop - start, ...]`, little-endian, a new array."""
         where = f"rows {start}:{stop} of {self.name!r}"
-        limits = [(start, stop), *((0, size) for size in self.shape[1:])]
-        grid = [range(low // size, -(-high // size)) for (low, high), size in zip(limits, self.chunks, strict=True)]
-        with damage_named("read", where, f"chunks of {self.dtype}{list(self.chunks)}", *_DAMAGE):
-            out = np.empty([high - low for low, high in limits], self.dtype.newbyteorder("<"))
-            for place in product(*grid):
+        bounds = [(start, stop)] + [(0, size) for size in self.shape[1:]]
+        chunk_ranges = []
+        for (low, high), size in zip(bounds, self.chunks, strict=True):
+            chunk_ranges.append(range(low // size, -(-high // size)))
+
+        expected = f"chunks of {self.dtype}{list(self.chunks)}"
+        with damage_named("read", where, expected, *_DAMAGE):
+            rows = np.empty([high - low for low, high in bounds], self.dtype.newbyteorder("<"))
+            for place in product(*chunk_ranges):
                 chunk = self._chunk(store, place)
                 target = []
                 source = []
-                for number, size, (low, high) in zip(place, self.chunks, limits, strict=True):
+                for number, size, (low, high) in zip(place, self.chunks, bounds, strict=True):
                     first = max(low, number * size)
                     last = min(high, (number + 1) * size)
                     target.append(slice(first - low, last - low))
                     source.append(slice(first - number * size, last - number * size))
-                out[tuple(target)] = self.fill if chunk is None else chunk[tuple(source)]
-        return out
+                rows[tuple(target)] = self.fill if chunk is None else chunk[tuple(source)]
+        return rows
 
     def _chunk(self, store: Store, place: tuple[int, ...]) -> Array | None:
-        """Decode a chunk; None if it was not written. Those of the latest rows are kept: the next are often in them."""
-        if place not in self._latest:
-            num_bytes = prod(self.chunks) * self.dtype.itemsize
-            packed = self._packed(store, place, 2 * num_bytes + (1 << 16))
-            found = None
-            if packed is not None:
-                data = _decode(packed, self.codecs, num_bytes)
-                found = np.frombuffer(data, self.dtype, prod(self.chunks)).reshape(self.chunks, order=self.order)
-            if place[0] != next(iter(self._latest), place)[0]:
-                self._latest.clear()
-            self._latest[place] = found
-            return found
-        return self._latest[place]
+        """Decode a chunk; None if it is unwritten.
+
+        The chunks of the latest rows are kept, since the next rows are often in them.
+        """
+        if place in self._latest:
+            return self._latest[place]
+        num_values = prod(self.chunks)
+        num_bytes = num_values * self.dtype.itemsize
+        packed = self._packed(store, place, 2 * num_bytes + (1 << 16))
+        chunk = None
+        if packed is not None:
+            data = _decode(packed, self.codecs, num_bytes)
+            values = np.frombuffer(data, self.dtype, num_values)
+            chunk = values.reshape(self.chunks, order=self.order)
+        if place[0] != next(iter(self._latest), place)[0]:
+            self._latest.clear()
+        self._latest[place] = chunk
+        return chunk
 
     def _packed(self, store: Store, place: tuple[int, ...], most_bytes: int) -> bytes | None:
-        """Read the bytes of a chunk: a piece by itself, or a part of a shard, whose index says which."""
-        within = [size // chunk for size, chunk in zip(self.pieces, self.chunks, strict=True)]
+        """Read the bytes of a chunk: a whole piece, or a part of a shard.
+
+        None if it is unwritten.
+        """
         prefix, separator = self.key
-        numbers = [str(number // count) for number, count in zip(place, within, strict=True)]
-        name = prefix + separator.join(numbers)
+        per_piece = [piece // chunk for piece, chunk in zip(self.pieces, self.chunks, strict=True)]
+        piece_numbers = []
+        inner_numbers = []
+        for number, count in zip(place, per_piece, strict=True):
+            piece_numbers.append(str(number // count))
+            inner_numbers.append(number % count)
+        name = prefix + separator.join(piece_numbers)
         if name not in store.names:
             return None
         if self.pieces == self.chunks:
             return store.get(name, 0, most_bytes)
-        index_bytes = 16 * prod(within) + 4
+
+        # The index of a shard has offset and size of each chunk, u64, and a CRC-32C.
+        index_bytes = 16 * prod(per_piece) + 4
         index = store.get(name, -index_bytes if self.index_at_end else 0, index_bytes)
         _check_crc(index)
-        inner = np.ravel_multi_index([number % count for number, count in zip(place, within, strict=True)], within)
-        offset, size = (int(one) for one in np.frombuffer(index, "<u8", 2, 16 * int(inner)))
-        if offset == size == _NOWHERE:
+        inner = int(np.ravel_multi_index(inner_numbers, per_piece))
+        offset, size = np.frombuffer(index, "<u8", 2, 16 * inner).tolist()
+        if offset == size == _UNWRITTEN:
             return None
         if size > most_bytes:
             raise ValueError(f"a chunk of {size} bytes")
         return store.get(name, offset, size)
 
 
+def _num_blocks(shape: Sequence[int], block_shape: Sequence[int]) -> list[int]:
+    """Return the number of blocks along each axis; the last one may be incomplete."""
+    return [-(-size // block) for size, block in zip(shape, block_shape, strict=True)]
+
+
 def _check_crc(data: bytes) -> None:
+    """Raise `ValueError` if the last 4 bytes are not the CRC-32C of the others."""
     if len(data) < 4 or crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
         raise ValueError("another checksum than stored")
 
@@ -241,13 +304,17 @@ def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
             wbits = zlib.MAX_WBITS | (16 if name == "gzip" else 0)
             data = zlib.decompressobj(wbits).decompress(data, num_bytes + 1)
         elif name == "imagecodecs_jpegxl":
-            pixels = optional("imagecodecs", "imagecodecs", "jpegxl", "chunks of JPEG XL").jpegxl_decode(data)
-            data = np.ascontiguousarray(pixels).tobytes()
+            imagecodecs = optional("imagecodecs", "imagecodecs", "jpegxl", "chunks of JPEG XL")
+            data = np.ascontiguousarray(imagecodecs.jpegxl_decode(data)).tobytes()
         else:
-            is_whole = [int.from_bytes(data[at : at + 4], "little") for at in (4, 12)] == [num_bytes, len(data)]
-            if name == "blosc" and not is_whole:  # the library believes these sizes
-                raise ValueError("a chunk that declares another size")
-            optional(f"numcodecs.{name}", "numcodecs", "zarr", f"chunks of {name}").decompress(data, out)
+            if name == "blosc":
+                # The library does not check these sizes.
+                unpacked_bytes = int.from_bytes(data[4:8], "little")
+                packed_bytes = int.from_bytes(data[12:16], "little")
+                if unpacked_bytes != num_bytes or packed_bytes != len(data):
+                    raise ValueError("a chunk that declares another size")
+            codec = optional(f"numcodecs.{name}", "numcodecs", "zarr", f"chunks of {name}")
+            codec.decompress(data, out)
             data = out
     if len(data) != num_bytes:
         raise ValueError(f"{len(data)} bytes in a chunk of {num_bytes}")
@@ -255,58 +322,75 @@ def _decode(data: bytes, codecs: _Codecs, num_bytes: int) -> Any:
 
 
 def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, ZarrArray]:
-    """Describe the arrays of a store by their names; those of texts and of no axis are left out by name.
+    """Return the arrays of a store by their names, without reading them.
+
+    Arrays of texts and arrays without axes are passed to `leave_out` by their name.
 
     Raises:
-        CorruptFileError: A description is damaged, or declares more than there is.
+        CorruptFileError: A description is damaged, or declares more data than the store has.
         UnsafeFileError: An array holds objects.
     """
-    found: dict[str, ZarrArray] = {}
+    arrays: dict[str, ZarrArray] = {}
     for name in sorted(store.names):
-        folder, _, last = name.rpartition("/")
-        about = store.json(name) if last in (".zarray", "zarr.json") else None
-        is_described = isinstance(about, dict) and (last == ".zarray" or about.get("node_type") in ("array", "group"))
-        if last in (".zarray", "zarr.json") and not is_described:
-            raise CorruptFileError("read", repr(name), "the description of an array or a group", repr(about)[:100])
-        if len(found) == _MAX_ARRAYS:
+        folder, _, file_name = name.rpartition("/")
+        if file_name not in (".zarray", "zarr.json"):
+            continue
+        description = store.json(name)
+        is_format_2 = file_name == ".zarray"
+        node_type = description.get("node_type") if isinstance(description, dict) else None
+        is_node = is_format_2 or node_type in ("array", "group")
+        if not isinstance(description, dict) or not is_node:
+            expected = "the description of an array or a group"
+            raise CorruptFileError("read", repr(name), expected, repr(description)[:100])
+        if not is_format_2 and node_type == "group":
+            continue
+        if len(arrays) == _MAX_ARRAYS:
             raise CorruptFileError("read", repr(name), f"at most {_MAX_ARRAYS} arrays", "more")
-        if isinstance(about, dict) and (last == ".zarray" or about.get("node_type") == "array"):
-            if about.get("shape") == [] or _holds_texts(about):
-                leave_out(folder)
-                continue
-            with damage_named("read", repr(name), "the description of an array", *_DAMAGE):
-                found[folder] = _of_format_2(folder, about) if last == ".zarray" else _of_format_3(folder, about)
-                _check_sizes(found[folder], store)
-    store.check_names(found.values())
-    return found
+        if description.get("shape") == [] or _holds_texts(description):
+            leave_out(folder)
+            continue
+        with damage_named("read", repr(name), "the description of an array", *_DAMAGE):
+            parse = _of_format_2 if is_format_2 else _of_format_3
+            array = parse(folder, description)
+            _check_sizes(array, store)
+            arrays[folder] = array
+    store.check_names(arrays.values())
+    return arrays
 
 
 def _holds_texts(about: Mapping[str, Any]) -> bool:
-    kind = about.get("dtype", about.get("data_type"))
-    filters = about.get("filters")
-    if isinstance(kind, dict):
-        kind = kind.get("name")
-    is_packed = kind == "|O" and filters == [{"id": "vlen-utf8"}]
-    return isinstance(kind, str) and (is_packed or kind[1:2] in ("U", "S") or kind in ("string", "fixed_length_utf32"))
+    """Return whether a description is that of an array of texts."""
+    dtype = about.get("dtype", about.get("data_type"))
+    if isinstance(dtype, dict):
+        dtype = dtype.get("name")
+    if not isinstance(dtype, str):
+        return False
+    if dtype == "|O":
+        return about.get("filters") == [{"id": "vlen-utf8"}]
+    return dtype[1:2] in ("U", "S") or dtype in ("string", "fixed_length_utf32")
 
 
 def _of_format_2(name: str, about: Mapping[str, Any]) -> ZarrArray:
     compressor = about.get("compressor")
     filters = about.get("filters")
     if filters or about["dtype"] == "|O":
-        raise UnsafeFileError("read", repr(name), "numbers without filters", str(filters)[:100], "Nothing was run")
+        got = str(filters)[:100]
+        advice = "Nothing was run"
+        raise UnsafeFileError("read", repr(name), "numbers without filters", got, advice)
     codecs = [(compressor["id"], compressor)] if compressor else []
     chunks = tuple(map(int, about["chunks"]))
     key = (f"{name}/", about.get("dimension_separator", "."))
-    fill = about.get("fill_value")
     dtype = np.dtype(str(about["dtype"]))
     shape = tuple(map(int, about["shape"]))
-    return ZarrArray(name, shape, dtype, chunks, chunks, codecs, key, _fill(fill, dtype), about.get("order", "C"))
+    fill = _fill(about.get("fill_value"), dtype)
+    order = about.get("order", "C")
+    return ZarrArray(name, shape, dtype, chunks, chunks, codecs, key, fill, order)
 
 
 def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
     if about["data_type"] not in DTYPES:
-        raise UnsafeFileError("read", repr(name), "numbers", str(about["data_type"])[:100], "Nothing was run")
+        got = str(about["data_type"])[:100]
+        raise UnsafeFileError("read", repr(name), "numbers", got, "Nothing was run")
     keys = about["chunk_key_encoding"]
     pieces = tuple(map(int, about["chunk_grid"]["configuration"]["chunk_shape"]))
     is_default = keys["name"] == "default"
@@ -316,15 +400,17 @@ def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
     at_end = True
     if codecs and codecs[0][0] == "sharding_indexed":
         settings = codecs[0][1]
-        if [one for one, _ in _codecs_3(settings["index_codecs"])[1:]] != ["crc32c"] or len(codecs) > 1:
+        index_codecs = [codec for codec, _ in _codecs_3(settings["index_codecs"])]
+        if index_codecs[1:] != ["crc32c"] or len(codecs) > 1:
             raise ValueError("a shard of another kind")
         chunks = tuple(map(int, settings["chunk_shape"]))
         at_end = settings.get("index_location", "end") == "end"
         codecs = _codecs_3(settings["codecs"])
-    order = "big" if codecs and codecs[0][1].get("endian") == "big" else "little"
-    if not codecs or codecs[0][0] != "bytes":
-        raise ValueError(f"the codec {codecs[0][0] if codecs else 'none'!r}")
-    dtype = DTYPES[about["data_type"]][1].newbyteorder("<" if order == "little" else ">")
+    first_codec, first_settings = codecs[0] if codecs else ("none", {})
+    if first_codec != "bytes":
+        raise ValueError(f"the codec {first_codec!r}")
+    byte_order = ">" if first_settings.get("endian") == "big" else "<"
+    dtype = DTYPES[about["data_type"]][1].newbyteorder(byte_order)
     key = (f"{name}/c{separator}" if is_default else f"{name}/", separator)
     shape = tuple(map(int, about["shape"]))
     fill = _fill(about.get("fill_value"), dtype)
@@ -332,31 +418,53 @@ def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
 
 
 def _codecs_3(listed: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    return [(one["name"].removeprefix("numcodecs."), one.get("configuration") or {}) for one in listed]
+    """Return (name, settings) of the codecs of format 3."""
+    codecs = []
+    for codec in listed:
+        name = codec["name"].removeprefix("numcodecs.")
+        codecs.append((name, codec.get("configuration") or {}))
+    return codecs
 
 
 def _fill(value: Any, dtype: np.dtype[Any]) -> Any:
-    return dtype.type(0 if value is None else float(value) if isinstance(value, str) else value)
+    """Return a fill value in the dtype of its array. NaN and infinities are stored as texts."""
+    if value is None:
+        return dtype.type(0)
+    return dtype.type(float(value) if isinstance(value, str) else value)
 
 
 def _check_sizes(array: ZarrArray, store: Store) -> None:
-    """Compare what an array declares with limits and with the pieces that are there."""
+    """Compare the sizes that an array declares with limits and with the pieces of the store.
+
+    Raises:
+        ValueError: A size is too large, or contradicts another one.
+    """
     names = [name for name, _ in array.codecs]
     if names[-1:] == ["crc32c"]:
         names.pop()
     if len(names) > 1 or not set(names) <= set(_COMPRESSORS):
         raise ValueError(f"{names} instead of one of {', '.join(_COMPRESSORS)}")
     sizes = (array.shape, array.chunks, array.pieces)
-    if not 0 < len(array.shape) <= MAX_DIMENSIONS or len({*map(len, sizes)}) != 1 or array.dtype.kind not in "biuf":
+    has_equal_dimensions = len({*map(len, sizes)}) == 1
+    if not 0 < len(array.shape) <= MAX_DIMENSIONS or not has_equal_dimensions:
         raise ValueError(f"{array.dtype} {sizes}"[:200])
-    if min(array.shape) < 0 or min(array.chunks) < 1 or any(map(int.__mod__, array.pieces, array.chunks)):
+    if array.dtype.kind not in "biuf":
+        raise ValueError(f"{array.dtype} {sizes}"[:200])
+    if min(array.shape) < 0 or min(array.chunks) < 1:
         raise ValueError(f"{sizes}"[:200])
-    num_bytes = prod(array.chunks) * array.dtype.itemsize
-    of_row = prod(-(-size // chunk) for size, chunk in zip(array.shape[1:], array.chunks[1:], strict=True))
-    within = prod(array.pieces) // prod(array.chunks)
-    if num_bytes * of_row > _MAX_CHUNK_BYTES or max(of_row, within) > _MAX_CHUNKS:
-        raise ValueError(f"{of_row} chunks of {num_bytes} bytes for a row, {within} in a shard")
-    declared = prod(-(-size // piece) for size, piece in zip(array.shape, array.pieces, strict=True))
-    there = sum(name.startswith(array.key[0]) for name in store.names)
-    if there < declared * _MIN_WRITTEN and prod(array.shape) * array.dtype.itemsize > _MAX_UNWRITTEN_BYTES:
-        raise ValueError(f"{there} of {declared} chunks")
+    if any(piece % chunk for piece, chunk in zip(array.pieces, array.chunks, strict=True)):
+        raise ValueError(f"{sizes}"[:200])
+
+    chunk_bytes = prod(array.chunks) * array.dtype.itemsize
+    chunks_per_row = prod(_num_blocks(array.shape[1:], array.chunks[1:]))
+    chunks_per_shard = prod(array.pieces) // prod(array.chunks)
+    has_many_chunks = max(chunks_per_row, chunks_per_shard) > _MAX_CHUNKS
+    if chunk_bytes * chunks_per_row > _MAX_CHUNK_BYTES or has_many_chunks:
+        text = f"{chunks_per_row} chunks of {chunk_bytes} bytes for a row"
+        raise ValueError(f"{text}, {chunks_per_shard} in a shard")
+
+    num_declared = prod(_num_blocks(array.shape, array.pieces))
+    num_written = sum(name.startswith(array.key[0]) for name in store.names)
+    is_large = prod(array.shape) * array.dtype.itemsize > _MAX_UNWRITTEN_BYTES
+    if is_large and num_written < num_declared * _MIN_WRITTEN:
+        raise ValueError(f"{num_written} of {num_declared} chunks")
