@@ -1,7 +1,7 @@
-"""RLinf's trajectory checkpoints: torch files of blocks `[T, B, ...]`, named by an index, perhaps one set per rank.
+"""RLinf's trajectory checkpoints: torch files of blocks `[T, B, ...]` and their index, perhaps one folder per rank.
 
-One rule: tensors are mapped and loaded with weights only; pickle files are refused. An episode is what lies between two
-dones of a column; the last of a column mostly has an open end.
+Tensors are mapped and loaded with `weights_only`; pickle files are an error. An episode is the
+steps of a column between two dones. The last episode of a column mostly has an open end.
 """
 
 from __future__ import annotations
@@ -32,29 +32,44 @@ from ..input_checks import KnownFiles, damage_named, file_inside, listed, read_o
 _FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
 _ENDS = ("dones", "terminations", "truncations")
 _TASKS = ("task", "task_description", "task_descriptions")
+#: Bytes of an observation that are compared with the next observation.
 _COMPARED_BYTES = 1 << 26
 _NEXT = "next_observation"
 _MAX_PICKLE_BYTES = 1 << 24
 _MAX_JSON_BYTES = 1 << 24
 _MAX_DEPTH = 16
 _PICKLE_ADVICE = "A pickle can run code; save the trajectories as 'pt'"
-_DAMAGE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, OSError, zipfile.BadZipFile)
+_DAMAGE = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    EOFError,
+    OSError,
+    zipfile.BadZipFile,
+)
 
 
 class Reader(ForeignReader):
-    """Reads a checkpoint folder, or one with a folder for each rank.
+    """Reads a checkpoint folder, or a folder with a checkpoint for each rank.
 
-    Option `on_bad_index`: "refuse" a set whose index tells other sizes than its files, or "rebuild" from the files.
-    Entries without a file are reported and left out.
+    Entries of the index without a file are reported and left out.
+
+    Options:
+        on_bad_index: "refuse" an index with other sizes than its files, or "rebuild" it from the
+        files.
     """
 
     format = "rlinf"
     OPTIONS: ClassVar[Mapping[str, Any]] = {"on_bad_index": "refuse"}
 
     def scan(self) -> Sequence[EpisodeInfo]:
-        given = self.options["on_bad_index"]
+        option = self.options["on_bad_index"]
         choices = ("refuse", "rebuild")
-        is_rebuilt = arguments.choice("open the checkpoint", "on_bad_index", given, choices) == "rebuild"
+        choice = arguments.choice("open the checkpoint", "on_bad_index", option, choices)
+        is_rebuilt = choice == "rebuild"
+        #: The latest file and its content.
         self._latest: tuple[Path | None, dict[str, Any]] = (None, {})
         self._known = KnownFiles()
         episodes: list[EpisodeInfo] = []
@@ -63,82 +78,133 @@ class Reader(ForeignReader):
                 try:
                     block = self._load(path)
                     shape = _shape(block, path)
-                    found = self._episodes(block, path, shape, number, entry)
+                    block_episodes = self._episodes(block, path, shape, number, entry)
                 except DataFileError as error:
                     error.advice = error.advice or "The trajectory is left out"
                     self.problems.append(error)
                     continue
-                if entry.get("num_samples", shape[0] * shape[1]) != shape[0] * shape[1]:
-                    got = f"{shape[0]} x {shape[1]}"
-                    advice = "Pass on_bad_index='rebuild' to believe the files"
-                    told = f"{entry['num_samples']} samples, as the index tells"
-                    if not is_rebuilt:
-                        raise CorruptFileError("open", repr(str(path)), told, got, advice)
-                    self.problem("agree with the index on", repr(str(path)), told, got, "The file is believed").of(
-                        "counts"
-                    )
-                episodes += found
+                self._check_num_samples(entry, path, shape, is_rebuilt)
+                episodes += block_episodes
         if not episodes and self.problems:
             raise self.problems[0]
         return episodes
+
+    def _check_num_samples(
+        self,
+        entry: Mapping[str, Any],
+        path: Path,
+        shape: tuple[int, int],
+        is_rebuilt: bool,
+    ) -> None:
+        """Compare the size of a block with its entry in the index.
+
+        Raises:
+            CorruptFileError: They differ, and the index must not be rebuilt.
+        """
+        num_samples = shape[0] * shape[1]
+        if entry.get("num_samples", num_samples) == num_samples:
+            return
+        where = repr(str(path))
+        expected = f"{entry['num_samples']} samples, as the index tells"
+        got = f"{shape[0]} x {shape[1]}"
+        if not is_rebuilt:
+            advice = "Pass on_bad_index='rebuild' to believe the files"
+            raise CorruptFileError("open", where, expected, got, advice)
+        advice = "The file is believed"
+        self.problem("agree with the index on", where, expected, got, advice).of("counts")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_latest": (None, {})}
 
     def _listed(self, folder: Path, is_rebuilt: bool) -> list[tuple[int, dict[str, Any], Path]]:
-        """List id, entry and file of each trajectory: in the order of the index, then, if rebuilt, what it lacks."""
-        index = rlinf_index(folder)
-        where = repr(str(folder))
-        at = folder.relative_to(self.path)
-        if index is None:
+        """Return id, entry and file of each trajectory in the order of the index.
+
+        A rebuilt index also has the files that it does not list, at its end.
+        """
+        index_name = rlinf_index(folder)
+        if index_name is None:
             return []
-        about = read_object(file_inside(self.path, str(at / index)), _MAX_JSON_BYTES)
+        where = repr(str(folder))
+        inner = folder.relative_to(self.path)
+        index = read_object(file_inside(self.path, str(inner / index_name)), _MAX_JSON_BYTES)
         if (folder / "metadata.json").exists():
-            self.metadata |= read_object(file_inside(self.path, str(at / "metadata.json")), _MAX_JSON_BYTES)
-        noted = self.metadata.pop(ABSENT, None)
-        if (kind := self.metadata.get("trajectory_format", "pt")) != "pt":
-            raise UnsafeFileError("open", where, "trajectories as 'pt'", repr(kind)[:40], _PICKLE_ADVICE)
-        with damage_named("read the index of", where, "'trajectory_index' and 'trajectory_id_list'", *_DAMAGE):
-            known = about["trajectory_index"]
-            entries = {int(one): dict(known.get(str(one), {})) for one in about["trajectory_id_list"]}
-            if len(entries) < len(about["trajectory_id_list"]):
-                raise ValueError("an id twice")
+            metadata_path = file_inside(self.path, str(inner / "metadata.json"))
+            self.metadata |= read_object(metadata_path, _MAX_JSON_BYTES)
+        absent = self.metadata.pop(ABSENT, None)
+        file_format = self.metadata.get("trajectory_format", "pt")
+        if file_format != "pt":
+            got = repr(file_format)[:40]
+            raise UnsafeFileError("open", where, "trajectories as 'pt'", got, _PICKLE_ADVICE)
+
+        entries = _entries(index, where)
         files: dict[int, list[str]] = {}
         for path in listed(folder):
-            if one := _FILE.fullmatch(path.name):
-                files.setdefault(int(one[1]), []).append(path.name)
-        if lacking := [number for number in entries if number not in files]:
-            got = f"no file of {', '.join(map(str, lacking))}"
-            self.problem("find what is in the index of", where, "every file", _short(got), "They are left out").of(
-                "unreadable"
-            )
-        if spare := [name for number in files if number not in entries for name in files[number]]:
-            advice = "They are read" if is_rebuilt else "They are left out; on_bad_index='rebuild' reads them"
-            self.problem("find in the index of", where, "every file", _short(f"not {', '.join(spare)}"), advice)
-        found = []
-        for number in [*entries, *(files.keys() - entries.keys() if is_rebuilt else ())]:
+            match = _FILE.fullmatch(path.name)
+            if match:
+                files.setdefault(int(match[1]), []).append(path.name)
+        self._report_differences(entries, files, where, is_rebuilt)
+
+        numbers = [number for number in entries if number in files]
+        if is_rebuilt:
+            numbers += files.keys() - entries.keys()
+        trajectories = []
+        for number in numbers:
             entry = entries.get(number, {})
-            there = files.get(number, [])
-            named = f"trajectory_{number}_{entry.get('model_weights_id')}.pt"
-            if there and not (chosen := named if named in there else there[-1]).endswith(".pt"):
-                raise UnsafeFileError("read", f"{chosen!r} of {where}", "a file of 'pt'", "a pickle", _PICKLE_ADVICE)
-            if there:
-                absent = noted.get(str(number)) if isinstance(noted, dict) else None
-                names = [name for name in absent if isinstance(name, str)] if isinstance(absent, list) else []
-                entry = {**entry, ABSENT: names} if names else entry
-                found.append((number, entry, file_inside(self.path, str(at / chosen))))
-        return found
+            name = f"trajectory_{number}_{entry.get('model_weights_id')}.pt"
+            if name not in files[number]:
+                name = files[number][-1]
+            if not name.endswith(".pt"):
+                place = f"{name!r} of {where}"
+                raise UnsafeFileError("read", place, "a file of 'pt'", "a pickle", _PICKLE_ADVICE)
+            absent_fields = _absent_fields(absent, number)
+            if absent_fields:
+                entry = {**entry, ABSENT: absent_fields}
+            path = file_inside(self.path, str(inner / name))
+            trajectories.append((number, entry, path))
+        return trajectories
+
+    def _report_differences(
+        self,
+        entries: Mapping[int, Any],
+        files: Mapping[int, list[str]],
+        where: str,
+        is_rebuilt: bool,
+    ) -> None:
+        """Report entries of the index without a file, and files without an entry."""
+        missing = [str(number) for number in entries if number not in files]
+        if missing:
+            got = _short(f"no file of {', '.join(missing)}")
+            advice = "They are left out"
+            action = "find what is in the index of"
+            self.problem(action, where, "every file", got, advice).of("unreadable")
+
+        unlisted = []
+        for number, names in files.items():
+            if number not in entries:
+                unlisted += names
+        if unlisted:
+            advice = "They are left out; on_bad_index='rebuild' reads them"
+            if is_rebuilt:
+                advice = "They are read"
+            got = _short(f"not {', '.join(unlisted)}")
+            self.problem("find in the index of", where, "every file", got, advice)
 
     def _load(self, path: Path) -> dict[str, Any]:
         self._known.check(path)
         if self._latest[0] != path:
-            self._latest = path, _load(path)
+            self._latest = (path, _load(path))
         return self._latest[1]
 
     def _fields(
-        self, block: dict[str, Any], path: Path, shape: tuple[int, int]
+        self,
+        block: dict[str, Any],
+        path: Path,
+        shape: tuple[int, int],
     ) -> tuple[dict[str, Field], list[str], dict[str, Any]]:
-        """Sort what a block holds into fields, names of texts, and plain values."""
+        """Return the fields of a block, the names of its texts, and its plain values.
+
+        Other values are reported.
+        """
         fields = {}
         texts = []
         plain = {}
@@ -146,7 +212,8 @@ class Reader(ForeignReader):
             if name in _ENDS:
                 continue
             if isinstance(value, torch.Tensor) and value.shape[:2] == shape:
-                dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype  # numpy has no bfloat16
+                # numpy has no bfloat16.
+                dtype = torch.float32 if value.dtype == torch.bfloat16 else value.dtype
                 fields[name] = Field(name, tuple(value.shape[2:]), dtype_name(dtype))
             elif _is_texts(value, shape):
                 texts.append(name)
@@ -154,42 +221,51 @@ class Reader(ForeignReader):
                 plain[name] = value
             else:
                 where = f"{name!r} of {str(path)!r}"
-                self.problem("read", where, f"values {list(shape)}", "others", "They are left out")
+                expected = f"values {list(shape)}"
+                self.problem("read", where, expected, "others", "They are left out")
         return fields, texts, plain
 
     def _episodes(
-        self, block: dict[str, Any], path: Path, shape: tuple[int, int], number: int, entry: Mapping[str, Any]
+        self,
+        block: dict[str, Any],
+        path: Path,
+        shape: tuple[int, int],
+        number: int,
+        entry: Mapping[str, Any],
     ) -> list[EpisodeInfo]:
+        """Return the episodes of a block: the steps of each column between two dones."""
         prefix = f"{path.parent.name}_{number}" if path.parent != self.path else str(number)
-        ends = {name: _flags(block[name], shape, f"{name!r} of {str(path)!r}") for name in _ENDS if name in block}
-        dones = ends.get("dones", np.logical_or(*(ends.get(name, np.zeros(shape, bool)) for name in _ENDS[1:])))
+        ends = {}
+        for name in _ENDS:
+            if name in block:
+                ends[name] = _flags(block[name], shape, f"{name!r} of {str(path)!r}")
+        terminations = ends.get("terminations", np.zeros(shape, bool))
+        truncations = ends.get("truncations", np.zeros(shape, bool))
+        dones = ends.get("dones", terminations | truncations)
+
         fields, texts, plain = self._fields(block, path, shape)
         tasks = [name for name in texts if name.split("/")[-1] in _TASKS]
-        is_copy = _is_copy(block, dones)
-        schema = Schema(one for name, one in fields.items() if not (is_copy and name.split("/")[0] == _NEXT))
-        with_next = (one for name, one in fields.items() if name.split("/")[0] == "observation")
-        final = Schema(
-            one for one in with_next if fields.get(f"next_{one.name}") == replace(one, name=f"next_{one.name}")
-        )
-        found = []
+        schema, final = _schemas(fields, is_copy=_is_copy(block, dones))
+        episodes = []
         for column, run, start, stop in _runs(dones):
-            flags = [bool(ends[name][stop - 1, column]) if name in ends else False for name in _ENDS[1:]]
-            is_known = any(flags) and bool(dones[stop - 1, column])
-            found.append(
-                EpisodeInfo(
-                    f"{prefix}_{column}_{run}",
-                    stop - start,
-                    schema,
-                    tuple(texts),
-                    final,
-                    terminated=flags[0] if is_known else None,
-                    truncated=flags[1] if is_known else None,
-                    task=block[tasks[0]][start][column] if tasks else "",
-                    metadata={**plain, **entry, "trajectory_id": number, "env": column},
-                    source=(path, column, start),
-                )
+            last = (stop - 1, column)
+            is_terminated = bool(terminations[last])
+            is_truncated = bool(truncations[last])
+            is_known = (is_terminated or is_truncated) and bool(dones[last])
+            episode = EpisodeInfo(
+                f"{prefix}_{column}_{run}",
+                stop - start,
+                schema,
+                tuple(texts),
+                final,
+                terminated=is_terminated if is_known else None,
+                truncated=is_truncated if is_known else None,
+                task=block[tasks[0]][start][column] if tasks else "",
+                metadata={**plain, **entry, "trajectory_id": number, "env": column},
+                source=(path, column, start),
             )
-        return found
+            episodes.append(episode)
+        return episodes
 
     def read(self, number: int, name: str, start: int, stop: int) -> Any:
         path, column, first = self.episodes[number].source
@@ -204,39 +280,102 @@ class Reader(ForeignReader):
         return _numpy(self._load(path)[f"next_{name}"][first + info.length - 1, column])
 
 
+def _entries(index: Mapping[str, Any], where: str) -> dict[int, dict[str, Any]]:
+    """Return the entries of an index in its order: id -> entry.
+
+    Raises:
+        CorruptFileError: The index is damaged, or lists an id twice.
+    """
+    expected = "'trajectory_index' and 'trajectory_id_list'"
+    with damage_named("read the index of", where, expected, *_DAMAGE):
+        by_id = index["trajectory_index"]
+        ids = index["trajectory_id_list"]
+        entries = {int(number): dict(by_id.get(str(number), {})) for number in ids}
+        if len(entries) < len(ids):
+            raise ValueError("an id twice")
+        return entries
+
+
+def _absent_fields(absent: Any, number: int) -> list[str]:
+    """Return the fields of a trajectory that a conversion noted as filled in metadata.json."""
+    names = absent.get(str(number)) if isinstance(absent, dict) else None
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _schemas(fields: Mapping[str, Field], is_copy: bool) -> tuple[Schema, Schema]:
+    """Return the fields of steps, and of the observation after the last step.
+
+    Args:
+        fields: All fields of a block.
+        is_copy: Whether the next observations only repeat the observations of the next steps.
+    """
+    of_steps = []
+    final = []
+    for name, field in fields.items():
+        group = name.split("/")[0]
+        if not (is_copy and group == _NEXT):
+            of_steps.append(field)
+        next_name = f"next_{name}"
+        if group == "observation" and fields.get(next_name) == replace(field, name=next_name):
+            final.append(field)
+    return Schema(of_steps), Schema(final)
+
+
 def _short(text: str) -> str:
     return text if len(text) < 200 else f"{text[:200]}..."
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Map the tensors of a file: names in our words -> tensors, texts, and whatever else it holds."""
+    """Map the tensors of a file: field name -> tensor, texts, or another value.
+
+    Raises:
+        CorruptFileError: The file is damaged, or declares more data than it has.
+        UnsafeFileError: The file has other objects than tensors and plain containers.
+    """
     where = repr(str(path))
     with damage_named("read", where, "a torch file of plain tensors", *_DAMAGE):
-        with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
-            for member in archive.infolist():
-                most = _MAX_PICKLE_BYTES if member.filename.endswith(".pkl") else member.compress_size
-                if member.compress_type != zipfile.ZIP_STORED or member.file_size > most:
-                    raise ValueError(f"{member.filename[:80]!r} is packed or too large")
+        _check_members(path)
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as cause:
-            expected, got = "tensors and plain containers only", str(cause).split("\n")[0][:200]
-            raise UnsafeFileError("read", where, expected, got, "Nothing in the file was run") from cause
+            expected = "tensors and plain containers only"
+            got = str(cause).split("\n")[0][:200]
+            advice = "Nothing in the file was run"
+            raise UnsafeFileError("read", where, expected, got, advice) from cause
         if not isinstance(content, dict):
             raise ValueError(f"a {type(content).__name__} instead of a dict")
-        found = {_renamed(content, name): value for name, value in islice(_flat(content, ()), MAX_FIELDS)}
-        for name, one in found.items():
-            if isinstance(one, torch.Tensor):
-                is_plain = one.device.type == "cpu" and one.layout == torch.strided and not one.is_quantized
-                if not is_plain or one.nbytes > path.stat().st_size:  # it may repeat one value without end
-                    raise ValueError(f"{name[:80]!r} is no plain tensor")
-    reward = found.get("reward")
+
+        values = {}
+        file_bytes = path.stat().st_size
+        for stored_name, value in islice(_flat(content, ()), MAX_FIELDS):
+            name = _renamed(content, stored_name)
+            if isinstance(value, torch.Tensor) and not _is_plain(value, file_bytes):
+                raise ValueError(f"{name[:80]!r} is no plain tensor")
+            values[name] = value
+    reward = values.get("reward")
     if isinstance(reward, torch.Tensor) and reward.shape[2:] == (1,):
-        found["reward"] = reward[..., 0]
-    return found
+        values["reward"] = reward[..., 0]
+    return values
+
+
+def _check_members(path: Path) -> None:
+    """Raise `ValueError` if a member of a torch file is packed, or larger than its bytes."""
+    with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            is_pickle = member.filename.endswith(".pkl")
+            most_bytes = _MAX_PICKLE_BYTES if is_pickle else member.compress_size
+            if member.compress_type != zipfile.ZIP_STORED or member.file_size > most_bytes:
+                raise ValueError(f"{member.filename[:80]!r} is packed or too large")
+
+
+def _is_plain(tensor: torch.Tensor, file_bytes: int) -> bool:
+    """Return whether a tensor is dense, and not larger than its file: strides of 0 can repeat a value."""
+    is_dense = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return is_dense and not tensor.is_quantized and tensor.nbytes <= file_bytes
 
 
 def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts with their keys joined by "/"."""
     if not isinstance(content, dict) or len(keys) > _MAX_DEPTH:
         yield "/".join(keys), content
     else:
@@ -245,67 +384,105 @@ def _flat(content: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(content: dict[str, Any], name: str) -> str:
-    """Return how a field is called here; the only part of an observation goes without a name."""
-    head, _, rest = name.partition("/")
-    for stored, ours in (("curr_obs", "observation"), ("next_obs", _NEXT)):
-        if head == stored:
-            return f"{ours}/{rest}" if rest and (rest != "states" or len(content[stored]) > 1) else ours
+    """Return the field of a stored name. `states` without other parts is the whole observation."""
+    group, _, part = name.partition("/")
+    for stored, field in (("curr_obs", "observation"), ("next_obs", _NEXT)):
+        if group == stored:
+            is_whole = not part or (part == "states" and len(content[stored]) == 1)
+            return field if is_whole else f"{field}/{part}"
     return {"actions": "action", "rewards": "reward"}.get(name, name)
 
 
 def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
-    named = [name for name in ("prev_logprobs", "reward", "action") if name in block]
-    for name in named or [name for name in block if name.split("/")[0] == "observation"]:
+    """Return the number of steps T and of columns B of a block.
+
+    Raises:
+        CorruptFileError: No tensor of steps states them.
+    """
+    names = [name for name in ("prev_logprobs", "reward", "action") if name in block]
+    if not names:
+        names = [name for name in block if name.split("/")[0] == "observation"]
+    for name in names:
         value = block[name]
         if isinstance(value, torch.Tensor) and value.dim() >= 2 and min(value.shape[:2]) > 0:
             return int(value.shape[0]), int(value.shape[1])
-    raise CorruptFileError("read", repr(str(path)), "'prev_logprobs' or 'rewards' of [T, B, ...]", "none")
+    expected = "'prev_logprobs' or 'rewards' of [T, B, ...]"
+    raise CorruptFileError("read", repr(str(path)), expected, "none")
 
 
 def _flags(value: Any, shape: tuple[int, int], where: str) -> Array:
-    """Return flags `[T, B]`; where there is a row more for each of e epochs, the first of each is before its steps."""
-    rows = len(value) if isinstance(value, torch.Tensor) and value.dim() >= 2 else 0
-    epochs = rows - shape[0]
-    if not rows or value.shape[1] != shape[1] or epochs < 0 or (epochs and shape[0] % epochs):
-        got = str(list(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise CorruptFileError("read", where, f"flags {list(shape)}, or a row more for each epoch", got)
-    flags: Array = value.reshape(rows, shape[1], -1).bool().any(-1).numpy()
-    return flags if not epochs else flags.reshape(epochs, -1, shape[1])[:, 1:].reshape(shape)
+    """Return flags as bool `[T, B]`.
+
+    A block of several epochs may have one more row for each epoch, before its first step. These
+    rows are removed.
+
+    Raises:
+        CorruptFileError: The flags have another shape.
+    """
+    num_steps, num_columns = shape
+    is_tensor = isinstance(value, torch.Tensor)
+    has_columns = is_tensor and value.dim() >= 2 and value.shape[1] == num_columns
+    num_epochs = len(value) - num_steps if has_columns else -1
+    if num_epochs < 0 or (num_epochs > 0 and num_steps % num_epochs):
+        expected = f"flags {list(shape)}, or a row more for each epoch"
+        got = str(list(value.shape)) if is_tensor else type(value).__name__
+        raise CorruptFileError("read", where, expected, got)
+    flags: Array = value.reshape(len(value), num_columns, -1).bool().any(-1).numpy()
+    if num_epochs == 0:
+        return flags
+    return flags.reshape(num_epochs, -1, num_columns)[:, 1:].reshape(shape)
 
 
 def _runs(dones: Array) -> Iterator[tuple[int, int, int, int]]:
-    """Yield column, number, start and stop of what lies between dones; the last of a column stops with the block."""
+    """Yield (column, number, start, stop) of the steps between dones.
+
+    The last run of a column ends with the block.
+    """
     for column in range(dones.shape[1]):
         stops = (np.flatnonzero(dones[:, column]) + 1).tolist()
-        for number, (start, stop) in enumerate(pairwise(sorted({0, *stops, len(dones)}))):
+        bounds = sorted({0, *stops, len(dones)})
+        for number, (start, stop) in enumerate(pairwise(bounds)):
             yield column, number, start, stop
 
 
 def _is_texts(value: Any, shape: tuple[int, int]) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == shape[0]
-        and all(isinstance(row, (list, tuple)) and len(row) == shape[1] for row in value)
-        and all(isinstance(text, str) for row in value for text in row)
-    )
+    """Return whether a value is a list `[T]` of lists `[B]` of texts."""
+    num_steps, num_columns = shape
+    if not isinstance(value, list) or len(value) != num_steps:
+        return False
+    for row in value:
+        if not isinstance(row, (list, tuple)) or len(row) != num_columns:
+            return False
+        if not all(isinstance(text, str) for text in row):
+            return False
+    return True
 
 
 def _is_copy(block: Mapping[str, Any], dones: Array) -> bool:
-    """Return whether the observations after steps are those of the next ones, unless done; of large parts the first."""
+    """Return whether the next observations repeat the observations of the next steps, except at dones.
+
+    Of large observations the first steps are compared.
+    """
     for name, after in block.items():
-        if name.split("/")[0] == _NEXT and isinstance(after, torch.Tensor):
-            now = block.get(name.removeprefix("next_"))
-            if not isinstance(now, torch.Tensor) or now.shape != after.shape or now.shape[:2] != dones.shape:
-                return False
-            rows = slice(0, max(1, len(now) * _COMPARED_BYTES // max(1, now.nbytes)))
-            same = (now[1:][rows] == after[:-1][rows]).numpy()
-            if not (same.reshape(*same.shape[:2], math.prod(same.shape[2:])).all(-1) | dones[:-1][rows]).all():
-                return False
+        if name.split("/")[0] != _NEXT or not isinstance(after, torch.Tensor):
+            continue
+        before = block.get(name.removeprefix("next_"))
+        if not isinstance(before, torch.Tensor) or before.shape != after.shape:
+            return False
+        if before.shape[:2] != dones.shape:
+            return False
+        num_rows = max(1, len(before) * _COMPARED_BYTES // max(1, before.nbytes))
+        is_equal = (before[1:][:num_rows] == after[:-1][:num_rows]).numpy()
+        is_equal = is_equal.reshape(*is_equal.shape[:2], math.prod(is_equal.shape[2:]))
+        if not (is_equal.all(-1) | dones[:-1][:num_rows]).all():
+            return False
     return True
 
 
 def _numpy(tensor: torch.Tensor) -> Array:
-    """Copy a tensor; bfloat16 as float32."""
+    """Copy a tensor to an array; bfloat16 becomes float32."""
     copied = tensor.clone(memory_format=torch.contiguous_format)
-    array: Array = (copied.float() if copied.dtype == torch.bfloat16 else copied).numpy()
+    if copied.dtype == torch.bfloat16:
+        copied = copied.float()
+    array: Array = copied.numpy()
     return array

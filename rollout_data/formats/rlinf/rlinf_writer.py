@@ -1,7 +1,8 @@
-"""Writing RLinf's trajectory checkpoints: a `.pt` file for each episode, `trajectory_index.json` and `metadata.json`.
+"""Writer of RLinf's trajectory checkpoints: a `.pt` file for each episode, `trajectory_index.json`, `metadata.json`.
 
-One rule: an episode is a block `[T, 1, ...]`; its file is renamed when it is complete. The index, which may name files
-that are not there, is written first, and `metadata.json` when all are there: what was stopped opens with what is whole.
+An episode is a block `[T, 1, ...]`, renamed when its file is complete. The index is written first
+and lists files that may be missing; `metadata.json` is written last. A stopped conversion can be
+opened with its complete episodes.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from ..episode_writer import EpisodeToWrite, ForeignWriter, finals_of, shared_fi
 _WEIGHTS = "recorded"
 _INDEX = "trajectory_index.json"
 _METADATA = "metadata.json"
+#: Group of the observations.
+_OBSERVATIONS = "curr_obs"
+#: Group of all fields that have no place of their own.
+_OTHERS = "forward_inputs"
 _ACTIONS_AND_REWARDS = {"action": "actions", "reward": "rewards"}
 
 
 class Writer(ForeignWriter):
-    """A folder of trajectories; the order of the episodes is that of their ids 0, 1, ..."""
+    """Writes a folder of trajectories. The episodes have the ids 0, 1, ... in their order."""
 
     format = "rlinf"
     MADE = (_INDEX, "trajectory_*.pt")
@@ -48,16 +53,16 @@ class Writer(ForeignWriter):
         return self.path / f"trajectory_{self._numbers[episode.id]}_{_WEIGHTS}.pt"
 
     def _index(self, episodes: Sequence[EpisodeToWrite]) -> dict[str, Any]:
-        index = {
-            str(self._numbers[episode.id]): {
+        index = {}
+        for episode in episodes:
+            number = self._numbers[episode.id]
+            index[str(number)] = {
                 "num_samples": episode.length,
-                "trajectory_id": self._numbers[episode.id],
+                "trajectory_id": number,
                 "max_episode_length": episode.length,
                 "shape": [episode.length, 1],
                 "model_weights_id": _WEIGHTS,
             }
-            for episode in episodes
-        }
         return {"trajectory_index": index, "trajectory_id_list": list(map(int, index))}
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
@@ -69,7 +74,8 @@ class Writer(ForeignWriter):
     def add(self, episode: EpisodeToWrite) -> None:
         place = self._file(episode)
         with replace_file(place) as temporary:
-            with open(temporary, "wb") as file:  # torch alone hides why a file cannot be written
+            # `torch.save` to a path hides the reason if the file cannot be written.
+            with open(temporary, "wb") as file:
                 torch.save(self._content(episode), file)
             self.note(episode, {place.name: temporary})
         self.written.add(episode.id)
@@ -79,64 +85,91 @@ class Writer(ForeignWriter):
             self.changed("the end, which is unknown, is only in `dones`", episode)
 
     def _content(self, episode: EpisodeToWrite) -> dict[str, Any]:
-        content: dict[str, Any] = {"max_episode_length": episode.length, "model_weights_id": _WEIGHTS}
-        finals = finals_of(episode)
+        """Return the content of an episode's file: nested dicts of tensors `[T, 1, ...]` and lists of texts."""
         for change in self._fields.changes(episode):
             self.changed(change, episode)
+        content: dict[str, Any] = {
+            "max_episode_length": episode.length,
+            "model_weights_id": _WEIGHTS,
+        }
+        finals = finals_of(episode)
         for name, field in self._fields.schema.items():
-            head, _, rest = name.partition("/")
-            values = torch.from_numpy(np.array(self._fields.read(episode, name))).to(field.torch_dtype)
-            if head == "observation":
-                content.setdefault("curr_obs", {})[rest or "states"] = values[:, None]
-                if name in finals:
-                    last = torch.from_numpy(np.array(finals[name])).to(values.dtype)[None]
-                    content.setdefault("next_obs", {})[rest or "states"] = torch.cat([values[1:], last])[:, None]
-            elif name in _ACTIONS_AND_REWARDS:
-                content[_ACTIONS_AND_REWARDS[name]] = values[:, None]
-            else:
-                content.setdefault("forward_inputs", {})[name] = values[:, None]
-                self.changed(f"{name!r} is called {_read_name(name)!r}", episode)
-        if "reward" in self._fields.schema and self._fields.schema["reward"].shape == (1,):
-            self.changed("'reward' is read as numbers, not as rows of one", episode)
+            group, key = _place_of(name)
+            rows = np.array(self._fields.read(episode, name))
+            values = torch.from_numpy(rows).to(field.torch_dtype)
+            target = content.setdefault(group, {}) if group else content
+            target[key] = values[:, None]
+            if group == _OBSERVATIONS and name in finals:
+                last = torch.from_numpy(np.array(finals[name])).to(values.dtype)[None]
+                following = torch.cat([values[1:], last])
+                content.setdefault("next_obs", {})[key] = following[:, None]
+
         texts = {name: episode.read(name) for name in self._fields.texts}
-        lost = [name for name in episode.final if name in episode.texts]
-        self.changed(f"texts of the final observation are left out ({', '.join(lost)})", episode, lost)
         if episode.task:
             texts["task_descriptions"] = [episode.task] * episode.length
-        for name, rows in texts.items():
+        for name, rows_of_text in texts.items():
             head, _, rest = name.partition("/")
-            group, key = ("curr_obs", rest) if head == "observation" and rest else ("forward_inputs", name)
-            content.setdefault(group, {})[key] = [[text] for text in rows]
-        last_row = torch.arange(episode.length)[:, None] == episode.length - 1
-        content["dones"] = last_row
+            is_observation = head == "observation" and rest
+            group, key = (_OBSERVATIONS, rest) if is_observation else (_OTHERS, name)
+            content.setdefault(group, {})[key] = [[text] for text in rows_of_text]
+
+        is_last = torch.arange(episode.length)[:, None] == episode.length - 1
+        content["dones"] = is_last
         if episode.terminated is not None or episode.truncated is not None:
-            content["terminations"] = last_row & bool(episode.terminated)
-            content["truncations"] = last_row & bool(episode.truncated)
+            content["terminations"] = is_last & bool(episode.terminated)
+            content["truncations"] = is_last & bool(episode.truncated)
+        self._report_changes(episode)
         return content
+
+    def _report_changes(self, episode: EpisodeToWrite) -> None:
+        """Report the fields of an episode that are read under another name or shape, or left out."""
+        schema = self._fields.schema
+        for name in schema:
+            if _read_name(name) != name:
+                self.changed(f"{name!r} is called {_read_name(name)!r}", episode)
+        if "reward" in schema and schema["reward"].shape == (1,):
+            self.changed("'reward' is read as numbers, not as rows of one", episode)
+        lost = [name for name in episode.final if name in episode.texts]
+        if lost:
+            change = f"texts of the final observation are left out ({', '.join(lost)})"
+            self.changed(change, episode)
 
     def close(self) -> None:
         if not self.is_complete or (self.path / _METADATA).exists():
             return
-        episodes = [one for one in self.episodes if one.id in self.written]
-        size = len(episodes)
-        total = sum(one.length for one in episodes)
-        about: dict[str, Any] = {
+        episodes = [episode for episode in self.episodes if episode.id in self.written]
+        metadata: dict[str, Any] = {
             "trajectory_format": "pt",
-            "size": size,
-            "total_samples": total,
-            "trajectory_counter": size,
+            "size": len(episodes),
+            "total_samples": sum(episode.length for episode in episodes),
+            "trajectory_counter": len(episodes),
             "seed": 0,
         }
-        absent = {str(self._numbers[one.id]): self._fields.absent(one, _read_name) for one in episodes}
-        if noted := {number: names for number, names in absent.items() if names}:
-            about[ABSENT] = noted
+        absent = {}
+        for episode in episodes:
+            names = self._fields.absent(episode, _read_name)
+            if names:
+                absent[str(self._numbers[episode.id])] = names
+        if absent:
+            metadata[ABSENT] = absent
+
         self.note_open()
         self._write(_INDEX, self._index(episodes))
-        self._write(_METADATA, about)
+        self._write(_METADATA, metadata)
         self.note_finish()
 
 
+def _place_of(name: str) -> tuple[str, str]:
+    """Return the group, or "", and the key of a numeric field in a file."""
+    head, _, rest = name.partition("/")
+    if head == "observation":
+        return _OBSERVATIONS, rest or "states"
+    if name in _ACTIONS_AND_REWARDS:
+        return "", _ACTIONS_AND_REWARDS[name]
+    return _OTHERS, name
+
+
 def _read_name(name: str) -> str:
-    """Return the name under which a field is read."""
-    is_own = name.partition("/")[0] == "observation" or name in _ACTIONS_AND_REWARDS
-    return name if is_own else f"forward_inputs/{name}"
+    """Return the name under which a numeric field is read."""
+    group, key = _place_of(name)
+    return f"{_OTHERS}/{key}" if group == _OTHERS else name
