@@ -1,8 +1,9 @@
-"""A folder of block files: which blocks are there, which are damaged, and the cache of it all.
+"""A folder of block files: its intact and damaged blocks, and the cache of its index.
 
-One rule: a bad file is one entry in `problems` and never hides the good ones beside it. Reading
-creates and changes nothing in the folder; only writers and tools call `save_index_cache`.
-Nothing is concluded from a clock of the file system, and nothing is gone because a listing lacks it: both may be late.
+A damaged file is one entry in `problems` and hides no other file. Reading never changes the folder;
+only writers and tools call `save_index_cache`. Clocks and listings of a network file system may be
+late. Modification times are only compared for equality, and a known file that a listing lacks is
+looked up by its name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,13 @@ import numpy as np
 from storage.core import arguments
 from storage.core.fields import Schema
 from storage.core.threads import each
-from storage.errors import CorruptFileError, DataFileError, MissingFolderError, RolloutDataError, UsageError
+from storage.errors import (
+    CorruptFileError,
+    DataFileError,
+    MissingFolderError,
+    RolloutDataError,
+    UsageError,
+)
 
 from .block import Block, FragmentSums
 from .block_header import (
@@ -48,59 +54,74 @@ from .write_block import TEMPORARY_PREFIX
 
 INDEX_CACHE_NAME = ".index.npz"
 _CACHE_VERSION = 4
-#: What a damaged cache makes the readers of zip, npy and JSON raise; RuntimeError covers odd zip members.
-BAD_CACHE = (*BAD_METADATA, EOFError, ArithmeticError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error)
-#: A folder's own time tells of no change within this time after another one: FAT counts in steps of 2 s.
+_OPEN = "open the data folder"
+#: Exceptions that damaged caches cause in the readers of zip, npy and JSON. RuntimeError: unusual
+#: zip members.
+BAD_CACHE = (
+    *BAD_METADATA,
+    EOFError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+#: Seconds after a change in which the modification time of a folder may hide another one: FAT
+#: counts 2 s.
 _COARSE_S = 2.0
-#: All files are looked at for this share of the time at most, and at most once a second, unless one came or went.
+#: Share of the time in which all files are checked again, at most, while none is added or removed.
 LOOK_SHARE = 0.005
-#: How often a look is repeated because an edit was replaced meanwhile.
+#: Times that a look is repeated because an edit was replaced meanwhile.
 _NUM_LOOKS = 10
-#: Size in bytes and time of the last change in ns: by these a file is known again.
+#: Size in bytes and modification time in ns. A file with the same stamp is the same file.
 FileStamp = tuple[int, int]
+#: Fields and content of an opened block.
+_Opened = tuple[Schema, Block]
 
 
 def stamp_of(path: Path) -> FileStamp | None:
     """Return the stamp of a regular file; None for folders, pipes and devices."""
-    found = os.stat(path)
-    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+    status = os.stat(path)
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def kind_of_file(path: Path) -> str:
-    """Name the kind of a file, for errors."""
+    """Return the kind of a file, for errors."""
     mode = path.stat().st_mode
-    kinds = (
-        (stat.S_ISFIFO, "a pipe"),
-        (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISBLK, "a device"),
-        (stat.S_ISCHR, "a device"),
-    )
-    return next((name for is_kind, name in kinds if is_kind(mode)), "a file")
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    if stat.S_ISSOCK(mode):
+        return "a socket"
+    if stat.S_ISBLK(mode) or stat.S_ISCHR(mode):
+        return "a device"
+    return "a file"
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:
     """List a folder.
 
     Raises:
-        UsageError: There is no such folder.
-        DataFileError: It may not be listed.
+        UsageError: The folder does not exist.
+        DataFileError: The folder cannot be listed.
     """
     where = repr(str(folder))
     try:
         with os.scandir(folder) as entries:
             return list(entries)
     except FileNotFoundError as cause:
-        raise MissingFolderError("open the data folder", where, "a folder", "nothing there") from cause
+        raise MissingFolderError(_OPEN, where, "a folder", "nothing there") from cause
     except NotADirectoryError as cause:
-        raise UsageError("open the data folder", where, "a folder", kind_of_file(folder)) from cause
+        raise UsageError(_OPEN, where, "a folder", kind_of_file(folder)) from cause
     except OSError as cause:
+        expected = "a folder that can be listed"
         advice = "See to it that it may be read, and entered"
-        raise DataFileError("open the data folder", where, "a folder that can be listed", str(cause), advice) from cause
+        raise DataFileError(_OPEN, where, expected, str(cause), advice) from cause
 
 
 def block_entries(data_dir: Path) -> list[os.DirEntry[str]]:
-    """List what is opened as blocks in a folder; errors as of `entries_of`."""
-    return [one for one in entries_of(data_dir) if one.name.endswith((".h5", ".hdf5")) and one.name[0] != "."]
+    """List the entries of a folder that are opened as blocks; errors as of `entries_of`."""
+    visible = [entry for entry in entries_of(data_dir) if not entry.name.startswith(".")]
+    return [entry for entry in visible if entry.name.endswith((".h5", ".hdf5"))]
 
 
 class BlockFolder:
@@ -108,16 +129,18 @@ class BlockFolder:
 
     Args:
         data_dir: The folder.
-        verify_on_open: Check every checksum of a block when it is first seen.
-        label: Goes before the writers' names, so that those of several folders differ.
+        verify_on_open: Check all checksums of a block when it is first opened.
+        label: Prefix of the writers' names, so that the names of several folders differ.
 
     Attributes:
-        schema: Fields of the blocks; without a block those that metadata.json declares, or None.
-        blocks: File name -> `Block`, of the intact blocks; of edits those that hold.
-        replaced: File name -> `Block`, of the edits that do not hold (any more).
-        problems: File name -> what is wrong with a file that was left out, metadata.json included.
+        schema: Fields of the blocks; without blocks the fields that metadata.json declares, or
+            None.
+        blocks: File name -> intact block, edits in force included.
+        replaced: File name -> edit that is not in force.
+        problems: File name -> error of a file that was left out, metadata.json included.
         built: Index arrays from the cache, valid for exactly the present blocks, or None.
-        has_unknown_ends: Notes may say how trajectories ended: metadata.json says so, or cannot be read.
+        has_unknown_ends: Whether annotations may state how trajectories ended: metadata.json states
+            it, or cannot be read.
     """
 
     def __init__(self, data_dir: str | os.PathLike[str], verify_on_open: bool = False, label: str = "") -> None:
@@ -132,38 +155,49 @@ class BlockFolder:
         self._stamps: dict[str, FileStamp] = {}
         self._found: dict[str, FileStamp] = {}
         self._inodes: dict[str, int] = {}
-        self._taken: object = None  # what was found when the blocks were last opened
-        self._folder_is: object = None  # time of change and inode, of the folder
-        self._changed_s = self._listed_s = self._due_s = -math.inf  # of the monotonic clock
+        #: The listing of which the blocks were last opened.
+        self._opened_listing: object = None
+        #: Modification time and inode of the folder.
+        self._folder_state: object = None
+        # Times of the monotonic clock: the folder was changed, was listed, and all files are
+        # checked again.
+        self._changed_s = -math.inf
+        self._listed_s = -math.inf
+        self._due_s = -math.inf
         self._use_cache = not verify_on_open
+        #: Threads that open blocks.
         self._num_openers = 1
-        self.has_unknown_ends = self._is_schema_fixed = self._has_missed_edit = False
+        self.has_unknown_ends = False
+        self._is_schema_fixed = False
+        #: Whether an edit was removed between listing and opening.
+        self._has_missed_edit = False
 
     @classmethod
     def at(cls, data_dir: str | os.PathLike[str], verify_on_open: bool = False) -> BlockFolder:
-        """Open a folder and look at it."""
+        """Open a folder and its blocks."""
         folder = cls(data_dir, verify_on_open)
         folder.refresh()
         return folder
 
     @property
     def index(self) -> TrajectoryIndex:
-        """The trajectories in the blocks that are there as of the last look; computed each time."""
+        """The trajectories in the blocks of the last `refresh`; computed at each access."""
         return TrajectoryIndex(list(self.blocks.values()), built=self.built)
 
     def keep_only(self, blocks: Sequence[Block]) -> None:
-        """Hold the blocks of an earlier look that are intact and unchanged, and its edits, not the present blocks."""
+        """Replace the present blocks by earlier ones: edits, and blocks that are unchanged."""
         present = {block.identity for block in self.blocks.values()}
-        self.blocks = {block.path.name: block for block in blocks if block.is_edit or block.identity in present}
+        kept = [block for block in blocks if block.is_edit or block.identity in present]
+        self.blocks = {block.path.name: block for block in kept}
         self.replaced = {}
         self.built = None
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
-        # Absolute, as the process may change its working directory.
-        return arguments.path("open the data folder", "", data_dir).absolute()
+        # Absolute, since the process may change its working directory.
+        return arguments.path(_OPEN, "", data_dir).absolute()
 
     def refresh(self) -> bool:
-        """Look at the folder again; open what is new, forget what is gone. True if anything changed."""
+        """Open new blocks and remove deleted ones; return whether anything changed."""
         has_changed = self._look()
         for _ in range(_NUM_LOOKS):
             if not self._has_missed_edit:
@@ -173,144 +207,205 @@ class BlockFolder:
         return has_changed
 
     def _look(self) -> bool:
-        found = self.found_now()
-        if found is self._taken:
+        """List the folder once, and open and remove blocks accordingly.
+
+        Return whether anything changed.
+        """
+        listing = self.found_now()
+        if listing is self._opened_listing:
             return False
         if self._use_cache:
             self._use_cache = False
-            self._load_cache(found)
-        if has_changed := found != self._stamps or not (self._is_schema_fixed or not self.blocks):
-            self._take(found)
-        self._taken = found
+            self._load_cache(listing)
+        is_schema_open = bool(self.blocks) and not self._is_schema_fixed
+        has_changed = listing != self._stamps or is_schema_open
+        if has_changed:
+            self._update(listing)
+        self._opened_listing = listing
         return has_changed
 
-    def _take(self, found: Mapping[str, FileStamp]) -> None:
-        """Open what is new, forget what is gone."""
-        for name in [name for name in self._stamps if found.get(name) != self._stamps[name]]:
-            self._forget(name)
+    def _update(self, listing: Mapping[str, FileStamp]) -> None:
+        """Open the new files of a listing, and remove the blocks of files that it lacks."""
+        for name, stamp in list(self._stamps.items()):
+            if listing.get(name) != stamp:
+                self._forget(name)
         self.blocks |= self.replaced
-        opened = self._opened(found, [name for name in found if name not in self._stamps])
+        opened = self._open_all(listing, [name for name in listing if name not in self._stamps])
         if self._is_schema_fixed:
-            if opened and not self.has_unknown_ends:  # the ends of new blocks may be in notes
+            # The ends of new blocks may be in annotations.
+            if opened and not self.has_unknown_ends:
                 _, problem = self._declared_schema()
                 self._report_metadata(problem)
         elif self._fix_schema(opened):
-            # The cache knew blocks that are fewer than others now: each is named when it is opened.
-            known = list(self.blocks)
-            for name in known:
+            # The blocks of the cache have other fields. Each is opened, so that it is reported.
+            cached = list(self.blocks)
+            for name in cached:
                 self._forget(name)
-            opened |= self._opened(found, [name for name in known if name in found])
-        self._keep(opened)
-        self._stamps = dict(found)  # here: where this was interrupted, the next look opens what is missing
-        self._keep_edits()
+            opened |= self._open_all(listing, [name for name in cached if name in listing])
+        self._add(opened)
+        # Last: after an interrupt the next look opens the missing blocks.
+        self._stamps = dict(listing)
+        self._set_edits_aside()
 
-    def _keep_edits(self) -> None:
-        """Set aside the edits that do not hold."""
-        self.replaced = {name: self.blocks.pop(name) for name in not_in_force(self.blocks, self._stamps)}
-        self.built = None if self.replaced else self.built
+    def _set_edits_aside(self) -> None:
+        """Move the edits that are not in force from `blocks` to `replaced`."""
+        names = not_in_force(self.blocks, self._stamps)
+        self.replaced = {name: self.blocks.pop(name) for name in names}
+        if self.replaced:
+            self.built = None
 
     def _forget(self, name: str) -> None:
+        """Remove a file from all mappings."""
         del self._stamps[name]
-        for known in (self.blocks, self.replaced, self.problems):
-            known.pop(name, None)
+        self.blocks.pop(name, None)
+        self.replaced.pop(name, None)
+        self.problems.pop(name, None)
         self.built = None
 
-    def _opened(self, found: Mapping[str, FileStamp], names: Sequence[str]) -> dict[str, tuple[Schema, Block]]:
-        """Open files, by name in order."""
-        names = sorted(names)
-        self.built = None if names else self.built
-        opened = each(lambda name: self._open(name, found[name]), names, self._num_openers)
-        return {name: block for name, block in zip(names, opened, strict=True) if block is not None}
+    def _open_all(
+        self,
+        listing: Mapping[str, FileStamp],
+        names: Sequence[str],
+    ) -> dict[str, _Opened]:
+        """Open files: name -> fields and block, in the order of the names.
 
-    def _fix_schema(self, opened: Mapping[str, tuple[Schema, Block]]) -> bool:
-        """Choose the fields of this folder; True if the blocks known so far have others.
-
-        Blocks have their fields under a checksum, metadata.json has not: where it names the fields of
-        none of them, they are right. Of several kinds of blocks it tells which one is meant, or else
-        the most frequent is.
+        Damaged files become problems.
         """
-        votes = Counter({self.schema: len(self.blocks)} if self.schema is not None and self.blocks else {})
+        names = sorted(names)
+        if names:
+            self.built = None
+        blocks = each(lambda name: self._open(name, listing[name]), names, self._num_openers)
+        opened = {}
+        for name, block in zip(names, blocks, strict=True):
+            if block is not None:
+                opened[name] = block
+        return opened
+
+    def _fix_schema(self, opened: Mapping[str, _Opened]) -> bool:
+        """Choose the fields of this folder.
+
+        Return whether the blocks known so far have other fields.
+
+        Blocks have checksums of their fields, and metadata.json has none. If it declares fields
+        that no block has, the fields of most blocks are chosen. Otherwise its fields are chosen.
+        """
+        votes: Counter[Schema] = Counter()
+        if self.schema is not None and self.blocks:
+            votes[self.schema] = len(self.blocks)
         votes.update(schema for schema, _ in opened.values())
         declared, problem = self._declared_schema()
         chosen = declared
         if votes and (declared is None or declared not in votes):
             chosen = max(votes, key=lambda schema: votes[schema])
             if declared is not None:
-                problem = _unlike_blocks(self.data_dir / METADATA_NAME, chosen.difference(declared))
+                difference = chosen.difference(declared)
+                problem = _metadata_error(self.data_dir / METADATA_NAME, difference)
         self._report_metadata(problem)
-        before, self.schema, self._is_schema_fixed = self.schema, chosen, bool(votes)
-        return bool(self.blocks) and chosen != before
+        has_other_fields = bool(self.blocks) and chosen != self.schema
+        self.schema = chosen
+        self._is_schema_fixed = bool(votes)
+        return has_other_fields
 
-    def _keep(self, opened: Mapping[str, tuple[Schema, Block]]) -> None:
-        """Take the opened blocks that have the fields of this folder, each once."""
-        held = {(block.writer, block.sequence): block for name, block in self.blocks.items() if name not in opened}
+    def _add(self, opened: Mapping[str, _Opened]) -> None:
+        """Add the opened blocks that have the fields of this folder, each once.
+
+        Others become problems.
+        """
+        known = {}
+        for name, block in self.blocks.items():
+            if name not in opened:
+                known[block.writer, block.sequence] = block
         for name, (schema, block) in sorted(opened.items(), key=lambda item: item[0]):
-            other = held.get((block.writer, block.sequence))
+            other = known.get((block.writer, block.sequence))
             where = repr(str(block.path))
-            if self.schema is not None and (difference := self.schema.difference(schema)):
+            difference = "" if self.schema is None else self.schema.difference(schema)
+            if difference:
                 expected = "the fields of the blocks beside it"
                 advice = "Move it to a folder of its own"
-                self.problems[name] = DataFileError("read the block", where, expected, difference, advice)
+                problem = DataFileError("read the block", where, expected, difference, advice)
+                self.problems[name] = problem
             elif other is not None:
                 got = f"a second copy of {other.path.name!r}"
                 advice = "Remove one of them"
-                self.problems[name] = DataFileError("read the block", where, "each block once", got, advice)
+                problem = DataFileError("read the block", where, "each block once", got, advice)
+                self.problems[name] = problem
             else:
-                self.blocks[name] = held[block.writer, block.sequence] = block
+                self.blocks[name] = block
+                known[block.writer, block.sequence] = block
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        """Return the files that may be blocks; the same object, for one system call, where none came or went.
+        """Return the files that may be blocks.
 
-        A file that was overwritten in its place may be noticed later: after a second, or 200 times what a look takes.
+        If no file was added or removed, this is one system call and returns the same object. A file
+        that is overwritten in place is noticed after a second, or after 200 times the duration of a
+        full check.
         """
         start_s = time.monotonic()
-        with suppress(OSError):  # listing it tells
-            about = os.stat(self.data_dir)
-            if self._folder_is != (about.st_mtime_ns, about.st_ino):
-                self._folder_is = (about.st_mtime_ns, about.st_ino)
+        with suppress(OSError):  # Listing the folder raises it again.
+            status = os.stat(self.data_dir)
+            state = (status.st_mtime_ns, status.st_ino)
+            if self._folder_state != state:
+                self._folder_state = state
                 self._changed_s = start_s
             if self._listed_s >= self._changed_s + _COARSE_S and start_s < self._due_s:
                 return self._found
         is_full = start_s >= self._due_s
-        found = self._list_files(is_full)
-        self._found = self._found if found == self._found else found
+        listing = self._list_files(is_full)
+        if listing != self._found:
+            self._found = listing
         self._listed_s = start_s
         if is_full:
-            self._due_s = time.monotonic() + max(1.0, (time.monotonic() - start_s) / LOOK_SHARE)
+            end_s = time.monotonic()
+            self._due_s = end_s + max(1.0, (end_s - start_s) / LOOK_SHARE)
         return self._found
 
     def _list_files(self, is_full: bool) -> dict[str, FileStamp]:
-        """Files that may be blocks, with their size and time, of known ones as before unless `is_full`."""
+        """Return the stamps of the files that may be blocks.
+
+        Known files are only checked if `is_full`.
+        """
         known = {} if is_full else self._found
-        before = self._inodes
+        inodes_before = self._inodes
         self._inodes = {entry.name: entry.inode() for entry in block_entries(self.data_dir)}
         stamps = {}
-        for name in self._inodes | dict.fromkeys(self._found):  # a listing may be late: those found before may be there
-            if name in known and before.get(name) == self._inodes.get(name, -1):
+        # A listing may be late, so files of the last listing are looked up as well.
+        for name in self._inodes | dict.fromkeys(self._found):
+            if name in known and inodes_before.get(name) == self._inodes.get(name, -1):
                 stamps[name] = known[name]
-            elif (stamp := self._stamp_of(name)) is not None:
+                continue
+            stamp = self._stamp_of(name)
+            if stamp is not None:
                 stamps[name] = stamp
         return stamps
 
     def _stamp_of(self, name: str) -> FileStamp | None:
-        """Size and time of a file that may be a block; what is no file becomes a problem."""
+        """Return the stamp of a file that may be a block.
+
+        None if it is no file, which becomes a problem.
+        """
+        path = self.data_dir / name
         try:
-            if (stamp := stamp_of(self.data_dir / name)) is None:  # opening a pipe would wait
-                where = repr(str(self.data_dir / name))
-                self.problems[name] = CorruptFileError("read the block", where, "a file", "no file")
-            return stamp
-        except FileNotFoundError:  # removed by retention since it was listed, or a dead link
+            stamp = stamp_of(path)
+        except FileNotFoundError:  # Removed by retention after it was listed, or a dead link.
             return None
         except OSError as error:
-            self.problems[name] = _as_problem(self.data_dir / name, error)
+            self.problems[name] = _unreadable(path, error)
             return None
+        if stamp is None:  # Opening a pipe would wait.
+            problem = CorruptFileError("read the block", repr(str(path)), "a file", "no file")
+            self.problems[name] = problem
+        return stamp
 
     def _report_metadata(self, problem: RolloutDataError | None) -> None:
         self.problems.pop(METADATA_NAME, None)
-        self.problems |= {} if problem is None else {METADATA_NAME: problem}
+        if problem is not None:
+            self.problems[METADATA_NAME] = problem
 
     def _declared_schema(self) -> tuple[Schema | None, RolloutDataError | None]:
-        """The fields that metadata.json declares, and what is wrong with it; (None, None) if there is none."""
+        """Return the fields that metadata.json declares, and its error.
+
+        (None, None) if it does not exist.
+        """
         path = self.data_dir / METADATA_NAME
         self.has_unknown_ends = True
         try:
@@ -320,12 +415,12 @@ class BlockFolder:
         except FileNotFoundError:
             return None, None
         except BAD_METADATA as cause:
-            problem = _unlike_blocks(path, f"{type(cause).__name__}: {cause}"[:300])
+            problem = _metadata_error(path, f"{type(cause).__name__}: {cause}"[:300])
             problem.__cause__ = cause
             return None, problem
 
     def read_document(self) -> dict[str, Any]:
-        """Read metadata.json as it is; errors as of `metadata.read_document`."""
+        """Read metadata.json; errors as of `folder_metadata.read_document`."""
         return read_document(self.data_dir / METADATA_NAME)
 
     def header_of(self, block: Block) -> BlockHeader:
@@ -335,28 +430,46 @@ class BlockFolder:
     def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
         return open_block(path, verify=self.verify_on_open)
 
-    def _open(self, name: str, stamp: FileStamp) -> tuple[Schema, Block] | None:
-        """Open a file; None if it is gone, or a problem now."""
+    def _open(self, name: str, stamp: FileStamp) -> _Opened | None:
+        """Open a file; None if it was removed or is damaged, which becomes a problem."""
         path = self.data_dir / name
         try:
             header = self._open_block(path, stamp)
         except FileNotFoundError:
             self._has_missed_edit |= named_edit(name) is not None
             return None
-        except (RolloutDataError, OSError) as error:
-            self.problems[name] = error if isinstance(error, RolloutDataError) else _as_problem(path, error)
+        except RolloutDataError as error:
+            self.problems[name] = error
             return None
-        places = {(table, column): at for table, columns in header.locations.items() for column, at in columns.items()}
-        writer = self.label + header.writer
-        block = Block(header.path, writer, header.sequence, header.fragments, places, *stamp)
-        return header.schema, replace(block, fragment_sums=self._fragment_sums(header, stamp))
+        except OSError as error:
+            self.problems[name] = _unreadable(path, error)
+            return None
+        places = {}
+        for table, columns in header.locations.items():
+            for column, place in columns.items():
+                places[table, column] = place
+        num_bytes, mtime_ns = stamp
+        block = Block(
+            header.path,
+            self.label + header.writer,
+            header.sequence,
+            header.fragments,
+            places,
+            num_bytes,
+            mtime_ns,
+            fragment_sums=self._fragment_sums(header, stamp),
+        )
+        return header.schema, block
 
     def _fragment_sums(self, header: BlockHeader, stamp: FileStamp) -> FragmentSums | None:
-        """Return the checksums with which rows of a block are compared as they are read; see `Block`."""
+        """Return the checksums to compare the rows of a block with when they are read.
+
+        See `Block`.
+        """
         return None
 
     def _load_cache(self, found: Mapping[str, FileStamp]) -> None:
-        """Take what the cache knows of files that are still there; a bad cache is no cache."""
+        """Load the blocks of unchanged files from the cache. A damaged cache is ignored."""
         path = self.data_dir / INDEX_CACHE_NAME
         try:
             if stamp_of(path) is None:
@@ -367,35 +480,59 @@ class BlockFolder:
                 about = json.loads(bytes(cache["about"]))
                 if about["version"] != _CACHE_VERSION:
                     return
-                schema, places = Schema.from_json(about["schema"]), [(table, name) for table, name in about["places"]]
-                names, writers, stamps = about["names"], about["writers"], about["stamps"]
-                sequences, bounds = (np.array(about[name], np.int64) for name in ("sequences", "bounds"))
-                fragments, located = cache["fragments"], cache["places"]
-                num_rows = _check_cached(schema, places, fragments, bounds, located, np.array(stamps, np.int64))
-                at = [dict(zip(places, map(tuple, block), strict=True)) for block in located.tolist()]
-                columns = names, writers, sequences.tolist(), np.split(fragments, bounds[1:-1]), at, map(tuple, stamps)
-                blocks = {
-                    name: Block(self.data_dir / name, self.label + writer, sequence, part, at, *stamp)
-                    for name, writer, sequence, part, at, stamp in zip(*columns, strict=True)
-                    if found.get(name) == stamp
-                }
-                index, stops = cache["index"].astype(np.int64, copy=False), np.cumsum(list(about["index"].values()))
-                built = dict(zip(about["index"], np.split(index, stops[:-1]), strict=True))
-                is_all = list(blocks) == names and len(blocks) == len(found)
-                if is_all and not TrajectoryIndex(list(blocks.values()), built=built).is_valid(*num_rows):
-                    return
+                schema = Schema.from_json(about["schema"])
+                fragments = cache["fragments"]
+                bounds = np.array(about["bounds"], np.int64)
+                located = cache["places"]
+                stamps = [tuple(stamp) for stamp in about["stamps"]]
+                places = [(table, name) for table, name in about["places"]]
+                stamp_array = np.array(about["stamps"], np.int64)
+                num_rows = _check_cached(schema, places, fragments, bounds, located, stamp_array)
+                columns = zip(
+                    about["names"],
+                    about["writers"],
+                    np.array(about["sequences"], np.int64).tolist(),
+                    np.split(fragments, bounds[1:-1]),
+                    located.tolist(),
+                    stamps,
+                    strict=True,
+                )
+                blocks = {}
+                for name, writer, sequence, block_fragments, block_places, stamp in columns:
+                    places_of_columns = dict(zip(places, map(tuple, block_places), strict=True))
+                    if found.get(name) == stamp:
+                        blocks[name] = Block(
+                            self.data_dir / name,
+                            self.label + writer,
+                            sequence,
+                            block_fragments,
+                            places_of_columns,
+                            *stamp,
+                        )
+
+                sizes = about["index"]
+                index = cache["index"].astype(np.int64, copy=False)
+                stops = np.cumsum(list(sizes.values()))
+                built = dict(zip(sizes, np.split(index, stops[:-1]), strict=True))
+                is_all = list(blocks) == about["names"] and len(blocks) == len(found)
+                if is_all:
+                    trajectories = TrajectoryIndex(list(blocks.values()), built=built)
+                    if not trajectories.is_valid(*num_rows):
+                        return
         except BAD_CACHE:
             return
         self.schema = schema
         self.blocks = blocks
         self.built = built if is_all else None
         self._stamps = {name: found[name] for name in blocks}
-        self._keep_edits()
+        self._set_edits_aside()
 
 
-def _unlike_blocks(path: Path, got: str) -> CorruptFileError:
+def _metadata_error(path: Path, got: str) -> CorruptFileError:
+    """Return the error of a metadata.json that is damaged, or declares fields that no block has."""
+    expected = "the fields of the blocks beside it"
     advice = "The blocks are read by the fields that they hold; 'rollout-data verify --repair' makes this file anew"
-    return CorruptFileError("use the metadata", repr(str(path)), "the fields of the blocks beside it", got, advice)
+    return CorruptFileError("use the metadata", repr(str(path)), expected, got, advice)
 
 
 def _check_cached(
@@ -406,35 +543,49 @@ def _check_cached(
     located: np.ndarray,
     stamps: np.ndarray,
 ) -> list[Int64s]:
-    """Check what a cache says of B blocks with C columns as `read_header` checks it in each of them.
+    """Check B cached blocks with C columns like `read_header` checks a block.
 
     Args:
-        schema: Their fields.
-        places: `[C]`, table and column.
-        fragments, bounds: `[F]` of `FRAGMENT_DTYPE`, int64 `[B + 1]`, first fragment of each block.
-        located: int64 `[B, C, 2]`, byte offset and number of rows of each column.
-        stamps: int64 `[B, 2]`, a `FileStamp` each.
+        schema: Fields of the blocks.
+        places: (table, column), `[C]`.
+        fragments: `[F]` of `FRAGMENT_DTYPE`.
+        bounds: First fragment of each block, int64 `[B + 1]`.
+        located: Byte offset and number of rows of each column, int64 `[B, C, 2]`.
+        stamps: A `FileStamp` for each block, int64 `[B, 2]`.
 
     Returns:
-        int64 `[B]`, the rows in the two tables of each block.
+        Rows in the two tables of each block, int64 `[B]` each.
 
     Raises:
         CorruptFileError: Rows lie outside their file, or fragments outside the rows.
     """
-    columns = [layouts_of(schema)[table].columns[name] for table, name in places]
-    row_bytes = np.array([0.0 if column.is_coded else column.row_bytes for column in columns])  # a product may not wrap
-    tables = [located[:, [place[0] == table for place in places], 1] for table in (DATA, FINAL)]
-    num_rows = [table.max(axis=1, initial=0) for table in tables]
-    is_right = (located >= 0).all() and (located[..., 0] + located[..., 1] * row_bytes <= stamps[:, :1]).all()
-    is_right &= fragments.dtype == FRAGMENT_DTYPE and bounds[0] == 0 and bounds[-1] == len(fragments)
-    if not (is_right and (tables[0] == num_rows[0][:, None]).all()):
+    row_bytes = []
+    for table, name in places:
+        column = layouts_of(schema)[table].columns[name]
+        # As floats, since a product of hostile integers may wrap.
+        row_bytes.append(0.0 if column.is_coded else float(column.row_bytes))
+    row_counts = []
+    num_rows = []
+    for table in (DATA, FINAL):
+        is_of_table = [place[0] == table for place in places]
+        row_counts.append(located[:, is_of_table, 1])
+        num_rows.append(row_counts[-1].max(axis=1, initial=0))
+
+    ends = located[..., 0] + located[..., 1] * np.array(row_bytes)
+    is_inside = (located >= 0).all() and (ends <= stamps[:, :1]).all()
+    has_fragments = fragments.dtype == FRAGMENT_DTYPE
+    is_bounded = bounds[0] == 0 and bounds[-1] == len(fragments)
+    is_even = (row_counts[0] == num_rows[0][:, None]).all()
+    if not (is_inside and has_fragments and is_bounded and is_even):
         raise CorruptFileError("use the index cache", "", "rows within their files")
+
     block = np.repeat(np.arange(len(located)), np.diff(bounds))
-    check_fragments(fragments, *(counts[block] for counts in num_rows))
+    check_fragments(fragments, num_rows[0][block], num_rows[1][block])
     return num_rows
 
 
-def _as_problem(path: Path, error: OSError) -> CorruptFileError:
+def _unreadable(path: Path, error: OSError) -> CorruptFileError:
+    """Return the problem of a file that the system cannot read."""
     problem = CorruptFileError("read the block", repr(str(path)), "a readable file", str(error))
     problem.__cause__ = error
     return problem
@@ -443,32 +594,40 @@ def _as_problem(path: Path, error: OSError) -> CorruptFileError:
 def read_metadata(data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a folder's metadata as a plain dict with the established keys.
 
-    `total_timesteps` and `total_trajectories` are counted in the blocks, over the trajectories
-    that a reader would get; damaged blocks do not count.
+    `total_timesteps` and `total_trajectories` count the trajectories that a reader finds in the
+    blocks. Damaged blocks do not count.
 
     Raises:
         DataFileError: There is neither a usable metadata.json nor a readable block.
     """
     metadata = load_metadata(data_dir)
     if metadata is None:
-        raise DataFileError("read the metadata of", repr(str(data_dir)), f"a {METADATA_NAME} or a block", "neither")
+        where = repr(str(data_dir))
+        expected = f"a {METADATA_NAME} or a block"
+        raise DataFileError("read the metadata of", where, expected, "neither")
     return counted_metadata(BlockFolder.at(data_dir), metadata)
 
 
 def counted_metadata(folder: BlockFolder, metadata: Metadata) -> dict[str, Any]:
-    """Return metadata of a folder with the totals that are counted in its blocks, as of the last look."""
+    """Return metadata of a folder with totals that are counted in its blocks."""
     if folder.blocks and folder.schema is not None and metadata.schema != folder.schema:
-        metadata = Metadata.of_schema(folder.schema, metadata.context)  # the blocks are right
+        # The fields of the blocks have checksums, so they are right.
+        metadata = Metadata.of_schema(folder.schema, metadata.context)
     index = folder.index
-    return {**metadata.to_json(), "total_timesteps": index.num_frames, "total_trajectories": len(index)}
+    totals = {"total_timesteps": index.num_frames, "total_trajectories": len(index)}
+    return {**metadata.to_json(), **totals}
 
 
 def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> None:
-    """Write the index cache of a folder, atomically. For writers and tools; readers never write.
+    """Write the index cache of a folder, atomically. Only writers and tools call this.
 
-    `writer` names the temporary file, so that what a dead writer leaves is found and removed.
-    The cache is an accelerator: it may be deleted at any time and is ignored where it disagrees
-    with the files.
+    The cache only makes opening faster. It may be deleted at any time, and is ignored for files
+    that have changed.
+
+    Args:
+        data_dir: The folder.
+        writer: Part of the name of the temporary file, by which the files of a killed writer are
+            removed.
     """
     folder = BlockFolder.at(data_dir)
     names = sorted(folder.blocks)
@@ -477,21 +636,30 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
         return
     index = TrajectoryIndex(blocks).arrays()
     places = list(blocks[0].places)
-    about: dict[str, Any] = {"version": _CACHE_VERSION, "schema": folder.schema.to_json(), "names": names}
-    about |= {"places": places, "index": {name: len(values) for name, values in index.items()}}
-    about["writers"], about["sequences"] = [block.writer for block in blocks], [block.sequence for block in blocks]
-    about["stamps"] = [(block.file_bytes, block.mtime_ns) for block in blocks]
-    about["bounds"] = list(accumulate((len(block.fragments) for block in blocks), initial=0))
+    about: dict[str, Any] = {
+        "version": _CACHE_VERSION,
+        "schema": folder.schema.to_json(),
+        "names": names,
+        "places": places,
+        "index": {name: len(values) for name, values in index.items()},
+        "writers": [block.writer for block in blocks],
+        "sequences": [block.sequence for block in blocks],
+        "stamps": [(block.file_bytes, block.mtime_ns) for block in blocks],
+        "bounds": list(accumulate((len(block.fragments) for block in blocks), initial=0)),
+    }
+    located = [[block.places[place] for place in places] for block in blocks]
     path = folder.data_dir / INDEX_CACHE_NAME
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}rollout_{writer}_index_{os.getpid()}_{id(folder):x}")
+    unique = f"{os.getpid()}_{id(folder):x}"
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}rollout_{writer}_index_{unique}")
     try:
         with open(temporary, "wb") as file:
             np.savez(
                 file,
                 about=np.frombuffer(json.dumps(about).encode(), np.uint8),
                 fragments=joined_fragments(blocks),
-                places=np.array([[block.places[place] for place in places] for block in blocks], np.int64),
-                index=np.concatenate(list(index.values())),  # one array: to read twelve takes a millisecond more
+                places=np.array(located, np.int64),
+                # One array: reading twelve of them takes a millisecond more.
+                index=np.concatenate(list(index.values())),
             )
         os.replace(temporary, path)
     finally:
