@@ -1,4 +1,4 @@
-"""What is known of one block without reading a row of it."""
+"""`Block`: a block as indices and stores see it, without its rows."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from pathlib import Path
 
 import numpy as np
 
-#: Of a block: its file, and its name in there; "" if it is the whole file.
+#: File of a block, and its name in the file; "" if it is the whole file.
 Key = tuple[Path, str]
-#: What is the same only as long as the block is the same: its key, size and time of the last change in ns.
+#: Key, size and modification time in ns. A changed block has another identity.
 Identity = tuple[Key, int, int]
-#: The fragments of a file, and table -> uint32 `[F, columns]`, CRC-32 of their rows.
+#: Fragments of a file, and table -> CRC-32 of the rows of each fragment, uint32 `[F, columns]`.
 FragmentSums = tuple[np.ndarray, Mapping[str, np.ndarray]]
-#: Blocks from this sequence number on, without a frame, are edits: see `edits.py`.
+#: Blocks without frames from this sequence number on are edits: see `edit_blocks.py`.
 FIRST_EDIT = 10**15
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """What the index and the frame stores need to know of one file, or of a part of one.
+    """A file of frames, or a part of a file.
 
     Attributes:
         path: The file.
-        writer: Whose trajectory numbers its fragments use; unique among all data folders.
+        writer: Name of the writer, unique among all data folders. Trajectories are numbered by
+            writer.
         sequence: Position among the blocks of its writer.
         fragments: `[F]` of `FRAGMENT_DTYPE`.
         places: (table, column) -> (byte offset, number of rows); empty for foreign files.
         file_bytes: Size of the file.
-        mtime_ns: When it was last written: with the size, what tells it from another file of the same name.
-        name: Tells it from the other blocks of its file.
-        fragment_sums: Checksums with which rows are compared as they are read; None for files of this machine.
-        notes: (trajectory number, text) of the notes of an edit, kept for when the next edit has removed its file;
-            None: they are read from the file.
+        mtime_ns: Modification time. With the size, it distinguishes files of one name.
+        name: Name of the block among the blocks of its file; "" if it is the whole file.
+        fragment_sums: Checksums to compare rows with when they are read; None for files of this
+            machine.
+        notes: (trajectory number, text) of the annotations of an edit, since its file may be
+            removed by the next edit. None if they are read from the file.
     """
 
     path: Path
@@ -50,15 +52,15 @@ class Block:
 
     @cached_property
     def key(self) -> Key:
-        """Where it is."""
+        """File and name of the block."""
         return self.path, self.name
 
     @cached_property
     def is_edit(self) -> bool:
-        """Whether it holds no frames, but what was said later of those of its writer."""
+        """Whether the block has no frames, but later annotations of trajectories of its writer."""
         return self.sequence >= FIRST_EDIT and not self.fragments["length"].any()
 
     @cached_property
     def identity(self) -> Identity:
-        """What is the same only as long as the block is the same."""
+        """Key, size and modification time: equal only for the same, unchanged block."""
         return self.key, self.file_bytes, self.mtime_ns

@@ -1,7 +1,7 @@
-"""Chunk tables: where the chunks of a coded component lie in a block, and how they become rows.
+"""Chunk tables: the places of the chunks of a coded component in a block, and decoding of chunks to rows.
 
-One rule: a table is checked whole before a chunk is read, so that no chunk lies outside the file, belongs to
-two fragments, or declares more rows than its bytes can hold.
+A table is checked before a chunk is read: no chunk lies outside the file, belongs to two fragments,
+or declares more rows than its bytes can hold.
 """
 
 from __future__ import annotations
@@ -13,23 +13,33 @@ from itertools import pairwise
 
 import numpy as np
 
-from storage.codecs.codec_chains import AUTO, ChunkCodec, chunk_codec, codec_of, find_codec, most_chunk_frames
+from storage.codecs.codec_chains import (
+    AUTO,
+    ChunkCodec,
+    chunk_codec,
+    codec_of,
+    find_codec,
+    most_chunk_frames,
+)
 from storage.core.durable_files import crc32
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError
 
-#: Names of the datasets of a coded component; older blocks do not have the last one.
-CHUNKS, OFFSETS, CHUNK_CHECKSUMS = "chunks", "offsets", "checksums"
+# Names of the datasets of a coded component.
+CHUNKS = "chunks"
+OFFSETS = "offsets"
+#: Older blocks have no checksums of chunks.
+CHUNK_CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How one field is coded in one block.
+    """Coding of a field in a block.
 
     Attributes:
-        codec: Name of its codec; never "auto", but what that chose.
-        max_error: Largest absolute error that was measured when the block was written.
-        frames_per_chunk: Frames of a chunk at most; 0 for a field that is not kept in chunks.
+        codec: Name of the codec. It is never "auto", but the codec that "auto" chose.
+        max_error: Largest absolute error, measured when the block was written.
+        frames_per_chunk: Frames of a chunk, at most; 0 for a field that is not stored in chunks.
     """
 
     codec: str
@@ -38,34 +48,44 @@ class Coding:
 
     @property
     def chain(self) -> ChunkCodec:
-        """What makes the chunks: the codec without the part that keeps rows rows."""
+        """Codec of the chunks, without the part of the codec that changes single rows."""
         return find_codec(self.codec).chunks or chunk_codec("raw")
 
 
 def codings_text(codings: Mapping[str, Coding]) -> str:
-    """Write codings as the attribute `codecs` of a block; "" without any."""
-    return json.dumps({name: asdict(coding) for name, coding in codings.items()}) if codings else ""
+    """Return codings as JSON for the attribute `codecs` of a block; "" if there are none."""
+    if not codings:
+        return ""
+    return json.dumps({name: asdict(coding) for name, coding in codings.items()})
 
 
 def read_codings(text: str, schema: Schema) -> dict[str, Coding]:
-    """Read what `codings_text` wrote; every field that is kept in chunks must be there.
+    """Parse the result of `codings_text`. Every field that is stored in chunks must have a coding.
 
     Raises:
-        ValueError, LookupError, TypeError, RolloutDataError: It is not such a text, or contradicts the schema.
+        ValueError, LookupError, TypeError, RolloutDataError: The text is damaged, or contradicts
+            the schema.
     """
-    found = {}
+    codings = {}
     for name, item in (json.loads(text) if text else {}).items():
-        coding = Coding(str(item["codec"]), float(item["max_error"]), int(item["frames_per_chunk"]))
+        coding = Coding(
+            codec=str(item["codec"]),
+            max_error=float(item["max_error"]),
+            frames_per_chunk=int(item["frames_per_chunk"]),
+        )
         declared = codec_of(schema[name])
         actual = codec_of(Field(name, (), schema[name].dtype, coding.codec))
-        is_same = coding.codec == declared.name or (declared.name == AUTO and actual.is_lossless)
-        if not (is_same and coding.max_error >= 0 and coding.frames_per_chunk >= (declared.chunks is not None)):
+        is_declared = coding.codec == declared.name
+        is_chosen = declared.name == AUTO and actual.is_lossless
+        least_frames = 0 if declared.chunks is None else 1
+        has_valid_numbers = coding.max_error >= 0 and coding.frames_per_chunk >= least_frames
+        if not (is_declared or is_chosen) or not has_valid_numbers:
             raise ValueError(f"field {name!r} coded as {coding}")
-        found[name] = coding
-    missing = [name for name, field in schema.items() if codec_of(field).chunks is not None and name not in found]
-    if missing:
-        raise ValueError(f"no coding of field {missing[0]!r}")
-    return found
+        codings[name] = coding
+    for name, field in schema.items():
+        if codec_of(field).chunks is not None and name not in codings:
+            raise ValueError(f"no coding of field {name!r}")
+    return codings
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +93,13 @@ class ChunkTable:
     """The chunks of one column of one table.
 
     Attributes:
-        codec: Decodes them.
-        field: What a row is when decoded: dtype and shape.
-        row_bytes: Size of a row in memory, padded.
-        rows: int64 `[C + 1]`, first row of each chunk; the last entry is the number of rows.
-        places: int64 `[C + 1]`, where each chunk begins in the file. A chunk without bytes stands for rows
-            that no fragment names.
-        sums: int64 `[C]`, CRC-32 of each chunk; -1 where it is not known.
+        codec: Codec of the chunks.
+        field: Dtype and shape of a decoded row.
+        row_bytes: Size of a row in memory, padding included.
+        rows: First row of each chunk, and the number of rows, int64 `[C + 1]`.
+        places: Offset of each chunk in the file, and the end, int64 `[C + 1]`. A chunk without
+            bytes has rows of no fragment.
+        sums: CRC-32 of each chunk, or -1 if it is unknown, int64 `[C]`.
     """
 
     codec: ChunkCodec
@@ -91,18 +111,26 @@ class ChunkTable:
 
     @property
     def offsets(self) -> np.ndarray:
-        """The dataset `offsets`: int64 `[C + 1, 2]`, first row and byte of each chunk, counted from the first."""
+        """The dataset `offsets`: first row and first byte of each chunk, counted from the first, int64 `[C + 1, 2]`."""
         return np.stack([self.rows, self.places - self.places[0]], axis=1).astype("<i8")
 
-    def check(self, first: np.ndarray, stop: np.ndarray, frames_per_chunk: int, place: int, num_bytes: int) -> str:
-        """Return what is wrong with the table; "" if nothing is.
+    def check(
+        self,
+        first: np.ndarray,
+        stop: np.ndarray,
+        frames_per_chunk: int,
+        place: int,
+        num_bytes: int,
+    ) -> str:
+        """Return the first property that the table violates; "" if it is valid.
 
         Args:
-            first, stop: int64 `[F]`, rows of the fragments.
-            frames_per_chunk: How many rows a chunk has at most.
-            place, num_bytes: Where the dataset of chunks begins in the file, and its size.
+            first, stop: Rows of the fragments, int64 `[F]`.
+            frames_per_chunk: Rows of a chunk, at most.
+            place: Offset of the dataset of chunks in the file.
+            num_bytes: Size of the dataset of chunks.
         """
-        # Neighbours are compared, not subtracted: a difference of hostile numbers may wrap to a right one.
+        # Neighbours are compared, since a difference of hostile numbers may wrap.
         if self.rows[0] != 0 or (self.rows[1:] <= self.rows[:-1]).any():
             return "rows that ascend from 0"
         is_descending = (self.places[1:] < self.places[:-1]).any()
@@ -114,34 +142,41 @@ class ChunkTable:
         most_rows = min(frames_per_chunk, most_chunk_frames(self.field.row_bytes))
         if (counts[is_used] > most_rows).any():
             return f"chunks of at most {most_rows} rows"
-        most = self.codec.max_expansion
-        # Compared as floats: a product of hostile numbers may not fit into an integer.
-        if (counts[is_used] * float(self.field.row_bytes) > most * sizes[is_used].astype(np.float64)).any():
+        # Compared as floats, since a product of hostile numbers may not fit into an integer.
+        decoded_bytes = counts[is_used] * float(self.field.row_bytes)
+        most_bytes = self.codec.max_expansion * sizes[is_used].astype(np.float64)
+        if (decoded_bytes > most_bytes).any():
             return "chunks as large as their rows need"
-        used_before = np.append(0, np.cumsum(is_used))
-        named = stop > first
-        low = np.searchsorted(self.rows, first[named])
-        high = np.searchsorted(self.rows, stop[named])
-        inside = np.minimum(high, len(self.rows) - 1)
-        is_bound = (self.rows[np.minimum(low, len(self.rows) - 1)] == first[named]) & (self.rows[inside] == stop[named])
-        if not is_bound.all() or (used_before[inside] - used_before[low] != inside - low).any():
+
+        num_used_before = np.append(0, np.cumsum(is_used))
+        has_rows = stop > first
+        low = np.searchsorted(self.rows, first[has_rows])
+        high = np.searchsorted(self.rows, stop[has_rows])
+        last = len(self.rows) - 1
+        high = np.minimum(high, last)
+        begins_at_chunk = self.rows[np.minimum(low, last)] == first[has_rows]
+        ends_at_chunk = self.rows[high] == stop[has_rows]
+        if not (begins_at_chunk & ends_at_chunk).all():
+            return "whole chunks for every fragment"
+        if (num_used_before[high] - num_used_before[low] != high - low).any():
             return "whole chunks for every fragment"
         return ""
 
     def byte_ranges(self, first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the chunks of rows `first:stop` begin and end in the file; rows of whole fragments only."""
-        return self.places[np.searchsorted(self.rows, first)], self.places[np.searchsorted(self.rows, stop)]
+        """Return start and stop in the file of the chunks of rows `first:stop`, which are whole fragments."""
+        starts = self.places[np.searchsorted(self.rows, first)]
+        return starts, self.places[np.searchsorted(self.rows, stop)]
 
     def chunks_of(self, start: int, stop: int) -> tuple[list[int], list[int]]:
-        """Return where the chunks of rows `start:stop`, of whole fragments, begin and end, and their checksums."""
+        """Return the bounds in the file of the chunks of rows `start:stop`, a fragment, and their checksums."""
         first, last = np.searchsorted(self.rows, [start, stop]).tolist()
         return self.places[first : last + 1].tolist(), self.sums[first:last].tolist()
 
     def decode(self, chunk: np.ndarray, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Decode a chunk's bytes to rows: `[num_rows, row_bytes]` uint8, contiguous; without `out` to new memory.
+        """Decode a chunk to rows: contiguous uint8 `[num_rows, row_bytes]`, in `out` or in new memory.
 
         Raises:
-            CorruptFileError: Without the place, which the caller knows.
+            CorruptFileError: The chunk is damaged. The error does not name the file.
         """
         frames = (num_rows, *self.field.shape)
         dtype = self.field.numpy_dtype
@@ -150,58 +185,91 @@ class ChunkTable:
         if out is not None and not is_padded:
             self.codec.decode(chunk, out.reshape(-1).view(dtype).reshape(frames))
             return out
-        values = self.codec.decoded(chunk, frames, dtype).reshape(-1).view(np.uint8).reshape(num_rows, num_bytes)
+        values = self.codec.decoded(chunk, frames, dtype)
+        values = values.reshape(-1).view(np.uint8).reshape(num_rows, num_bytes)
         if not is_padded:
             return values
-        out = np.empty((num_rows, self.row_bytes), np.uint8) if out is None else out
+        if out is None:
+            out = np.empty((num_rows, self.row_bytes), np.uint8)
         out[:, num_bytes:] = 0
         out[:, :num_bytes] = values
         return out
 
-    def read(self, start: int, stop: int, read_bytes: Callable[[int, int], np.ndarray]) -> np.ndarray:
-        """Decode rows `start:stop`: a new `[stop - start, row_bytes]` uint8 array; zeros where no chunk is.
+    def read(
+        self,
+        start: int,
+        stop: int,
+        read_bytes: Callable[[int, int], np.ndarray],
+    ) -> np.ndarray:
+        """Decode rows `start:stop`: a new uint8 array `[stop - start, row_bytes]`.
 
-        `read_bytes` gives the bytes `start:stop` of the file.
+        Rows of no chunk are zeros.
+
+        Args:
+            start: First row.
+            stop: One past the last row.
+            read_bytes: Returns the bytes `start:stop` of the file.
         """
         rows = np.zeros((stop - start, self.row_bytes), np.uint8)
+        if start >= stop:
+            return rows
         first = int(np.searchsorted(self.rows, start, "right")) - 1
-        for number in range(first, int(np.searchsorted(self.rows, stop))) if start < stop else ():
-            low, high, place, end = (int(part[number + k]) for part in (self.rows, self.places) for k in (0, 1))
-            if place == end:
+        for number in range(first, int(np.searchsorted(self.rows, stop))):
+            place, place_end = self.places[number : number + 2].tolist()
+            if place == place_end:
                 continue
-            chunk = read_bytes(place, end)
+            chunk = read_bytes(place, place_end)
             check_sum(chunk, int(self.sums[number]), f" of chunk {number}")
+            low, high = self.rows[number : number + 2].tolist()
             decoded = self.decode(chunk, high - low)
             begin = max(low, start)
-            finish = min(high, stop)
-            rows[begin - start : finish - start] = decoded[begin - low : finish - low]
+            end = min(high, stop)
+            rows[begin - start : end - start] = decoded[begin - low : end - low]
         return rows
 
 
 def check_parts(
-    read: Callable[[int, int], Iterable[np.ndarray]], bounds: Sequence[int], sums: Sequence[int], expected: int
+    read: Callable[[int, int], Iterable[np.ndarray]],
+    bounds: Sequence[int],
+    sums: Sequence[int],
+    expected: int,
 ) -> None:
-    """Compare bytes that are read in parts with the CRC-32 of all, and of each chunk between two bounds (-1: unknown).
+    """Compare bytes that are read in parts with the CRC-32 of all, and of each chunk.
+
+    Args:
+        read: Yields the bytes between two places of the file in parts.
+        bounds: Bounds of the chunks in the file.
+        sums: CRC-32 of each chunk; -1 if it is unknown.
+        expected: CRC-32 of all bytes.
 
     Raises:
-        CorruptFileError: Without the place.
+        CorruptFileError: A checksum is wrong. The error does not name the file.
     """
     total = 0
-    wrong = ("", "")
+    wrong: tuple[str, str] | None = None
     for number, ((start, stop), known) in enumerate(zip(pairwise(bounds), sums, strict=True)):
-        own = min(known, 0)
+        chunk_sum = 0
         for part in read(start, stop):
             total = crc32(part, total)
-            own = crc32(part, own) if known >= 0 else known
-        if own != known and not wrong[0]:
-            wrong = f"{known:08x} of chunk {number}", f"{own:08x}"
+            if known >= 0:
+                chunk_sum = crc32(part, chunk_sum)
+        if known >= 0 and chunk_sum != known and wrong is None:
+            wrong = (f"{known:08x} of chunk {number}", f"{chunk_sum:08x}")
     if total != expected:
-        wrong = f"{expected:08x}", f"{total:08x}"
-    if wrong[0]:
+        wrong = (f"{expected:08x}", f"{total:08x}")
+    if wrong is not None:
         raise CorruptFileError("decode a chunk", "", f"checksum {wrong[0]}", wrong[1])
 
 
 def check_sum(chunk: np.ndarray, expected: int, where: str = "") -> None:
-    """Compare a chunk's bytes with their CRC-32 (-1: unknown); `CorruptFileError`, without the place, if it differs."""
-    if expected >= 0 and (got := crc32(chunk)) != expected:
-        raise CorruptFileError("decode a chunk", "", f"checksum {expected:08x}{where}", f"{got:08x}")
+    """Compare the bytes of a chunk with their CRC-32; -1 is unknown.
+
+    Raises:
+        CorruptFileError: They differ. The error does not name the file.
+    """
+    if expected < 0:
+        return
+    checksum = crc32(chunk)
+    if checksum != expected:
+        expected_text = f"checksum {expected:08x}{where}"
+        raise CorruptFileError("decode a chunk", "", expected_text, f"{checksum:08x}")

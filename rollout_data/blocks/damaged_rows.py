@@ -1,6 +1,7 @@
-"""Which byte is damaged, where a CRC-32 disagrees.
+"""Search of the damaged byte behind a wrong CRC-32.
 
-One rule: what one wrong byte explains is said to be that byte, anything else only to be among all of them.
+If a single wrong byte explains the checksum, the error names its field and row. Otherwise it names
+all rows.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from storage.errors import CorruptFileError
 from .row_layout import StoredColumn
 
 _POLYNOMIAL = 0xEDB88320
-#: More bytes are not searched, which takes a quarter of a second for a million.
+#: Bytes that are searched, at most. A million bytes take a quarter of a second.
 _MAX_SEARCHED = 1 << 22
 
 
 class DamagedRowsError(CorruptFileError):
-    """Rows of a block that their checksum contradicts.
+    """Rows of a block with a wrong checksum.
 
     Attributes:
-        trajectory: Number within the writer.
-        fields: Those that may be wrong.
-        frames: (first, stop) of those that may be wrong; (T, T) for the observation after the last.
+        trajectory: Number of the trajectory within its writer.
+        fields: Fields that may be wrong.
+        frames: (first, stop) of the frames that may be wrong; (T, T) for the observation after the
+            last frame.
     """
 
     trajectory = -1
@@ -32,36 +34,61 @@ class DamagedRowsError(CorruptFileError):
 
 @lru_cache(maxsize=1)
 def _table() -> tuple[list[int], dict[int, int], frozenset[int]]:
-    """Return the table of CRC-32, the entry of each leading byte, and what single bytes leave."""
+    """Return the table of CRC-32, leading byte of an entry -> its number, and the effects of single bytes."""
     table = []
     for value in range(256):
         for _ in range(8):
             value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
         table.append(value)
-    return table, {value >> 24: byte for byte, value in enumerate(table)}, frozenset(table[1:])
+    numbers = {value >> 24: number for number, value in enumerate(table)}
+    return table, numbers, frozenset(table[1:])
 
 
 def damaged_byte(difference: int, num_bytes: int) -> int | None:
-    """Find the one byte whose change explains `difference`, the XOR of two CRC-32 of `num_bytes` bytes; None if none.
+    """Return the position of the single byte whose change explains two CRC-32.
 
-    The register is run backwards over zeros from the end until a single byte can have brought it about. Of other damage
-    a byte is named by chance in one of 2**24 / `num_bytes` cases.
+    None if there is none.
+
+    The register runs backwards over zeros from the end, until a single byte can have caused its
+    state. For other damage, a byte is returned by chance in one of 2**24 / `num_bytes` cases.
+
+    Args:
+        difference: XOR of the two checksums.
+        num_bytes: Bytes under the checksum.
     """
-    table, entry_of, singles = _table()
+    if num_bytes > _MAX_SEARCHED:
+        return None
+    table, numbers, effects = _table()
     state = difference
-    for place in range(num_bytes - 1, -1, -1) if num_bytes <= _MAX_SEARCHED else ():
-        if state in singles:
-            return place
-        entry = entry_of[state >> 24]
-        state = (state ^ table[entry]) << 8 & 0xFFFFFFFF | entry
+    for position in range(num_bytes - 1, -1, -1):
+        if state in effects:
+            return position
+        number = numbers[state >> 24]
+        state = (state ^ table[number]) << 8 & 0xFFFFFFFF | number
     return None
 
 
-def located(column: StoredColumn, difference: int, start: int, stop: int) -> tuple[tuple[str, ...], int, int]:
-    """Return which fields and rows of `start:stop` are damaged: (fields, first row, stop)."""
-    place = damaged_byte(difference, (stop - start) * column.row_bytes) if difference else None
-    if place is None:
+def located(
+    column: StoredColumn,
+    difference: int,
+    start: int,
+    stop: int,
+) -> tuple[tuple[str, ...], int, int]:
+    """Return the damaged fields and rows among the rows `start:stop`: (fields, first row, stop).
+
+    Args:
+        column: Column of the rows.
+        difference: XOR of the two checksums; 0 if it is unknown.
+        start, stop: Rows under the checksum.
+    """
+    position = None
+    if difference:
+        position = damaged_byte(difference, (stop - start) * column.row_bytes)
+    if position is None:
         return tuple(column.offsets), start, stop
-    row, byte = divmod(place, column.row_bytes)
-    before = [name for name, offset in column.offsets.items() if offset <= byte]
-    return (max(before, key=lambda name: column.offsets[name]),), start + row, start + row + 1
+    row, byte = divmod(position, column.row_bytes)
+    field = max(
+        (name for name, offset in column.offsets.items() if offset <= byte),
+        key=column.offsets.__getitem__,
+    )
+    return (field,), start + row, start + row + 1

@@ -1,7 +1,8 @@
-"""Edits: blocks without frames that void trajectories of their writer, or say something of them.
+"""Edits: blocks without frames that drop or annotate trajectories of their writer.
 
-One rule: an edit states all that holds for its writer, so that a newer one replaces it; the parts of one edit, a block
-for each writer, hold together or not at all. `FORMAT.md` is the specification, `editing/` makes them.
+An edit contains all changes of its writer's trajectories, so a newer edit replaces it. An edit of
+several writers has a part, one block, for each of them. It is in force only if all parts are
+present. `FORMAT.md` is the specification; `tools/edit/` writes edits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Mapping
 
 from .block import FIRST_EDIT, Block
 
-#: An edit's sequence number is `FIRST_EDIT` + its generation times this + its number of parts.
+#: Parts of an edit, at most. Its sequence number is `FIRST_EDIT` + generation * `MAX_PARTS` +
+#: number of parts.
 MAX_PARTS = 10**6
 _NAME = re.compile(r"rollout_([A-Za-z0-9-]{1,100})_(\d{16,18})\.h5")
 
@@ -28,24 +30,35 @@ def generation_of(sequence: int) -> int:
 
 
 def named_edit(name: str) -> tuple[str, int] | None:
-    """Return writer and sequence number of an edit by the name of its file; None if it is named as something else."""
-    found = _NAME.fullmatch(name)
-    return (found[1], int(found[2])) if found and int(found[2]) >= FIRST_EDIT else None
+    """Return writer and sequence number of an edit from the name of its file.
+
+    None for other files.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None or int(match[2]) < FIRST_EDIT:
+        return None
+    return match[1], int(match[2])
 
 
 def not_in_force(blocks: Mapping[str, Block], names: Iterable[str]) -> set[str]:
-    """Name the edits among blocks that do not hold: those with a newer one, and those that lack a part.
+    """Return the names of the edits that are not in force: replaced edits, and edits with missing parts.
 
     Args:
-        blocks: File name -> block, of those that can be read.
-        names: Of all files: a part that is there and damaged does not void the others.
+        blocks: File name -> block, for the blocks that can be read.
+        names: Names of all files. A damaged part counts as present.
     """
     edits = {name: block for name, block in blocks.items() if block.is_edit}
     if not edits:
         return set()
-    num_there = Counter(found[1] for found in map(named_edit, names) if found is not None)
-    whole = [block for block in edits.values() if num_there[block.sequence] >= block.sequence % MAX_PARTS]
+    num_parts: Counter[int] = Counter()
+    for name in names:
+        edit = named_edit(name)
+        if edit is not None:
+            num_parts[edit[1]] += 1
+
     newest: dict[str, int] = {}
-    for block in whole:
-        newest[block.writer] = max(block.sequence, newest.get(block.writer, 0))
+    for block in edits.values():
+        is_complete = num_parts[block.sequence] >= block.sequence % MAX_PARTS
+        if is_complete:
+            newest[block.writer] = max(block.sequence, newest.get(block.writer, 0))
     return {name for name, block in edits.items() if newest.get(block.writer) != block.sequence}
