@@ -1,7 +1,7 @@
-"""Notes of a block: what its writer said of whole episodes, and the texts that frames refer to.
+"""Annotations of a block: metadata of episodes, and texts that frames refer to.
 
-One rule: a block that is opened gives their sizes and places only; a note is read when it is asked for, and checked
-against its own checksum. `FORMAT.md` is the specification.
+Opening a block only reads their sizes and places. An annotation is read when it is needed, and
+compared with its own checksum. `FORMAT.md` is the specification.
 """
 
 from __future__ import annotations
@@ -15,51 +15,65 @@ import numpy as np
 from storage.core.durable_files import crc32
 from storage.errors import CorruptFileError
 
-#: The two kinds: JSON objects by number of the trajectory; texts by their `text_id`.
-EPISODES, TEXTS = "episodes", "texts"
-#: What is to be done in an episode, under this name in what is said of it.
+#: Kind of annotations: JSON objects by the number of the trajectory.
+EPISODES = "episodes"
+#: Kind of annotations: texts by their `text_id`.
+TEXTS = "texts"
+#: Name of the task in the metadata of an episode.
 TASK = "task"
-#: The datasets of a kind, and the attribute of the file with the CRC-32 of both tables.
-TABLE, BYTES, NOTES_CRC = "table", "bytes", "notes_crc"
+# Names of the datasets of a kind.
+TABLE = "table"
+BYTES = "bytes"
+#: Attribute of the file with the CRC-32 of both tables.
+NOTES_CRC = "notes_crc"
 NOTE_DTYPE = np.dtype([("key", "<i8"), ("num_bytes", "<u4"), ("checksum", "<u4")])
-#: Of one note, and of all that is said of one episode.
+#: Bytes of an annotation, and of all metadata of an episode, at most.
 MAX_NOTE_BYTES = 1 << 20
-#: Bytes that are read at once, or one note if it is larger.
+#: Bytes that are read at a time; one annotation may be larger.
 _PORTION_BYTES = 1 << 20
-#: Kind -> (key, UTF-8), as they are written.
+#: Kind -> (key, UTF-8) of annotations to write.
 Notes = Mapping[str, Sequence[tuple[int, bytes]]]
 
 
 def text_id(text: str) -> int:
-    """Return the number that stands for a text in every file: 8 bytes of BLAKE2b of its UTF-8, as int64; 0 for ""."""
+    """Return the id of a text: 8 bytes of BLAKE2b of its UTF-8, as int64; 0 for "".
+
+    The id is the same in every file.
+    """
+    if not text:
+        return 0
     digest = blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True) if text else 0
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def note_tables(notes: Notes) -> dict[str, np.ndarray]:
-    """Return the datasets of both kinds by name; nothing where there is no note."""
-    found: dict[str, np.ndarray] = {}
-    for kind in (EPISODES, TEXTS) if any(notes.values()) else ():
-        listed = sorted(notes.get(kind, ()), key=lambda note: note[0])  # of one episode in their order
-        rows = [(key, len(data), crc32(data)) for key, data in listed]
-        found[f"{kind}/{TABLE}"] = np.array(rows, NOTE_DTYPE)
-        found[f"{kind}/{BYTES}"] = np.frombuffer(b"".join(data for _, data in listed), np.uint8)
-    return found
+    """Return the datasets of both kinds by name; {} if there are no annotations."""
+    datasets: dict[str, np.ndarray] = {}
+    if not any(notes.values()):
+        return datasets
+    for kind in (EPISODES, TEXTS):
+        # The sort is stable: annotations of one episode stay in their order.
+        ordered = sorted(notes.get(kind, ()), key=lambda note: note[0])
+        rows = [(key, len(data), crc32(data)) for key, data in ordered]
+        content = b"".join(data for _, data in ordered)
+        datasets[f"{kind}/{TABLE}"] = np.array(rows, NOTE_DTYPE)
+        datasets[f"{kind}/{BYTES}"] = np.frombuffer(content, np.uint8)
+    return datasets
 
 
 def tables_crc(tables: Mapping[str, np.ndarray]) -> int:
-    """CRC-32 of the tables of both kinds."""
+    """Return the CRC-32 of the tables of both kinds."""
     return crc32(tables[f"{TEXTS}/{TABLE}"], crc32(tables[f"{EPISODES}/{TABLE}"]))
 
 
 @dataclass(frozen=True, eq=False)
 class NoteTable:
-    """Where the notes of one kind are in a file.
+    """The annotations of one kind in a file.
 
     Attributes:
-        keys: int64 `[K]`, ascending; an episode has as many as were given of it.
-        bounds: int64 `[K + 1]`, the first byte of each in the file, and the end of the last.
-        checksums: uint32 `[K]`, CRC-32 of each.
+        keys: Ascending keys, int64 `[K]`. An episode may have several annotations.
+        bounds: Offset of each annotation in the file, and the end of the last one, int64 `[K + 1]`.
+        checksums: CRC-32 of each annotation, uint32 `[K]`.
     """
 
     keys: np.ndarray
@@ -68,34 +82,47 @@ class NoteTable:
 
     @classmethod
     def checked(cls, table: np.ndarray, offset: int, num_bytes: int) -> NoteTable:
-        """Check a table against the bytes `offset : offset + num_bytes` that hold its notes.
+        """Check a stored table of annotations in the bytes `offset : offset + num_bytes` of the file.
 
         Raises:
-            CorruptFileError: Without the place.
+            CorruptFileError: The table is invalid. The error does not name the file.
         """
         sizes = table["num_bytes"].astype(np.int64)
-        is_right = sizes.sum() == num_bytes and sizes.max(initial=0) <= MAX_NOTE_BYTES
-        if not is_right or (table["key"][1:] < table["key"][:-1]).any():
+        fits = sizes.sum() == num_bytes and sizes.max(initial=0) <= MAX_NOTE_BYTES
+        if not fits or (table["key"][1:] < table["key"][:-1]).any():
             expected = f"notes of at most {MAX_NOTE_BYTES} bytes, in order, in {num_bytes} bytes"
             raise CorruptFileError("read", "", expected, f"{int(sizes.sum())} bytes")
-        return cls(table["key"].copy(), offset + np.append(0, np.cumsum(sizes)), table["checksum"].copy())
+        bounds = offset + np.append(0, np.cumsum(sizes))
+        return cls(table["key"].copy(), bounds, table["checksum"].copy())
 
     def of(self, key: int) -> range:
-        """Return the places of the notes of one key."""
-        return range(int(self.keys.searchsorted(key, "left")), int(self.keys.searchsorted(key, "right")))
+        """Return the positions of the annotations of a key."""
+        start = int(self.keys.searchsorted(key, "left"))
+        return range(start, int(self.keys.searchsorted(key, "right")))
 
     def read(
-        self, read_bytes: Callable[[int, int], np.ndarray], places: range | None = None
+        self,
+        read_bytes: Callable[[int, int], np.ndarray],
+        places: range | None = None,
     ) -> Iterator[tuple[int, bytes | None]]:
-        """Yield (key, UTF-8) of these notes, or of all, in order; None stands for one that is damaged."""
-        start, stop = (places.start, places.stop) if places is not None else (0, len(self.keys))
-        while start < stop:
-            within = int(np.searchsorted(self.bounds, self.bounds[start] + _PORTION_BYTES, "right")) - 1
-            end = min(max(start + 1, within), stop)
-            data = read_bytes(int(self.bounds[start]), int(self.bounds[end]))
-            cuts = (self.bounds[start : end + 1] - self.bounds[start]).tolist()
-            columns = self.keys[start:end].tolist(), cuts[:-1], cuts[1:], self.checksums[start:end].tolist()
-            for key, low, high, expected in zip(*columns, strict=True):
+        """Yield (key, UTF-8) of annotations in order; None instead of the UTF-8 of a damaged one.
+
+        Args:
+            read_bytes: Returns the bytes `start:stop` of the file.
+            places: Positions of the annotations; None for all.
+        """
+        if places is None:
+            places = range(len(self.keys))
+        start = places.start
+        while start < places.stop:
+            limit = self.bounds[start] + _PORTION_BYTES
+            last_fitting = int(np.searchsorted(self.bounds, limit, "right")) - 1
+            stop = min(max(start + 1, last_fitting), places.stop)
+            data = read_bytes(int(self.bounds[start]), int(self.bounds[stop]))
+            cuts = (self.bounds[start : stop + 1] - self.bounds[start]).tolist()
+            keys = self.keys[start:stop].tolist()
+            checksums = self.checksums[start:stop].tolist()
+            for key, low, high, expected in zip(keys, cuts[:-1], cuts[1:], checksums, strict=True):
                 part = data[low:high]
                 yield key, part.tobytes() if crc32(part) == expected else None
-            start = end
+            start = stop

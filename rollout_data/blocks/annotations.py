@@ -1,6 +1,7 @@
-"""What is known of episodes besides their frames, and the texts of frames, gathered from the blocks of an index.
+"""Metadata of episodes and texts of frames, from the annotations in the blocks of an index.
 
-One rule: a block is asked when its notes are, and its tables are then kept; the notes themselves are read each time.
+The tables of a block are read at their first use and kept. The annotations themselves are read each
+time.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from .trajectory_index import Int64s, TrajectoryIndex
 
 
 class Noted(Protocol):
-    """What has notes: the blocks of an index, or other files, whose reader tells the tasks.
+    """A place with annotations: the blocks of an index, or files of other formats.
 
     Attributes:
-        index: Which trajectories there are.
-        read_header: Gives the header of a block.
-        episode_tasks: The task of each trajectory, of other files than blocks.
-        read_texts: Returns the texts of all text fields, of other files than blocks.
+        index: Trajectories.
+        read_header: Returns the header of a block.
+        episode_tasks: Task of each trajectory, for files of other formats.
+        read_texts: Returns the texts of all text fields, for files of other formats.
     """
 
     index: TrajectoryIndex
@@ -40,28 +41,35 @@ class Noted(Protocol):
 
 
 class Notes:
-    """The notes of block files; a copy asks them anew."""
+    """Reader of the annotations of blocks. A pickled copy starts without its caches."""
 
     def __init__(self) -> None:
+        #: Headers of blocks with annotations; None for blocks without.
         self._headers: dict[Identity, BlockHeader | None] = {}
-        self._tasks: tuple[TrajectoryIndex | None, Int64s] = None, np.zeros(0, np.int64)
-        self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = None, {}
-        #: Notes of episodes in blocks of edits, which the next edit removes.
+        #: Tasks of the trajectories of an index.
+        self._tasks: tuple[TrajectoryIndex | None, Int64s] = (None, np.zeros(0, np.int64))
+        #: Writer -> block of its edit, for an index.
+        self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = (None, {})
+        #: Annotations of episodes in edits, whose files the next edit removes.
         self._kept: dict[Identity, tuple[tuple[int, str], ...]] = {}
 
     def keep_edits(self, noted: Noted) -> None:
-        """Read the notes of all edits now, so that they stay readable after the next edit.
+        """Read the annotations of all edits now, so that they stay readable after the next edit.
 
         Raises:
-            FileNotFoundError: An edit is gone: a newer one took its place meanwhile.
+            FileNotFoundError: An edit was replaced by a newer one meanwhile.
         """
         for block in noted.index.blocks:
-            with suppress(CorruptFileError):  # reading the note raises it again
-                if block.is_edit:
-                    self._kept[block.identity] = tuple(self._of_episodes(noted, block))
+            if not block.is_edit:
+                continue
+            with suppress(CorruptFileError):  # Reading the annotation later raises it again.
+                self._kept[block.identity] = tuple(self._of_episodes(noted, block))
 
     def kept(self, block: Block) -> Block:
-        """Return a block with the notes that `keep_edits` read of it; a block without such as it is."""
+        """Return a block with the annotations that `keep_edits` read.
+
+        Other blocks are returned unchanged.
+        """
         notes = self._kept.get(block.identity)
         return block if notes is None else replace(block, notes=notes)
 
@@ -69,28 +77,42 @@ class Notes:
         return Notes, ()
 
     def of(self, noted: Noted, trajectory: int) -> dict[str, Any]:
-        """Return what was said of an episode, the later over the earlier: a new dict.
+        """Return the metadata of an episode as a new dict. Later annotations replace earlier ones.
 
         Raises:
-            LostBlockError: One of its blocks is gone.
-            CorruptFileError: A note is damaged.
+            LostBlockError: A block of the episode was deleted.
+            CorruptFileError: An annotation is damaged.
         """
         index = noted.index
         if self._edits[0] is not index:
-            self._edits = index, index.edits()
-        numbers = set(index.fragment_block[slice(*index.first_fragment[trajectory : trajectory + 2])].tolist())
-        numbers |= {self._edits[1].get(index.writers[int(index.writer[trajectory])], -1)} - {-1}
-        said: dict[str, Any] = {}
-        for number in sorted(numbers, key=lambda one: index.blocks[one].sequence):
+            self._edits = (index, index.edits())
+        first, stop = index.first_fragment[trajectory : trajectory + 2]
+        blocks = set(index.fragment_block[first:stop].tolist())
+        edit = self._edits[1].get(index.writers[int(index.writer[trajectory])])
+        if edit is not None:
+            blocks.add(edit)
+
+        metadata: dict[str, Any] = {}
+        key = int(index.number[trajectory])
+        for number in sorted(blocks, key=lambda block: index.blocks[block].sequence):
+            block = index.blocks[number]
             try:
-                for _, text in self._of_episodes(noted, index.blocks[number], int(index.number[trajectory])):
-                    said |= parsed(index.blocks[number].path, text)
+                for _, text in self._of_episodes(noted, block, key):
+                    metadata |= parsed(block.path, text)
             except FileNotFoundError:
                 raise index.lost_block(number, "none") from None
-        return said
+        return metadata
 
-    def _of_episodes(self, noted: Noted, block: Block, key: int | None = None) -> Iterable[tuple[int, str]]:
-        """Return (trajectory number, text) of the notes of episodes in a block, of one trajectory or of all."""
+    def _of_episodes(
+        self,
+        noted: Noted,
+        block: Block,
+        key: int | None = None,
+    ) -> Iterable[tuple[int, str]]:
+        """Return (trajectory number, JSON) of the annotations of episodes in a block.
+
+        Of one trajectory, or of all.
+        """
         kept = self._kept.get(block.identity, block.notes)
         if kept is not None:
             return [(number, text) for number, text in kept if key is None or number == key]
@@ -98,86 +120,122 @@ class Notes:
         return () if header is None else header.read_notes(EPISODES, key)
 
     def column(self, noted: Noted, name: str) -> list[Any]:
-        """Return what was said under a name, for each trajectory; None where nothing was, or the block is gone."""
+        """Return a value of the metadata of each trajectory.
+
+        None if it has none, or its block was deleted.
+        """
         return self.columns(noted, {name}).get(name) or [None] * len(noted.index)
 
     def columns(self, noted: Noted, names: Set[str]) -> dict[str, list[Any]]:
-        """Return such a column for each of some names under which something was said."""
+        """Return `column` of some names. Names without any value are left out."""
         index = noted.index
-        found = dict[str, list[Any]]()
+        columns = dict[str, list[Any]]()
+        # Trajectories by writer and number, and the range of each writer.
         order = np.lexsort((index.number, index.writer))
         bounds = np.searchsorted(index.writer[order], np.arange(len(index.writers) + 1))
-        number_of = {writer: number for number, writer in enumerate(index.writers)}
-        for block in sorted(index.blocks, key=lambda one: one.sequence):
+        ranges = {}
+        for number, writer in enumerate(index.writers):
+            ranges[writer] = order[bounds[number] : bounds[number + 1]]
+
+        for block in sorted(index.blocks, key=lambda block: block.sequence):
             try:
                 notes = list(self._of_episodes(noted, block))
-            except FileNotFoundError:  # removed since it was listed
+            except FileNotFoundError:  # Removed after it was listed.
                 continue
             if not notes:
                 continue
-            writer = number_of[block.writer]
-            mine = order[bounds[writer] : bounds[writer + 1]]
-            keys = np.array([number for number, _ in notes], np.int64)
-            places = np.searchsorted(index.number[mine], keys)
-            places[places == len(mine)] = 0
-            targets = np.where(index.number[mine][places] == keys, mine[places], -1) if len(mine) else keys * 0 - 1
+            keys = np.array([key for key, _ in notes], np.int64)
+            targets = _positions(index, ranges[block.writer], keys)
             for target, (_, text) in zip(targets.tolist(), notes, strict=True):
-                said = parsed(block.path, text) if target >= 0 else {}
-                for name in names & said.keys():
-                    found.setdefault(name, [None] * len(index))[target] = said[name]
-        return found
+                if target < 0:
+                    continue
+                metadata = parsed(block.path, text)
+                for name in names & metadata.keys():
+                    column = columns.setdefault(name, [None] * len(index))
+                    column[target] = metadata[name]
+        return columns
 
     def tasks(self, noted: Noted) -> Int64s:
-        """Return the `text_id` of the task of each trajectory, int64 `[M]`; 0 where none is known."""
+        """Return the `text_id` of the task of each trajectory, int64 `[M]`.
+
+        0 for an unknown task.
+        """
         if self._tasks[0] is not noted.index:
-            self._tasks = noted.index, np.array([*map(text_id, self._told(noted))], np.int64)
+            ids = [text_id(task) for task in self._task_texts(noted)]
+            self._tasks = (noted.index, np.array(ids, np.int64))
         return self._tasks[1]
 
     def texts(self, noted: Noted) -> dict[int, str]:
-        """Return all texts of frames and the tasks of all episodes, by their `text_id`; 0 is ""."""
-        found = {0: ""}
-        for _, header in self._noted(noted, TEXTS):
-            with suppress(FileNotFoundError):  # removed since its header was read
-                found.update(header.read_notes(TEXTS))
-        told = set(self._told(noted)) | set(noted.read_texts() if noted.read_texts is not None else ())
-        return found | {text_id(text): text for text in told}
+        """Return all texts of frames and all tasks by their `text_id`; 0 is ""."""
+        texts = {0: ""}
+        for header in self._headers_with(noted, TEXTS):
+            with suppress(FileNotFoundError):  # Removed after its header was read.
+                texts.update(header.read_notes(TEXTS))
+        others = set(self._task_texts(noted))
+        if noted.read_texts is not None:
+            others.update(noted.read_texts())
+        for text in others:
+            texts[text_id(text)] = text
+        return texts
 
-    def _told(self, noted: Noted) -> Sequence[str]:
-        """Return the task of each trajectory; "" where none is known."""
+    def _task_texts(self, noted: Noted) -> Sequence[str]:
+        """Return the task of each trajectory; "" for an unknown task."""
         if noted.episode_tasks is not None:
             return noted.episode_tasks
         return [task if isinstance(task, str) else "" for task in self.column(noted, TASK)]
 
-    def _noted(self, noted: Noted, kind: str) -> Iterator[tuple[Block, BlockHeader]]:
-        """Yield the blocks that have notes of a kind, each writer's in order; those that are gone are left out."""
-        for block in sorted(noted.index.blocks, key=lambda one: one.sequence):
+    def _headers_with(self, noted: Noted, kind: str) -> Iterator[BlockHeader]:
+        """Yield the headers of blocks with annotations of a kind, in the order of each writer.
+
+        Deleted blocks are left out.
+        """
+        for block in sorted(noted.index.blocks, key=lambda block: block.sequence):
             try:
                 header = self._header(noted, block)
             except FileNotFoundError:
                 continue
             if header is not None and len(header.notes[kind].keys):
-                yield block, header
+                yield header
 
     def _header(self, noted: Noted, block: Block) -> BlockHeader | None:
-        """Return the header of a block; None if it has no notes."""
+        """Return the header of a block; None if it has no annotations."""
         if block.identity not in self._headers:
             if is_stand_in(block):
                 raise FileNotFoundError(str(block.path))
-            header = noted.read_header(block) if block.places else None  # other systems' files have none
-            self._headers[block.identity] = header if header is not None and header.notes else None
+            # Files of other formats have no places and no annotations.
+            header = noted.read_header(block) if block.places else None
+            has_notes = header is not None and header.notes
+            self._headers[block.identity] = header if has_notes else None
         return self._headers[block.identity]
 
 
+def _positions(index: TrajectoryIndex, trajectories: Int64s, keys: Int64s) -> Int64s:
+    """Return the positions in an index of trajectory numbers of one writer; -1 for unknown numbers.
+
+    Args:
+        index: The index.
+        trajectories: Positions of the writer's trajectories, in the order of their numbers.
+        keys: Numbers within the writer.
+    """
+    if not len(trajectories):
+        return np.full(len(keys), -1)
+    numbers = index.number[trajectories]
+    places = np.searchsorted(numbers, keys)
+    places[places == len(trajectories)] = 0
+    return np.where(numbers[places] == keys, trajectories[places], -1)
+
+
 def parsed(path: Path, text: str) -> Mapping[str, Any]:
-    """Read a note of an episode in a block; errors name the file.
+    """Parse the metadata of an episode in a block.
 
     Raises:
-        CorruptFileError: It is no JSON object.
+        CorruptFileError: The text is no JSON object. The error names the file.
     """
     try:
-        said = json.loads(text)
+        metadata = json.loads(text)
     except (ValueError, RecursionError) as cause:
-        raise corrupt(path, "notes of episodes as JSON", f"{type(cause).__name__}: {cause}") from None
-    if not isinstance(said, dict):
-        raise corrupt(path, "notes of episodes as JSON objects", type(said).__name__)
-    return said
+        got = f"{type(cause).__name__}: {cause}"
+        raise corrupt(path, "notes of episodes as JSON", got) from None
+    if not isinstance(metadata, dict):
+        raise corrupt(path, "notes of episodes as JSON objects", type(metadata).__name__)
+    return metadata

@@ -1,7 +1,8 @@
-"""The rows of a block while it is written: from memory or from other blocks, and as chunks where they are coded.
+"""Rows of a block before it is written: from memory or from other blocks, coded as chunks if the field has a codec.
 
-One rule: chunks follow the order of rows and end where fragments end; chunks that exist are copied, never
-decoded, unless two blocks of one field were coded differently. Where they are written is decided elsewhere.
+Chunks follow the order of the rows and end at the ends of fragments. Chunks of other blocks are
+copied without decoding, unless the blocks have different codecs for a field. `write_block.py`
+writes them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Protocol
 
 import numpy as np
 
-from storage.codecs.codec_chains import AUTO, choose_codec, chunk_frames, codec_of, most_chunk_frames
+from storage.codecs.codec_chains import (
+    AUTO,
+    choose_codec,
+    chunk_frames,
+    codec_of,
+    most_chunk_frames,
+)
 from storage.core.durable_files import crc32
 from storage.core.fields import Schema
 from storage.core.threads import each_part
@@ -23,16 +30,18 @@ from .block_header import DATA, FRAGMENT_DTYPE, BlockHeader, layouts_of, row_ran
 from .chunk_table import ChunkTable, Coding
 from .row_layout import StoredColumn
 
-#: Chunks that "auto" tries.
+#: Chunks on which the codec "auto" tries other codecs.
 _NUM_SAMPLES = 8
 
 
 class RowSource(Protocol):
-    """The rows of one column of a block, read part by part, so that a block never exists twice; by several threads.
+    """Rows of a column.
+
+    They are read in parts, so that memory never holds a block twice. Thread-safe.
 
     Attributes:
-        num_rows: How many there are.
-        row_bytes: Bytes of each.
+        num_rows: Number of rows.
+        row_bytes: Bytes of a row.
     """
 
     num_rows: int
@@ -44,23 +53,24 @@ class RowSource(Protocol):
 
 
 class ArrayRows:
-    """Rows that are in memory as they will be in the file: uint8 `[R, row_bytes]`, C-contiguous."""
+    """Rows in memory as they will be stored: uint8 `[R, row_bytes]`, C-contiguous."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self._rows = rows
-        self.num_rows, self.row_bytes = rows.shape
+        self.num_rows = len(rows)
+        self.row_bytes = rows.shape[1]
 
     def read(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         return self._rows[start:stop]
 
 
 class CodedRows:
-    """The chunks of a column: a `RowSource` of single bytes.
+    """Chunks of a column: a `RowSource` whose rows are single bytes.
 
     Attributes:
-        coding: How they are coded.
-        table: Which rows they hold; its places count from 0.
-        data: uint8, the chunks one after the other.
+        coding: Coding of the chunks.
+        table: Rows and bounds of the chunks. Places count from 0.
+        data: Consecutive chunks, uint8.
     """
 
     def __init__(self, coding: Coding, table: ChunkTable, data: np.ndarray) -> None:
@@ -75,28 +85,32 @@ class CodedRows:
 
 
 def _decoded(source: RowSource) -> RowSource:
-    """Return rows as they are before coding."""
+    """Return the decoded rows of a source."""
     if not isinstance(source, CodedRows):
         return source
-    table = source.table
     data = source.data
-    return ArrayRows(table.read(0, int(table.rows[-1]), lambda start, stop: data[start:stop]))
+
+    def read_bytes(start: int, stop: int) -> np.ndarray:
+        return data[start:stop]
+
+    num_rows = int(source.table.rows[-1])
+    return ArrayRows(source.table.read(0, num_rows, read_bytes))
 
 
 @dataclass
 class BlockContent:
-    """What goes into one block.
+    """Content of a block to write.
 
     Attributes:
-        schema, writer, sequence, fragments, reward_sums: As of `BlockHeader`.
-        rows: Table -> column -> its rows; a column that is kept in chunks is coded when the block is
-            written, unless it comes as `CodedRows`.
-        max_errors: Field -> largest error that a codec made of the values that are in `rows`.
-        codecs: Field that is coded "auto" -> its codec. The first block that is written with such a
-            mapping decides; the writer keeps it.
-        frames_per_chunk: Frames of a chunk at most, where columns are coded; None is what suits the codec.
-        notes: What was said of episodes, by number of the trajectory, and the texts of frames.
-        created_ns: When it was made; None is now.
+        schema, writer, sequence, fragments, reward_sums: See `BlockHeader`.
+        rows: Table -> column -> rows. Columns in chunks are coded when the block is written, unless
+            they are `CodedRows`.
+        max_errors: Field -> largest error of the values in `rows` that a codec caused before.
+        codecs: Field with the codec "auto" -> chosen codec. Writing the first block chooses; the
+            writer keeps the mapping for later blocks.
+        frames_per_chunk: Frames of a chunk, at most; None for the default of the codec.
+        notes: Annotations of episodes by the number of the trajectory, and texts of frames.
+        created_ns: Time of creation; None means now.
     """
 
     schema: Schema
@@ -113,98 +127,150 @@ class BlockContent:
 
 
 def code_tables(
-    content: BlockContent, num_threads: int | None
+    content: BlockContent,
+    num_threads: int | None,
 ) -> tuple[dict[str, dict[str, RowSource]], dict[str, Coding]]:
-    """Code the columns of a block that are kept in chunks, as far as they are not coded yet.
+    """Code the columns of a block that are stored in chunks and are not coded yet.
 
     Returns:
-        The tables with coded columns, and how every field with a codec is coded.
+        The tables with coded columns, and field with a codec -> its coding.
     """
-    coded = {table: dict(columns) for table, columns in content.rows.items()}
+    tables = {table: dict(columns) for table, columns in content.rows.items()}
     codings = {}
-    for name, item in content.schema.items():
-        codec = codec_of(item)
-        error = content.max_errors.get(name, 0.0)
+    for name, field_of_block in content.schema.items():
+        codec = codec_of(field_of_block)
         if codec.chunks is None:
             if not codec.is_lossless:
-                codings[name] = Coding(codec.name, error)
+                codings[name] = Coding(codec.name, content.max_errors.get(name, 0.0))
             continue
-        own = {table: columns[name] for table, columns in coded.items() if name in columns}
-        names = {source.coding.codec for source in own.values() if isinstance(source, CodedRows)}
-        if len(names) != 1 or any(rows.num_rows for rows in own.values() if not isinstance(rows, CodedRows)):
-            # A field has one codec in both tables: what was coded otherwise is decoded and coded anew.
-            names = set()
-            own = {table: _decoded(rows) for table, rows in own.items()}
-        frames = {
-            table: _Frames(rows, name, table, codec.name, content)
-            for table, rows in own.items()
-            if not isinstance(rows, CodedRows)
-        }
-        chosen = names.pop() if names else _chosen(codec.name, name, frames.values(), content.codecs)
-        own |= {table: part.coded(chosen, error, num_threads) for table, part in frames.items()}
-        for table, rows in own.items():
-            coded[table][name] = rows
-        codings[name] = _common([rows.coding for rows in own.values() if isinstance(rows, CodedRows)])
-    return coded, codings
+        sources = {table: columns[name] for table, columns in tables.items() if name in columns}
+        coded = _code_field(content, name, codec.name, sources, num_threads)
+        for table, rows in coded.items():
+            tables[table][name] = rows
+        codings[name] = _common_coding([rows.coding for rows in coded.values()])
+    return tables, codings
+
+
+def _code_field(
+    content: BlockContent,
+    name: str,
+    codec: str,
+    sources: Mapping[str, RowSource],
+    num_threads: int | None,
+) -> dict[str, CodedRows]:
+    """Code the rows of a field in all tables with one codec: table -> chunks."""
+    coded = {table: rows for table, rows in sources.items() if isinstance(rows, CodedRows)}
+    codecs = {rows.coding.codec for rows in coded.values()}
+    has_uncoded = any(rows.num_rows for table, rows in sources.items() if table not in coded)
+    if len(codecs) != 1 or has_uncoded:
+        # Both tables need one codec. Rows of another codec are decoded and coded again.
+        sources = {table: _decoded(rows) for table, rows in sources.items()}
+        coded = {}
+        codecs = set()
+
+    frames = {}
+    for table, rows in sources.items():
+        if table not in coded:
+            frames[table] = _Frames(rows, name, table, codec, content)
+    chosen = codecs.pop() if codecs else _chosen(codec, name, frames.values(), content.codecs)
+    error = content.max_errors.get(name, 0.0)
+    result = {}
+    for table in sources:
+        if table in coded:
+            result[table] = coded[table]
+        else:
+            result[table] = frames[table].coded(chosen, error, num_threads)
+    return result
 
 
 def frames_per_chunk(content: BlockContent, table: str, codec: str, row_bytes: int) -> int:
-    """How many frames a chunk of this table has; final rows are asked for one by one."""
+    """Return the number of frames of a chunk of a table.
+
+    Final rows are read singly, so they have chunks of one.
+    """
     if table != DATA:
         return 1
-    return min(content.frames_per_chunk or chunk_frames(row_bytes, codec), most_chunk_frames(row_bytes))
+    num_frames = content.frames_per_chunk or chunk_frames(row_bytes, codec)
+    return min(num_frames, most_chunk_frames(row_bytes))
 
 
-def _chosen(codec: str, name: str, tables: Iterable[_Frames], chosen: MutableMapping[str, str]) -> str:
+def _chosen(
+    codec: str,
+    name: str,
+    tables: Iterable[_Frames],
+    chosen: MutableMapping[str, str],
+) -> str:
+    """Return the codec of a field. For "auto" it is chosen on a sample, and added to `chosen`."""
     if codec != AUTO:
         return codec
     if name not in chosen:
-        sample = next((found for frames in tables if (found := frames.sample())), [])
-        if not sample:
-            return "raw"  # decided when there is something to try on
-        chosen[name] = choose_codec(sample)
+        for frames in tables:
+            sample = frames.sample()
+            if sample:
+                chosen[name] = choose_codec(sample)
+                return chosen[name]
+        return "raw"  # Without rows, the choice is left to a later block.
     return chosen[name]
 
 
-def _common(codings: Sequence[Coding]) -> Coding:
-    """The coding of chunks that are put together; the codec of all is the same."""
-    assert len({coding.codec for coding in codings}) == 1, "chunks of one codec would be read as of another"
-    error = max(coding.max_error for coding in codings)
-    return replace(codings[0], max_error=error, frames_per_chunk=max(coding.frames_per_chunk for coding in codings))
+def _common_coding(codings: Sequence[Coding]) -> Coding:
+    """Return the coding of joined chunks, which must have one codec."""
+    names = {coding.codec for coding in codings}
+    assert len(names) == 1, "chunks of one codec would be read as of another"
+    return Coding(
+        codec=codings[0].codec,
+        max_error=max(coding.max_error for coding in codings),
+        frames_per_chunk=max(coding.frames_per_chunk for coding in codings),
+    )
 
 
 class _Frames:
-    """The rows of a column as frames, cut into chunks at fragments and within them."""
+    """The rows of a column as frames, divided into chunks that end at the ends of fragments."""
 
-    def __init__(self, source: RowSource, name: str, table: str, codec: str, content: BlockContent) -> None:
+    def __init__(
+        self,
+        source: RowSource,
+        name: str,
+        table: str,
+        codec: str,
+        content: BlockContent,
+    ) -> None:
         layout = layouts_of(content.schema)[table]
         self._source = source
         self._field = layout.stored[name]
         self._row_bytes = layout.columns[name].row_bytes
-        self._per_chunk = per_chunk = frames_per_chunk(content, table, codec, self._field.row_bytes)
-        ranges = row_ranges(table, content.fragments)
-        #: First row of each chunk, and the end; which chunks a fragment names.
+        self._per_chunk = frames_per_chunk(content, table, codec, self._field.row_bytes)
+        #: First row of each chunk, and the number of rows.
         self._bounds = [0]
+        #: Chunks with rows of a fragment. Other chunks stay empty.
         self._used = list[int]()
-        for low, high in sorted({(int(a), int(b)) for a, b in zip(*ranges, strict=True) if b > a}):
-            self._bounds += [low] if low > self._bounds[-1] else []
-            cuts = [*range(low + per_chunk, high, per_chunk), high]
-            self._used += range(len(self._bounds) - 1, len(self._bounds) - 1 + len(cuts))
+        first, stop = row_ranges(table, content.fragments)
+        for low, high in sorted(set(zip(first.tolist(), stop.tolist(), strict=True))):
+            if high <= low:
+                continue
+            if low > self._bounds[-1]:
+                self._bounds.append(low)
+            cuts = [*range(low + self._per_chunk, high, self._per_chunk), high]
+            first_chunk = len(self._bounds) - 1
+            self._used += range(first_chunk, first_chunk + len(cuts))
             self._bounds += cuts
-        self._bounds += [source.num_rows] if source.num_rows > self._bounds[-1] else []
+        if source.num_rows > self._bounds[-1]:
+            self._bounds.append(source.num_rows)
 
     def read(self, number: int) -> np.ndarray:
         """Read the frames of a chunk: `[n, *shape]`."""
         low, high = self._bounds[number : number + 2]
         rows = self._source.read(low, high, np.empty((high - low, self._row_bytes), np.uint8))
-        values = np.ascontiguousarray(rows[:, : self._field.row_bytes])
-        return values.reshape(-1).view(self._field.numpy_dtype).reshape(high - low, *self._field.shape)
+        values = np.ascontiguousarray(rows[:, : self._field.row_bytes]).reshape(-1)
+        return values.view(self._field.numpy_dtype).reshape(high - low, *self._field.shape)
 
     def sample(self) -> list[np.ndarray]:
-        """Read some chunks, spread evenly."""
-        return [self.read(number) for number in self._used[:: -(-len(self._used) // _NUM_SAMPLES) or 1]]
+        """Read up to `_NUM_SAMPLES` evenly spaced chunks."""
+        step = max(1, -(-len(self._used) // _NUM_SAMPLES))
+        return [self.read(number) for number in self._used[::step]]
 
     def coded(self, codec: str, error: float, num_threads: int | None) -> CodedRows:
+        """Code all used chunks in threads; `error` is the error that a codec caused before."""
         coding = Coding(codec, error, self._per_chunk)
         chunks = [b""] * (len(self._bounds) - 1)
         errors = np.zeros(len(chunks))
@@ -218,21 +284,32 @@ class _Frames:
         places = np.cumsum([0, *map(len, chunks)])
         sums = np.array([*map(crc32, chunks)], np.int64)
         table = ChunkTable(coding.chain, self._field, self._row_bytes, rows, places, sums)
-        coding = replace(coding, max_error=max(coding.max_error, float(errors.max(initial=0.0))))
+        measured = float(errors.max(initial=0.0))
+        coding = replace(coding, max_error=max(coding.max_error, measured))
         return CodedRows(coding, table, np.frombuffer(b"".join(chunks), np.uint8))
 
 
-def gathered(parts: Sequence[tuple[BlockHeader, np.void]]) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
-    """Put the rows of fragments, of blocks of one schema, one after the other: the tables and `[F]` fragments."""
+def gathered(
+    parts: Sequence[tuple[BlockHeader, np.void]],
+) -> tuple[dict[str, dict[str, RowSource]], np.ndarray]:
+    """Concatenate the rows of fragments of blocks that have one schema.
+
+    Returns:
+        Table -> column -> rows, and the fragments with their new rows, `[F]`.
+    """
     fragments = np.array([fragment for _, fragment in parts], FRAGMENT_DTYPE)
     tables: dict[str, dict[str, RowSource]] = {}
     for table, layout in parts[0][0].layouts.items():
-        bounds = [bound.tolist() for bound in row_ranges(table, fragments)]
-        ranges = [(header, a, b) for (header, _), a, b in zip(parts, *bounds, strict=True) if b > a]
-        tables[table] = {
-            name: _joined([_as_stored(header, table, name, a, b) for header, a, b in ranges], column)
-            for name, column in layout.columns.items()
-        }
+        first, stop = row_ranges(table, fragments)
+        ranges = []
+        for (header, _), low, high in zip(parts, first.tolist(), stop.tolist(), strict=True):
+            if high > low:
+                ranges.append((header, low, high))
+        tables[table] = {}
+        for name, column in layout.columns.items():
+            sources = [_as_stored(header, table, name, low, high) for header, low, high in ranges]
+            tables[table][name] = _joined(sources, column)
+
     fragments["row"] = np.cumsum(fragments["length"]) - fragments["length"]
     finals = np.flatnonzero(fragments["final_row"] >= 0)
     fragments["final_row"][finals] = np.arange(len(finals))
@@ -240,31 +317,46 @@ def gathered(parts: Sequence[tuple[BlockHeader, np.void]]) -> tuple[dict[str, di
 
 
 def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> RowSource:
-    """Read the rows `start:stop`, which are whole fragments, of a column: its chunks, where it is coded."""
+    """Read the rows `start:stop` of a column, which are whole fragments.
+
+    The chunks of a coded column.
+    """
     if column not in header.chunks[table]:
         return ArrayRows(header.read_rows(table, column, start, stop))
-    found = header.chunks[table][column]
-    low, high = np.searchsorted(found.rows, [start, stop])
-    places = found.places[low : high + 1]
+    chunks = header.chunks[table][column]
+    low, high = np.searchsorted(chunks.rows, [start, stop])
+    places = chunks.places[low : high + 1]
     data = header.read_bytes(int(places[0]), int(places[-1]))
     bounds = places - places[0]
-    sums = found.sums[low:high]
-    if (sums < 0).any():  # of an older block
-        sums = np.array([crc32(data[a:b]) for a, b in pairwise(bounds.tolist())], np.int64)
-    part = replace(found, rows=found.rows[low : high + 1] - found.rows[low], places=bounds, sums=sums)
+    sums = chunks.sums[low:high]
+    if (sums < 0).any():  # Older blocks have no checksums of chunks.
+        computed = [crc32(data[first:end]) for first, end in pairwise(bounds.tolist())]
+        sums = np.array(computed, np.int64)
+    rows = chunks.rows[low : high + 1] - chunks.rows[low]
+    part = replace(chunks, rows=rows, places=bounds, sums=sums)
     return CodedRows(header.codings[column], part, data)
 
 
 def _joined(parts: Sequence[RowSource], column: StoredColumn) -> RowSource:
-    """Put rows one after the other; chunks stay as they are if all are coded alike, otherwise all are decoded."""
+    """Concatenate rows. Chunks of one codec are copied; chunks of several codecs are decoded."""
     coded = [part for part in parts if isinstance(part, CodedRows)]
-    if coded and len({part.coding.codec for part in coded}) == 1:
+    if len({part.coding.codec for part in coded}) == 1:
         tables = [part.table for part in coded]
-        rows, places = (
-            np.append(0, np.cumsum(np.concatenate([np.diff(getattr(table, name)) for table in tables])))
-            for name in ("rows", "places")
+        table = replace(
+            tables[0],
+            rows=_joined_bounds([table.rows for table in tables]),
+            places=_joined_bounds([table.places for table in tables]),
+            sums=np.concatenate([table.sums for table in tables]),
         )
-        table = replace(tables[0], rows=rows, places=places, sums=np.concatenate([one.sums for one in tables]))
-        return CodedRows(_common([part.coding for part in coded]), table, np.concatenate([p.data for p in coded]))
-    empty = np.zeros((0, column.row_bytes), np.uint8)
-    return ArrayRows(np.concatenate([empty, *(part.read(0, part.num_rows, empty) for part in map(_decoded, parts))]))
+        coding = _common_coding([part.coding for part in coded])
+        return CodedRows(coding, table, np.concatenate([part.data for part in coded]))
+    rows = [np.zeros((0, column.row_bytes), np.uint8)]
+    for part in map(_decoded, parts):
+        rows.append(part.read(0, part.num_rows, rows[0]))
+    return ArrayRows(np.concatenate(rows))
+
+
+def _joined_bounds(bounds: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate the bounds of consecutive parts, counted from 0."""
+    sizes = np.concatenate([np.diff(part) for part in bounds])
+    return np.append(0, np.cumsum(sizes))
