@@ -1,6 +1,9 @@
-"""Stand-ins for trajectories that are gone while a saved state plays them: their frames count, and cannot be read.
+"""Placeholders for deleted trajectories that a saved state plays.
 
-One rule: an index that holds a stand-in holds nothing else of that trajectory. Only resuming makes them.
+Their frames are counted, but cannot be read.
+
+An index with a placeholder has no other fragment of the trajectory. Only resuming a state creates
+placeholders.
 """
 
 from __future__ import annotations
@@ -16,21 +19,35 @@ from .block import Block
 from .block_header import FRAGMENT_DTYPE, OPEN
 from .trajectory_index import TrajectoryIndex
 
-#: (writer, number) of trajectories -> how many frames they had.
+#: (writer, number) of trajectories -> number of their frames.
 Lengths = Mapping[tuple[str, int], int]
 NONE_GONE: Lengths = MappingProxyType({})
-#: No file has this size.
+#: Size that marks a placeholder, since no file has it.
 _NUM_BYTES = -1
 
 
 def lacking(index: TrajectoryIndex, lengths: Lengths) -> Lengths:
-    """Which of these trajectories are not in an index, or not with all their frames."""
-    places = zip(lengths, index.find(list(lengths)).tolist(), strict=True)
-    return {key: lengths[key] for key, place in places if place < 0 or index.lengths[place] < lengths[key]}
+    """Return the trajectories that are missing from an index, or miss frames there."""
+    missing = {}
+    places = index.find(list(lengths)).tolist()
+    for (key, length), place in zip(lengths.items(), places, strict=True):
+        if place < 0 or index.lengths[place] < length:
+            missing[key] = length
+    return missing
 
 
-def with_stand_ins(pinned: Iterable[Block], folders: Mapping[str, Path], gone: Lengths) -> list[Block]:
-    """Replace the stand-ins among pinned blocks by those of `gone`; `folders`: by the label of their writers."""
+def with_stand_ins(
+    pinned: Iterable[Block],
+    folders: Mapping[str, Path],
+    gone: Lengths,
+) -> list[Block]:
+    """Return pinned blocks with new placeholders instead of the old ones.
+
+    Args:
+        pinned: Blocks that a state needs, with the placeholders of an earlier state.
+        folders: Label of writers -> folder.
+        gone: Trajectories that get a placeholder.
+    """
     made = [block for block in pinned if not is_stand_in(block)]
     for (writer, number), length in gone.items():
         label = next((label for label in folders if writer.startswith(label)), next(iter(folders)))
@@ -42,18 +59,19 @@ def with_stand_ins(pinned: Iterable[Block], folders: Mapping[str, Path], gone: L
 
 
 def is_stand_in(block: Block) -> bool:
-    """True for the blocks that `with_stand_ins` makes."""
+    """Return whether a block is a placeholder of `with_stand_ins`."""
     return block.file_bytes == _NUM_BYTES
 
 
 def beside_stand_ins(blocks: Iterable[Block], pinned: Iterable[Block]) -> list[Block]:
-    """Leave out what blocks still hold of the trajectories that have a stand-in among `pinned`."""
+    """Return blocks without the fragments of trajectories that have a placeholder among `pinned`."""
     gone: dict[str, list[int]] = {}
     for block in filter(is_stand_in, pinned):
         gone.setdefault(block.writer, []).append(int(block.fragments["trajectory"][0]))
-    return [
-        replace(block, fragments=block.fragments[~np.isin(block.fragments["trajectory"], gone[block.writer])])
-        if block.writer in gone
-        else block
-        for block in blocks
-    ]
+    kept = []
+    for block in blocks:
+        if block.writer in gone:
+            is_gone = np.isin(block.fragments["trajectory"], gone[block.writer])
+            block = replace(block, fragments=block.fragments[~is_gone])
+        kept.append(block)
+    return kept

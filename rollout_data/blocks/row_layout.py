@@ -1,10 +1,12 @@
-"""Row layout: which bytes of a stored row belong to which field; cuts: the leaves of a batch, made of gathered rows.
+"""Row layout: the bytes of each field in a stored row.
 
-One rule: pure arithmetic on a `Schema`. All small fields of a frame stand side by side in one
-packed row (column "frames"), so that a batch is one gather; a field whose row is large, or that is
-kept in chunks, gets a column of its own, so that reading the others does not drag it along. Where a leaf lies is
-decided once for each layout; a batch then costs one view a leaf. Values that are stored as they are, and components
-side by side, are views of the rows; all others lie in memory of their own.
+Cuts: the leaves of a batch, as parts of gathered rows.
+
+All small fields of a frame are stored side by side in one packed row, the column "frames", so a
+batch is one gather. Large fields and fields in chunks have columns of their own, so that other
+fields are read without them. The place of a leaf is computed once per layout. A batch then needs
+one view per leaf. Leaves of uncoded fields and of adjacent components are views of the rows; other
+leaves are new tensors.
 """
 
 from __future__ import annotations
@@ -21,29 +23,31 @@ from storage.codecs.codec_chains import check_codec, codec_of, stored_field
 from storage.core.fields import Field, Schema
 from storage.errors import SchemaError
 
-#: A field whose stored row has at least this many bytes is kept apart from the packed row.
+#: Bytes of a stored row from which on a field has a column of its own.
 LARGE_FIELD_BYTES = 4096
 #: Name of the column that holds the packed row.
 PACKED = "frames"
-#: Rows are padded to this many bytes, so that every dtype can be viewed in place.
+#: Rows are padded to a multiple of this number of bytes, so that every dtype can be viewed in
+#: place.
 ROW_ALIGNMENT = 8
-#: What torch can join with other dtypes, of those that it cannot; the same values, but for uint64 beyond 2**63.
+#: Dtype that torch cannot concatenate with other dtypes -> dtype that it can; uint64 values stay
+#: below 2**63.
 _JOINABLE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-#: Gives memory of a shape and dtype on the CPU.
+#: Allocates a tensor on the CPU: (shape, dtype) -> tensor.
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-#: What torch can write single rows of, of those that it cannot; the same bytes.
+#: Dtype of which torch cannot write single rows -> dtype of the same bytes.
 _WRITABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """One fixed-size row per frame, holding one or several fields.
+    """A row of fixed size per frame with one or several fields.
 
     Attributes:
-        name: "frames", or the name of the one field that it holds.
-        row_bytes: Size of a row, padded to a multiple of 8 in the packed column.
-        offsets: Field name -> first byte of the field within the row.
-        is_coded: The file holds chunks, which decode to such rows.
+        name: "frames", or the name of its only field.
+        row_bytes: Size of a row, padding included.
+        offsets: Field -> first byte of the field in the row.
+        is_coded: Whether the file has chunks that decode to such rows.
     """
 
     name: str
@@ -53,80 +57,100 @@ class StoredColumn:
 
 
 class RowLayout:
-    """Where each field of a schema stands.
+    """Columns and bytes of the fields of a schema.
 
     Args:
-        schema: The fields as users see them.
-        apart: Fields that are kept apart from the packed row although they are small.
+        schema: Decoded fields.
+        apart: Small fields that get a column of their own.
 
     Attributes:
-        schema: The fields as users see them.
-        stored: The same fields as they are stored (after their codecs).
-        columns: Column name -> `StoredColumn`.
-        column_of: Field name -> its `StoredColumn`.
+        schema: Decoded fields.
+        stored: Stored fields, after their codecs.
+        columns: Name -> column.
+        column_of: Field -> column.
     """
 
     def __init__(self, schema: Schema, apart: Collection[str] = ()) -> None:
         for field in schema.values():
             check_codec(field)
             if field.num_elements == 0:
-                raise SchemaError("store the field", repr(field.name), "a row of at least one value", str(field.shape))
+                expected = "a row of at least one value"
+                raise SchemaError("store the field", repr(field.name), expected, str(field.shape))
         self.schema = schema
         self.stored = Schema(stored_field(field) for field in schema.values())
-        coded = {field.name for field in schema.values() if codec_of(field).chunks is not None}
-        apart = {*coded, *apart}
-        alone = {f.name for f in self.stored.values() if f.row_bytes >= LARGE_FIELD_BYTES or f.name in apart}
-        small = [f for f in self.stored.values() if f.name not in alone]
-        columns = [_pack(small)] if small else []
-        columns += [
-            StoredColumn(f.name, _padded(f.row_bytes), {f.name: 0}, f.name in coded)
-            for f in self.stored.values()
-            if f.name in alone
-        ]
+        self._codecs = {field.name: codec_of(field) for field in schema.values()}
+
+        packed = []
+        alone = []
+        for field in self.stored.values():
+            is_coded = self._codecs[field.name].chunks is not None
+            if is_coded or field.name in apart or field.row_bytes >= LARGE_FIELD_BYTES:
+                row_bytes = _padded(field.row_bytes)
+                alone.append(StoredColumn(field.name, row_bytes, {field.name: 0}, is_coded))
+            else:
+                packed.append(field)
+        columns = [_pack(packed), *alone] if packed else alone
         self.columns = {column.name: column for column in columns}
         self.column_of = {name: column for column in columns for name in column.offsets}
-        # Looked up once: in a small batch the views of the fields are a good part of the time.
-        self._codecs = {field.name: codec_of(field) for field in schema.values()}
-        self._spans = {
-            name: (start, start + self.stored[name].row_bytes, self.stored[name].torch_dtype, self.stored[name].shape)
-            for column in columns
-            for name, start in column.offsets.items()
-        }
+
+        #: Field -> first byte, end, dtype and shape. Computed once: views take a good part of the
+        #: time of small batches.
+        self._spans: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+        for column in columns:
+            for name, start in column.offsets.items():
+                field = self.stored[name]
+                stop = start + field.row_bytes
+                self._spans[name] = (start, stop, field.torch_dtype, field.shape)
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of one frame over all columns."""
+        """Bytes of a frame in all columns."""
         return sum(column.row_bytes for column in self.columns.values())
 
     def numpy_dtype(self, column: StoredColumn) -> np.dtype[Any]:
-        """Structured dtype of the packed row, or the plain dtype of a large field's row."""
+        """Return the structured dtype of a row of a column."""
+        formats = []
+        for name in column.offsets:
+            field = self.stored[name]
+            formats.append((field.numpy_dtype, field.shape))
         return np.dtype(
             {
                 "names": list(column.offsets),
-                "formats": [(self.stored[name].numpy_dtype, self.stored[name].shape) for name in column.offsets],
+                "formats": formats,
                 "offsets": list(column.offsets.values()),
                 "itemsize": column.row_bytes,
             }
         )
 
     def stored_view(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """View one field in `rows` (uint8 `[..., row_bytes]` of its column) as `[..., *shape]` of its stored dtype."""
+        """View a field in rows of its column as `[..., *shape]` of its stored dtype.
+
+        Args:
+            name: The field.
+            rows: Rows of the field's column, uint8 `[..., row_bytes]`.
+        """
         start, stop, dtype, shape = self._spans[name]
         part = rows[..., start:stop]
         typed = part if dtype == torch.uint8 else part.view(dtype)
         return typed.view(*rows.shape[:-1], *shape) if len(shape) != 1 else typed
 
     def decoded(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return one field in `rows` as users see it: a view for raw fields, a new tensor for coded ones."""
-        return self._codecs[name].decode(self.stored_view(name, rows), self.schema[name].torch_dtype)
+        """Decode a field in rows of its column: a view for raw fields, a new tensor for coded fields."""
+        stored = self.stored_view(name, rows)
+        return self._codecs[name].decode(stored, self.schema[name].torch_dtype)
 
     def span_of(self, names: Sequence[str]) -> tuple[int, int, torch.dtype] | None:
-        """Where fields stand in their row, (first byte, end, dtype); None unless adjacent, stored as users see them."""
+        """Return the common bytes of fields in their row: (first byte, end, dtype).
+
+        None if the fields are not adjacent, have several dtypes or columns, or are coded.
+        """
         column = self.column_of[names[0]]
         dtype = self._spans[names[0]][2]
         start = stop = column.offsets[names[0]]
         for name in names:
-            if self.column_of[name] is not column or column.offsets[name] != stop or self._spans[name][2] != dtype:
+            if self.column_of[name] is not column or column.offsets[name] != stop:
+                return None
+            if self._spans[name][2] != dtype:
                 return None
             if self.stored[name].dtype != self.schema[name].dtype:
                 return None
@@ -139,10 +163,14 @@ def joined(
     leading: int,
     allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Join components `[..., *shape]` with `leading` axes before their shapes along the last axis: `[..., D]`.
+    """Concatenate components along the last axis: `[..., D]`.
 
-    Components of several dtypes are promoted as torch does. The result lies in new memory, or in what
-    `allocate(shape, dtype)` gives.
+    Several dtypes are promoted like torch does.
+
+    Args:
+        parts: Components `[..., *shape]`.
+        leading: Number of axes before their shapes.
+        allocate: Returns the memory of the result; None for new memory.
     """
     if len({part.dtype for part in parts}) > 1:
         parts = [part.to(_JOINABLE.get(part.dtype, part.dtype)) for part in parts]
@@ -159,7 +187,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _pack(fields: list[Field]) -> StoredColumn:
-    """Lay fields one after the other, each aligned to its item size."""
+    """Return the packed column of some fields, each aligned to its item size."""
     offsets: dict[str, int] = {}
     end = 0
     for field in fields:
@@ -170,7 +198,7 @@ def _pack(fields: list[Field]) -> StoredColumn:
 
 
 class Grid(NamedTuple):
-    """Which rows a leaf is cut from: `[i, j]` of it from row `first + i * steps[0] + j * steps[1]`."""
+    """Rows of a leaf: its element `[i, j]` is in row `first + i * steps[0] + j * steps[1]`."""
 
     sizes: tuple[int, ...]
     steps: tuple[int, ...]
@@ -185,7 +213,10 @@ class FrameRows:
         self._typed: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def as_type(self, column: str, dtype: torch.dtype) -> torch.Tensor:
-        """View the rows of a column as another dtype; the leaves of one column share this view."""
+        """View the rows of a column as another dtype.
+
+        The view is shared by all leaves of the column.
+        """
         found = self._typed.get((column, dtype))
         if found is None:
             found = self._typed[column, dtype] = self._columns[column].view(dtype)
@@ -193,15 +224,18 @@ class FrameRows:
 
 
 class FrameCut:
-    """One leaf: a field, or the components of an observation joined along the last axis.
+    """A leaf of a batch: a field, or components of an observation joined along the last axis.
 
     Args:
-        layout: What the rows hold.
+        layout: Layout of the rows.
         names: The field, or the components.
-        is_joined: Give `[..., D]`, rather than the shape of the field.
+        is_joined: Return `[..., D]` instead of the shape of the field.
 
     Attributes:
-        parts: What has to be joined, because it does not lie side by side or is coded; otherwise empty.
+        names: The field, or the components.
+        column: Column of the first of them.
+        parts: Components that have to be concatenated, since they are not adjacent or are coded;
+            otherwise empty.
     """
 
     def __init__(self, layout: RowLayout, names: Sequence[str], is_joined: bool = False) -> None:
@@ -212,7 +246,8 @@ class FrameCut:
         self.parts = [FrameCut(layout, [name]) for name in names] if span is None and is_joined else []
         self._is_coded = span is None
         row_bytes = layout.columns[self.column].row_bytes
-        start, stop, self._dtype = span or (0, row_bytes, torch.uint8)  # coded values are decoded from bytes
+        # Coded values are decoded from bytes.
+        start, stop, self._dtype = span or (0, row_bytes, torch.uint8)
         item_bytes = self._dtype.itemsize
         self._begin = start // item_bytes
         self._width = row_bytes // item_bytes
@@ -221,7 +256,10 @@ class FrameCut:
         self._strides = torch.empty(self._shape, device="meta").stride()
 
     def __call__(self, rows: FrameRows, grid: Grid, allocate: Allocate | None = None) -> torch.Tensor:
-        """Return the leaf as `[*grid.sizes, *shape]`; what has to be joined in memory that `allocate` gives."""
+        """Return the leaf as `[*grid.sizes, *shape]`.
+
+        `allocate` returns the memory of concatenated parts.
+        """
         if self.parts:
             return joined([part(rows, grid) for part in self.parts], len(grid.sizes), allocate)
         typed = rows.as_type(self.column, self._dtype)
@@ -233,7 +271,10 @@ class FrameCut:
 
 
 def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, FrameCut]:
-    """Return all fields of a layout by their names in a batch; with `is_joined` each of `groups` is one leaf."""
+    """Return the leaves of a batch by their names.
+
+    With `is_joined`, each of `groups` is one leaf.
+    """
     leaves: dict[str, list[str]] = {}
     for name in layout.schema:
         group = name.partition("/")[0]
@@ -243,6 +284,6 @@ def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict
 
 
 def put(values: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
-    """Write `rows` to the places `at` of a leaf that has contiguous memory of its own."""
-    kind = _WRITABLE.get(values.dtype, values.dtype)
-    values.view(kind)[at] = rows.view(kind)
+    """Write rows to the positions `at` of a leaf that is contiguous and no view of other rows."""
+    dtype = _WRITABLE.get(values.dtype, values.dtype)
+    values.view(dtype)[at] = rows.view(dtype)

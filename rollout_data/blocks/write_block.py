@@ -1,7 +1,7 @@
-"""Write one block and publish it.
+"""Writing and publishing of a block.
 
-One rule: a block is complete or absent. Its bytes go to a temporary name and are flushed; a rename publishes
-them, and nothing is modified afterwards. `FORMAT.md` is the specification, `header.py` the reading side.
+A block is complete or absent. It is written to a temporary file and flushed, and a rename publishes
+it. It never changes afterwards. `FORMAT.md` is the specification; `block_header.py` reads blocks.
 """
 
 from __future__ import annotations
@@ -29,17 +29,26 @@ from storage.saving.hdf5_files import SparseFile, begin_file, kind_of, reserve, 
 
 from .annotation_table import NOTES_CRC, note_tables, tables_crc
 from .block_content import BlockContent, CodedRows, RowSource, code_tables
-from .block_header import ABOUT, CODECS, FORMAT_NAME, FORMAT_VERSION, PART_BYTES, header_crc, layouts_of, row_ranges
+from .block_header import (
+    ABOUT,
+    CODECS,
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    PART_BYTES,
+    header_crc,
+    layouts_of,
+    row_ranges,
+)
 from .chunk_table import CHUNK_CHECKSUMS, CHUNKS, OFFSETS, Coding, codings_text
 
-#: Rows start at a multiple of this, so that files can be mapped side by side.
+#: Rows start at a multiple of this number of bytes, so that files can be mapped side by side.
 DATA_ALIGNMENT = 4096
 TEMPORARY_PREFIX = ".tmp_"
 _SYNC_FILE_RANGE_WRITE = 2
 
 
 def block_name(writer: str, sequence: int) -> str:
-    """File name of a block; names of one writer sort by sequence."""
+    """Return the file name of a block. Names of one writer sort by sequence."""
     return f"rollout_{writer}_{sequence:06d}.h5"
 
 
@@ -48,16 +57,16 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, num_t
 
     Args:
         folder: An existing folder.
-        content: What to write; not changed.
-        durable: Flush the file before and the folder after the rename. Without, publishing is
-            still atomic for a crash of the process, but not for one of the machine.
-        num_threads: Threads that code, at most; None takes torch's number.
+        content: Content of the block.
+        durable: Flush the file before and the folder after the rename. Otherwise publishing is
+            atomic if the process crashes, but not if the machine does.
+        num_threads: Threads that code chunks, at most; None means torch's number.
 
     Returns:
         The path of the published block.
 
     Raises:
-        OSError: The disk is full, the folder is gone or read-only. Nothing is left behind.
+        OSError: The disk is full, or the folder was deleted or is read-only. No file is left.
     """
     path = folder / block_name(content.writer, content.sequence)
     if path.exists():
@@ -67,7 +76,7 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, num_t
     try:
         _write_file(temporary, content, durable, num_threads)
         os.rename(temporary, path)
-    except BaseException as error:  # Ctrl-C too: nothing is left behind
+    except BaseException as error:  # Also after Ctrl-C no file is left.
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)
@@ -81,7 +90,11 @@ def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: i
     coded, codings = code_tables(content, num_threads)
     content = replace(content, rows=coded)
     header = SparseFile()
-    plain = {"fragments": content.fragments, "reward_sums": content.reward_sums, **note_tables(content.notes)}
+    plain = {
+        "fragments": content.fragments,
+        "reward_sums": content.reward_sums,
+        **note_tables(content.notes),
+    }
     with begin_file(header, DATA_ALIGNMENT) as file, open(path, "xb", buffering=0) as out:
         offsets = _reserve_tables(file, content, plain)
         _write_tables(file, content, codings, plain)
@@ -89,7 +102,11 @@ def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: i
         header.write_to(out.fileno())
         tables = _write_rows(out.fileno(), content, offsets, durable, num_threads)
         for name, values in (tables | plain).items():
-            write_at(out.fileno(), np.ascontiguousarray(values).reshape(-1).view(np.uint8).data, offsets[name])
+            write_at(
+                out.fileno(),
+                np.ascontiguousarray(values).reshape(-1).view(np.uint8).data,
+                offsets[name],
+            )
         if durable:
             os.fsync(out.fileno())
 
@@ -101,7 +118,11 @@ def _write_rows(
     starts_writeback: bool,
     num_threads: int | None,
 ) -> dict[str, np.ndarray]:
-    """Write all rows; give `checksums/<table>`: `[F, columns]` uint32, CRC-32 of each fragment's rows or chunks."""
+    """Write all rows.
+
+    Returns:
+        `checksums/<table>` -> CRC-32 of the rows or chunks of each fragment, uint32 `[F, columns]`.
+    """
     pieces = list[_Piece]()
     checksums = {}
     part_bytes = PART_BYTES
@@ -115,11 +136,14 @@ def _write_rows(
             num_bytes = source.num_rows * source.row_bytes
             pieces += _cut(source, offset, ranges, values[:, position])
             part_bytes = max(part_bytes, source.row_bytes)
-            # The disk's blocks are allocated at once, which makes writing a tenth faster. Not `os.posix_fallocate`,
-            # which writes to every block where the file system cannot do better.
+            # Allocating the space of the file at once makes writing a tenth faster.
+            # `os.posix_fallocate` would write to every block of the disk if the file system has no
+            # such call.
             if num_bytes >= PART_BYTES:
                 _hasten("fallocate64", descriptor, 0, offset, num_bytes)
-    num_threads = min(2, torch.get_num_threads() if num_threads is None else num_threads)  # more wait for the file
+    if num_threads is None:
+        num_threads = torch.get_num_threads()
+    num_threads = min(2, num_threads)  # More threads would wait for the file.
     memories = [np.empty(part_bytes, np.uint8) for _ in range(num_threads)]
 
     def write(piece: _Piece) -> None:
@@ -135,9 +159,15 @@ def _write_rows(
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """Rows `start:stop` of a column whose first row is at byte `offset` of the file, and the fragments in them.
+    """Rows of a column that are written by one thread, and the fragments in them.
 
-    `spans` are the rows of these fragments, `checksums[places]` receives their CRC-32.
+    Attributes:
+        source: All rows of the column.
+        offset: Place of the first row of the column in the file.
+        start, stop: Rows of this piece.
+        spans: Rows (first, stop) of each fragment in the piece.
+        checksums: Checksums of all fragments of the column.
+        places: Positions of the fragments of the piece in `checksums`.
     """
 
     source: RowSource
@@ -149,7 +179,7 @@ class _Piece:
     places: list[int]
 
     def write(self, descriptor: int, memory: np.ndarray, starts_writeback: bool) -> None:
-        """Gather, check and write the rows, a part after the other; `memory` holds at least one row."""
+        """Read, checksum and write the rows in parts. `memory` has room for one row at least."""
         row_bytes = self.source.row_bytes
         sums = [0] * len(self.spans)
         rows_a_part = len(memory) // row_bytes
@@ -163,13 +193,20 @@ class _Piece:
                 if begin < end:
                     sums[number] = crc32(part[begin * row_bytes : end * row_bytes], sums[number])
             write_at(descriptor, part, self.offset + low * row_bytes)
-            if starts_writeback:  # at once, so that the flush has little left to do
-                _hasten("sync_file_range", descriptor, self.offset + low * row_bytes, len(part), _SYNC_FILE_RANGE_WRITE)
+            if starts_writeback:  # The flush at the end then has little left to write.
+                place = self.offset + low * row_bytes
+                num_bytes = len(part)
+                _hasten("sync_file_range", descriptor, place, num_bytes, _SYNC_FILE_RANGE_WRITE)
         self.checksums[self.places] = sums
 
 
-def _cut(source: RowSource, offset: int, ranges: tuple[np.ndarray, np.ndarray], checksums: np.ndarray) -> list[_Piece]:
-    """Cut the rows of a column at starts of fragments, into pieces of a part at most, or of one fragment."""
+def _cut(
+    source: RowSource,
+    offset: int,
+    ranges: tuple[np.ndarray, np.ndarray],
+    checksums: np.ndarray,
+) -> list[_Piece]:
+    """Divide the rows of a column at the starts of fragments into pieces of at most `PART_BYTES`, or one fragment."""
     if not source.num_rows:
         return []
     first, last = ranges
@@ -188,18 +225,20 @@ def _cut(source: RowSource, offset: int, ranges: tuple[np.ndarray, np.ndarray], 
     if not spans:
         numbers = [0, 0]
         rows = [0, source.num_rows]
-    return [
-        _Piece(source, offset, start, stop, spans[a:b], checksums, places[a:b])
-        for (start, stop), (a, b) in zip(pairwise(rows), pairwise(numbers), strict=True)
-    ]
+    pieces = []
+    for (start, stop), (low, high) in zip(pairwise(rows), pairwise(numbers), strict=True):
+        piece = _Piece(source, offset, start, stop, spans[low:high], checksums, places[low:high])
+        pieces.append(piece)
+    return pieces
 
 
 def _hasten(name: str, *numbers: int) -> None:
-    """Call a function of Linux for which Python has no name, if it is there.
+    """Call a function of Linux that Python does not offer, if the system has it.
 
-    What it returns does not matter: it only hastens what follows, which reports errors.
+    Its result is ignored: it only makes the following writes faster, and these report errors.
     """
-    if (function := _system_call(name)) is not None:
+    function = _system_call(name)
+    if function is not None:
         function(*map(ctypes.c_int64, numbers))
 
 
@@ -210,7 +249,7 @@ def _system_call(name: str) -> Callable[..., object] | None:
 
 
 def _reserve_tables(file: h5py.File, content: BlockContent, plain: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """Make room for plain tables, rows and checksums, which HDF5 does not write; give the file offsets."""
+    """Reserve space for tables, rows and checksums, which HDF5 does not write: name -> offset in the file."""
     offsets = {name: reserve(file, name, one.dtype, one.shape) for name, one in plain.items()}
     for table, layout in layouts_of(content.schema).items():
         for name, column in layout.columns.items():
@@ -225,39 +264,49 @@ def _reserve_tables(file: h5py.File, content: BlockContent, plain: Mapping[str, 
 
 
 def _write_tables(
-    file: h5py.File, content: BlockContent, codings: Mapping[str, Coding], plain: Mapping[str, np.ndarray]
+    file: h5py.File,
+    content: BlockContent,
+    codings: Mapping[str, Coding],
+    plain: Mapping[str, np.ndarray],
 ) -> None:
-    """Write what describes the rows: attributes and tables of chunks."""
+    """Write the attributes and the tables of chunks."""
     created_ns = time.time_ns() if content.created_ns is None else content.created_ns
-    values = (json.dumps(content.schema.to_json()), content.writer, content.sequence, created_ns)
-    about: dict[str, str | int] = dict(zip(ABOUT, values, strict=True))
-    about |= {CODECS: codings_text(codings)} if codings else {}
+    schema_text = json.dumps(content.schema.to_json())
+    values = (schema_text, content.writer, content.sequence, created_ns)
+    attributes: dict[str, str | int] = dict(zip(ABOUT, values, strict=True))
+    if codings:
+        attributes[CODECS] = codings_text(codings)
     offsets = _write_offsets(file, content, codings)
-    crc = header_crc(content.fragments, content.reward_sums, about.values(), offsets)
-    about |= {"header_crc": crc, **({NOTES_CRC: tables_crc(plain)} if any(content.notes.values()) else {})}
-    for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **about}.items():
-        # A quarter of the time of `file.attrs[name] = value`.
+    crc = header_crc(content.fragments, content.reward_sums, attributes.values(), offsets)
+    attributes["header_crc"] = crc
+    if any(content.notes.values()):
+        attributes[NOTES_CRC] = tables_crc(plain)
+    for name, value in {"format": FORMAT_NAME, "version": FORMAT_VERSION, **attributes}.items():
+        # This takes a quarter of the time of `file.attrs[name] = value`.
         dtype = h5py.string_dtype() if isinstance(value, str) else np.dtype("<i8")
         created = h5py.h5a.create(file.id, name.encode(), kind_of(dtype), h5py.h5s.create_simple(()))
         created.write(np.array(value, dtype))
 
 
 def _write_offsets(file: h5py.File, content: BlockContent, codings: Mapping[str, Coding]) -> list[np.ndarray]:
-    """Write the tables of chunks; give what `header_crc` covers: where chunks lie, not their checksums."""
+    """Write the tables of chunks. Returns the datasets `offsets`, which `header_crc` covers."""
     offsets = []
     for table, columns in content.rows.items():
         for name, source in columns.items():
-            if isinstance(source, CodedRows):
-                offsets.append(source.table.offsets)
-                file.create_dataset(f"{table}/{name}/{OFFSETS}", data=offsets[-1])
-                file.create_dataset(f"{table}/{name}/{CHUNK_CHECKSUMS}", data=source.table.sums.astype("<u4"))
-                schema_field = content.schema[name]
-                coding = codings[name]
-                file[f"{table}/{name}"].attrs.update(
-                    codec=coding.codec,
-                    dtype=schema_field.dtype,
-                    frame_shape=np.array(schema_field.shape, "<i8"),
-                    frames_per_chunk=coding.frames_per_chunk,
-                    max_error=coding.max_error,
-                )
+            if not isinstance(source, CodedRows):
+                continue
+            place = f"{table}/{name}"
+            offsets.append(source.table.offsets)
+            file.create_dataset(f"{place}/{OFFSETS}", data=offsets[-1])
+            checksums = source.table.sums.astype("<u4")
+            file.create_dataset(f"{place}/{CHUNK_CHECKSUMS}", data=checksums)
+            field = content.schema[name]
+            coding = codings[name]
+            file[place].attrs.update(
+                codec=coding.codec,
+                dtype=field.dtype,
+                frame_shape=np.array(field.shape, "<i8"),
+                frames_per_chunk=coding.frames_per_chunk,
+                max_error=coding.max_error,
+            )
     return offsets

@@ -76,7 +76,8 @@ class DepthCoding:
             metres = np.exp(low + share * (high - low)) - self.shift
         metres = np.clip(metres, self.minimum, self.maximum)
         if self.unit == "mm":
-            return np.clip(np.rint(metres * 1000), 0, 65535).astype(self.dtype)
+            millimetres: Array = np.clip(np.rint(metres * 1000), 0, 65535)
+            return millimetres.astype(self.dtype)
         return metres.astype(self.dtype)
 
 

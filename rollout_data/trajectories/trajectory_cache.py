@@ -1,6 +1,7 @@
-"""`TrajectoryCache`: the newest trajectories in memory, side by side in one block per layout.
+"""`TrajectoryCache`: the newest trajectories in memory, first in, first out.
 
-One rule: the rows of a trajectory are one piece, and the place of a removed one is used again.
+All trajectories of a layout share one allocation, so that steps of many trajectories are gathered
+at once. The rows of a trajectory are contiguous. The rows of removed trajectories are used again.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from storage.errors import MissingFieldError, UsageError
 from ..blocks.row_layout import RowLayout
 from .trajectory_rows import Rows, layout_of, pack, unpack
 
-#: A cache without a limit begins with room for this many trajectories like its first.
+#: Trajectories like the first one for which a cache without a limit allocates memory at first.
 _FIRST_ROOM = 8
+#: Factor by which the memory grows, at least.
 _GROWTH = 1.5
 
 
 class RowBlock:
-    """Rows of one layout, of any number of trajectories, each in one piece.
+    """Rows of trajectories of one layout, each in one contiguous piece.
 
     Attributes:
-        layout: What a row holds.
-        capacity: Rows that there is memory for.
-        words: Column -> its rows, `[capacity, words]` int32; not to be held across calls.
+        layout: Layout of a row.
+        capacity: Rows that fit into the allocated memory.
+        words: Column -> rows, int32 `[capacity, words]`. Replaced when the memory grows.
     """
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
@@ -43,7 +45,7 @@ class RowBlock:
         self._make_room(capacity)
 
     def put(self, rows: Rows) -> int:
-        """Copy rows in; give the number of the first."""
+        """Copy rows into this block; return the position of the first."""
         num_rows = len(next(iter(rows.values())))
         first = self._place(num_rows)
         for name, words in rows.items():
@@ -55,8 +57,9 @@ class RowBlock:
         return first
 
     def rows(self, first: int) -> Rows:
-        """Copy the rows of a piece out."""
-        return {name: words[first : self._pieces[first]].clone() for name, words in self.words.items()}
+        """Return a copy of the rows of a piece."""
+        stop = self._pieces[first]
+        return {name: words[first:stop].clone() for name, words in self.words.items()}
 
     def free(self, first: int) -> None:
         """Release the rows of a piece."""
@@ -67,7 +70,7 @@ class RowBlock:
         return next(reversed(self._pieces.values()), 0)
 
     def _place(self, num_rows: int) -> int:
-        """Find room: behind the last piece, in the first gap that is large enough, or in more memory."""
+        """Return the position for new rows: after the last piece, in the first large gap, or in grown memory."""
         end = self._end
         before = 0
         if end + num_rows <= self.capacity:
@@ -90,7 +93,12 @@ class RowBlock:
 
 
 class Cached(NamedTuple):
-    """Where a trajectory, or the fields of it that have one length, stand."""
+    """Place of a trajectory, or of its fields of one length.
+
+    Attributes:
+        block: Block with the rows.
+        first: Position of the first row.
+    """
 
     block: RowBlock
     first: int
@@ -100,10 +108,9 @@ class TrajectoryCache(Shown):
     """Keep the newest trajectories in memory, first in, first out.
 
     Args:
-        max_size: How many trajectories; 0 for any number.
+        max_size: Number of trajectories; 0 for no limit.
 
-    What is put in may have any keys; those of a trajectory that went are never seen in another. Memory
-    is that of the rows, not of as many rows as the longest has. Methods may be called from any thread.
+    Trajectories may have different keys and lengths. The memory is that of their rows. Thread-safe.
 
     Raises:
         UsageError: `max_size` < 0 (a `ValueError`).
@@ -124,47 +131,61 @@ class TrajectoryCache(Shown):
 
     @property
     def is_full(self) -> bool:
-        """Whether the next one takes the place of the oldest."""
+        """Whether the next trajectory replaces the oldest one."""
         return 0 < self.max_size <= len(self._entries)
 
     @property
     def ids(self) -> list[int]:
-        """What is cached, oldest first."""
+        """Ids of the cached trajectories, oldest first."""
         with self.lock:
             return list(self._entries)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows that there is memory for."""
+        """Bytes of allocated rows."""
         with self.lock:
             return sum(block.capacity * block.layout.frame_bytes for block in self._blocks.values())
 
     def put(self, trajectory_id: int, trajectory: Mapping[str, Any]) -> None:
-        """Copy a nested mapping of `[n, ...]` tensors in; keys may differ in n. The oldest makes room.
+        """Copy a trajectory into the cache. A full cache drops its oldest one.
 
-        An id that is here already is replaced and becomes the newest.
+        A cached trajectory of the same id is replaced, and becomes the newest.
+
+        Args:
+            trajectory_id: Id of the trajectory.
+            trajectory: Nested mapping of tensors `[n, ...]`; n may differ between keys.
         """
-        what = "cache the trajectory"
+        action = "cache the trajectory"
         if not is_whole(trajectory_id):
-            raise UsageError(what, "", "trajectory_id as an integer", repr(trajectory_id))
+            raise UsageError(action, "", "trajectory_id as an integer", repr(trajectory_id))
+        where = str(trajectory_id)
         if not isinstance(trajectory, Mapping):
             got = type(trajectory).__name__
-            raise UsageError(what, str(trajectory_id), "a nested mapping of tensors", got)
+            raise UsageError(action, where, "a nested mapping of tensors", got)
+
         by_length: dict[int, dict[str, torch.Tensor]] = {}
         for name, leaf in flatten(trajectory).items():
-            tensor = as_given(leaf) if isinstance(leaf, (torch.Tensor, np.ndarray)) else None
-            if tensor is None or not tensor.ndim or not len(tensor):
-                got = type(leaf).__name__ if tensor is None else f"shape {list(tensor.shape)}"
-                raise UsageError(what, f"{trajectory_id}, key {name!r}", "rows [n, ...]", got)
+            place = f"{where}, key {name!r}"
+            if not isinstance(leaf, (torch.Tensor, np.ndarray)):
+                raise UsageError(action, place, "rows [n, ...]", type(leaf).__name__)
+            tensor = as_given(leaf)
+            if not tensor.ndim or not len(tensor):
+                raise UsageError(action, place, "rows [n, ...]", f"shape {list(tensor.shape)}")
             by_length.setdefault(len(tensor), {})[name] = tensor.unsqueeze(1)
         if not by_length:
-            raise UsageError(what, str(trajectory_id), "at least one tensor", "none")
-        layouts = [layout_of(tensors, f"of trajectory {trajectory_id}") for tensors in by_length.values()]
-        parts = zip(layouts, by_length.values(), strict=True)
-        self.put_rows(trajectory_id, {layout: pack(layout, tensors, self._pool) for layout, tensors in parts})
+            raise UsageError(action, where, "at least one tensor", "none")
+
+        parts = {}
+        for tensors in by_length.values():
+            layout = layout_of(tensors, f"of trajectory {trajectory_id}")
+            parts[layout] = pack(layout, tensors, self._pool)
+        self.put_rows(trajectory_id, parts)
 
     def put_rows(self, trajectory_id: int, parts: Mapping[RowLayout, Rows]) -> list[int]:
-        """Copy packed rows in; the oldest trajectory makes room. Give the ids of what came and went."""
+        """Copy packed rows into the cache.
+
+        Returns the ids of the added and of the dropped trajectory.
+        """
         moved = [trajectory_id]
         with self.lock:
             self.drop(trajectory_id)
@@ -182,31 +203,41 @@ class TrajectoryCache(Shown):
         return moved
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
-        """Copy a trajectory out, as it was put in: nested, `[n, ...]`. A `KeyError` if it is not here."""
+        """Return a copy of a trajectory: nested tensors `[n, ...]`.
+
+        Raises:
+            MissingFieldError: The trajectory is not cached (a `KeyError`).
+        """
         flat: dict[str, torch.Tensor] = {}
         with self.lock:
             for block, first in self.find(trajectory_id):
                 rows = block.rows(first)
-                found = unpack(block.layout, rows, (len(next(iter(rows.values()))), 1))
-                flat.update({name: tensor.squeeze(1) for name, tensor in found.items()})
+                num_rows = len(next(iter(rows.values())))
+                for name, tensor in unpack(block.layout, rows, (num_rows, 1)).items():
+                    flat[name] = tensor.squeeze(1)
         return unflatten(flat)
 
     def find(self, trajectory_id: int) -> list[Cached]:
-        """Return where a trajectory stands; valid while the lock is held."""
+        """Return the places of a trajectory, valid while `lock` is held.
+
+        Raises:
+            MissingFieldError: The trajectory is not cached (a `KeyError`).
+        """
         entry = self._entries.get(trajectory_id) if is_whole(trajectory_id) else None
         if entry is None:
-            kept = f"one of {len(self._entries)} cached ids"
-            raise MissingFieldError("find the trajectory", "in the cache", kept, repr(trajectory_id))
+            expected = f"one of {len(self._entries)} cached ids"
+            got = repr(trajectory_id)
+            raise MissingFieldError("find the trajectory", "in the cache", expected, got)
         return entry
 
     def drop(self, trajectory_id: int) -> None:
-        """Remove a trajectory, if it is here."""
+        """Remove a trajectory if it is cached."""
         with self.lock:
             for block, first in self._entries.pop(trajectory_id, ()):
                 block.free(first)
 
     def clear(self) -> None:
-        """Remove everything and give the memory back."""
+        """Remove all trajectories and free the memory."""
         with self.lock:
             self._entries.clear()
             self._blocks.clear()

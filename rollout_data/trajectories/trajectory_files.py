@@ -1,7 +1,8 @@
-"""A trajectory and its file: a block (`h5`), what `torch.save` makes (`pt`), or a pickle (`pkl`).
+"""Files of trajectories: blocks (`h5`), files of `torch.save` (`pt`), and pickles (`pkl`).
 
-One rule: a file is written beside its place and renamed, and believed only after its checks. A block holds `[T, B]`
-steps as B fragments of T frames, and its rows can be mapped; the other formats are read as a whole.
+A file is written under a temporary name and renamed, and checked before it is used. A block has the
+`[T, B]` steps of a trajectory as B fragments of T frames, and single rows are read from it. Other
+formats are read whole.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ from ..blocks.write_block import write_block
 from .trajectory_rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
 FORMATS = ("h5", "pt", "pkl")
-#: Flags that existing trajectory folders hold with rows for the moment before the first step.
+#: Flags that may have rows before the first steps in folders of an earlier system.
 LONGER_FLAGS = ("dones", "terminations", "truncations")
 _NAME = re.compile(r"trajectory_(\d{1,18})(?:_.*)?\.(h5|pt|pkl)")
 _READ = "read the trajectory"
 
 
 class MissingTrajectoryError(DataFileError, FileNotFoundError):
-    """The file of a live trajectory is gone."""
+    """The file of a live trajectory does not exist."""
 
 
 @contextmanager
 def naming(trajectory_id: int, path: Path) -> Iterator[None]:
-    """Raise a `MissingTrajectoryError` with the id if the block finds that the file is gone."""
+    """Convert a `FileNotFoundError` of this file into a `MissingTrajectoryError` that names the trajectory."""
     try:
         yield
     except FileNotFoundError as cause:
-        if path.exists():  # something else was not found
+        if path.exists():  # Another file was not found.
             raise
         where = f"{trajectory_id} in {str(path)!r}"
         expected = "the file that it was saved to or loaded from"
@@ -64,16 +65,16 @@ class Entry:
     """A trajectory of a buffer.
 
     Attributes:
-        trajectory_id: Its number; never used again.
-        layout: What its rows hold.
+        trajectory_id: Id of the trajectory, which is never used again.
+        layout: Layout of its rows.
         shape: (T, B).
-        info: Its leaves that are no tensors, by flat name.
-        uuid: Tells it from all others, also of other runs.
-        weights_version: Number of the policy that acted, or None.
-        path: Its file, once it has one.
-        rows: Its rows until the file is written.
-        block: Where the rows lie in the file, if that is a block.
-        place: Position among all that were ever live in a buffer.
+        info: Leaves that are no tensors, by flat name.
+        uuid: Unique name, also among other runs.
+        weights_version: Version of the policy that acted, or None.
+        path: File of the trajectory; None until it is written.
+        rows: Rows in memory until the file is written.
+        block: Places of the rows in a block; None for other files.
+        place: Position among all trajectories that were ever live in the buffer.
     """
 
     trajectory_id: int
@@ -93,36 +94,46 @@ class Entry:
 
     @property
     def weights_id(self) -> str:
-        """The name of the policy that acted: `model_weights_id`, or else the version."""
-        return str(self.info.get("model_weights_id", "" if self.weights_version is None else self.weights_version))
+        """Name of the policy that acted: the leaf `model_weights_id`, otherwise the version."""
+        version = "" if self.weights_version is None else self.weights_version
+        return str(self.info.get("model_weights_id", version))
 
     @property
     def filed_id(self) -> int:
-        """The id in the name of its file."""
+        """Id in the name of the file."""
         match = self.path and _NAME.fullmatch(self.path.name)
         assert match, "named by file_name() or found by find_files()"
         return int(match[1])
 
     def is_recent(self, min_weights_version: int | None) -> bool:
-        """Return whether the policy that acted is this version or a later one; False if it is not known."""
+        """Return whether the policy that acted has this version or a later one.
+
+        False if it is unknown.
+        """
         if min_weights_version is None:
             return True
         return self.weights_version is not None and self.weights_version >= min_weights_version
 
     def file_name(self, file_format: str) -> str:
-        """Name its file; what of the weights' name cannot be in a name becomes "_"."""
+        """Return the name of the file. Other characters in the name of the policy become "_"."""
         weights = re.sub(r"[^A-Za-z0-9.-]", "_", self.weights_id)[:80]
         return f"trajectory_{self.trajectory_id}_{weights}.{file_format}"
 
     def read_rows(self, trusted: bool, pool: BufferPool) -> Rows:
-        """Return its rows, of memory or of its file; not to be changed."""
+        """Return the rows of the trajectory, from memory or from its file.
+
+        They must not be changed.
+        """
         if self.rows is not None:
             return self.rows
         assert self.path is not None
         with naming(self.trajectory_id, self.path):
             if self.block is None:
                 return pack(self.layout, read_whole(self.path, trusted).tensors, pool)
-            return {name: self._read_column(name, *place) for (_, name), place in self.block.places.items()}
+            rows = {}
+            for (_, name), (offset, num_rows) in self.block.places.items():
+                rows[name] = self._read_column(name, offset, num_rows)
+            return rows
 
     def _read_column(self, name: str, offset: int, num_rows: int) -> torch.Tensor:
         assert self.path is not None
@@ -134,37 +145,50 @@ class Entry:
         return torch.from_numpy(words).view(num_rows, -1)
 
     def write(self, path: Path, rows: Rows) -> None:
-        """Write a file of these rows, in the format that the path ends in; complete or not at all."""
+        """Write rows to a file, atomically, in the format of its ending."""
         with replace_file(path) as new:
             if path.suffix == ".h5":
-                os.rename(write_block(new.parent, self._content(rows), durable=False, num_threads=1), new)
-            else:
-                with open(new, "wb") as file:
-                    whole = unflatten({**self.info, **unpack(self.layout, rows, self.shape)})
-                    (save_to if path.suffix == ".pt" else pickle.dump)(whole, file)
+                block = write_block(new.parent, self._content(rows), durable=False, num_threads=1)
+                os.rename(block, new)
+                return
+            trajectory = unflatten({**self.info, **unpack(self.layout, rows, self.shape)})
+            with open(new, "wb") as file:
+                if path.suffix == ".pt":
+                    save_to(trajectory, file)
+                else:
+                    pickle.dump(trajectory, file)
 
     def _content(self, rows: Rows) -> BlockContent:
+        """Return the content of a block: one fragment for each environment, and no final observations."""
         num_steps, num_envs = self.shape
         fragments = np.zeros(num_envs, FRAGMENT_DTYPE)
-        fragments["trajectory"] = fragments["env"] = np.arange(num_envs)
-        fragments["flags"], fragments["length"] = FIRST | OPEN, num_steps
-        fragments["row"], fragments["final_row"] = np.arange(num_envs) * num_steps, -1
-        fragments["end_time_ns"], fragments["policy_version"] = time.time_ns(), -1
-        data = {name: ArrayRows(words.view(torch.uint8).numpy()) for name, words in rows.items()}
-        final = layouts_of(self.layout.schema)[FINAL].columns
-        nothing = {name: ArrayRows(np.empty((0, column.row_bytes), np.uint8)) for name, column in final.items()}
+        fragments["trajectory"] = np.arange(num_envs)
+        fragments["env"] = np.arange(num_envs)
+        fragments["flags"] = FIRST | OPEN
+        fragments["length"] = num_steps
+        fragments["row"] = np.arange(num_envs) * num_steps
+        fragments["final_row"] = -1
+        fragments["end_time_ns"] = time.time_ns()
+        fragments["policy_version"] = -1
+        data = {}
+        for name, words in rows.items():
+            data[name] = ArrayRows(words.view(torch.uint8).numpy())
+        no_finals = {}
+        for name, column in layouts_of(self.layout.schema)[FINAL].columns.items():
+            no_finals[name] = ArrayRows(np.empty((0, column.row_bytes), np.uint8))
         return BlockContent(
             schema=self.layout.schema,
             writer="trajectory",
             sequence=self.trajectory_id,
             fragments=fragments,
             reward_sums=np.zeros((num_envs, 0)),
-            rows={DATA: data, FINAL: nothing},
+            rows={DATA: data, FINAL: no_finals},
         )
 
     def put_file(self, target: Path, rows: Rows | None) -> None:
-        """Write a file of `rows`; without, link or copy its own, or write it anew if that names another id."""
-        if rows is None and self.block is not None and self.block.sequence != self.trajectory_id:
+        """Write `rows` to a file. Without rows, link or copy the own file of the trajectory."""
+        has_other_id = self.block is not None and self.block.sequence != self.trajectory_id
+        if rows is None and has_other_id:  # A block contains the id, so it is written again.
             rows = self.read_rows(trusted=False, pool=BufferPool())
         if rows is not None:
             self.write(target, rows)
@@ -175,7 +199,7 @@ class Entry:
                 os.link(self.path, target)
             except FileNotFoundError:
                 raise
-            except OSError:  # another file system, or one without links
+            except OSError:  # Another file system, or a file system without links.
                 with replace_file(target) as new:
                     shutil.copyfile(self.path, new)
 
@@ -194,26 +218,41 @@ class Entry:
 
 def find_files(folder: Path) -> dict[tuple[int, str], Path]:
     """List the trajectory files of a folder: (id, format) -> path."""
-    matches = [(_NAME.fullmatch(entry.name), entry) for entry in os.scandir(folder)]
-    return {(int(m[1]), m[2]): folder / entry.name for m, entry in matches if m and entry.is_file()}
+    paths = {}
+    for entry in os.scandir(folder):
+        match = _NAME.fullmatch(entry.name)
+        if match and entry.is_file():
+            paths[int(match[1]), match[2]] = folder / entry.name
+    return paths
 
 
-def find_block(path: Path, trajectory_id: int, shape: tuple[int, int], verify: bool) -> tuple[RowLayout, Block]:
-    """Read where the rows of a trajectory lie in a block file.
+def find_block(
+    path: Path,
+    trajectory_id: int,
+    shape: tuple[int, int],
+    verify: bool,
+) -> tuple[RowLayout, Block]:
+    """Read the places of the rows of a trajectory in a block.
+
+    Args:
+        path: The block.
+        trajectory_id: Expected id.
+        shape: Expected (T, B).
+        verify: Check all rows as well.
 
     Raises:
-        DataFileError: Damaged, or another block than that of `trajectory_id` with `shape`; with `verify` its rows
-            are checked too.
+        DataFileError: The block is damaged, or has another trajectory.
     """
     with naming(trajectory_id, path):
         header = open_block(path, verify)
-        stamp = os.stat(path)
+        status = os.stat(path)
     num_steps, num_envs = shape
     fragments = header.fragments
     layout = layout_for(header.schema.values())
     is_whole = (
         header.sequence == trajectory_id
-        and len(fragments) == num_envs  # before the lists below, whose length only the index states
+        # Before the lists below: `num_envs` of a hostile index may be huge.
+        and len(fragments) == num_envs
         and layout.schema == header.schema
         and fragments["length"].tolist() == [num_steps] * num_envs
         and fragments["row"].tolist() == list(range(0, num_envs * num_steps, num_steps))
@@ -223,28 +262,38 @@ def find_block(path: Path, trajectory_id: int, shape: tuple[int, int], verify: b
         expected = f"trajectory {trajectory_id} of {num_envs} x {num_steps} frames"
         got = f"trajectory {header.sequence} of lengths {fragments['length'].tolist()[:8]}"
         raise CorruptFileError(_READ, repr(str(path)), expected, got)
-    places = {(DATA, name): place for name, place in header.locations[DATA].items()}
-    return layout, Block(path, header.writer, trajectory_id, fragments[:0], places, stamp.st_size, stamp.st_mtime_ns)
+    block = Block(
+        path,
+        header.writer,
+        trajectory_id,
+        fragments[:0],
+        {(DATA, name): place for name, place in header.locations[DATA].items()},
+        status.st_size,
+        status.st_mtime_ns,
+    )
+    return layout, block
 
 
 def read_whole(path: Path, trusted: bool) -> Leaves:
     """Read a `pt` or `pkl` file.
 
     Raises:
-        UnsafeFileError: A `pkl` file without `trusted`, or a `pt` file with more than tensors and containers.
-        CorruptFileError: Damaged, or no trajectory.
+        UnsafeFileError: The file is a pickle and not `trusted`, or has other objects than tensors
+            and containers.
+        CorruptFileError: The file is damaged, or has no trajectory.
     """
+    where = repr(str(path))
     if path.suffix == ".pt":
-        found = load_checkpoint(path)
+        trajectory = load_checkpoint(path)
     elif not trusted:
         advice = "Pass trusted=True if you trust its author: reading it runs what it says"
-        raise UnsafeFileError(_READ, repr(str(path)), "a file that runs no code", "a pickle", advice)
+        raise UnsafeFileError(_READ, where, "a file that runs no code", "a pickle", advice)
     else:
         try:
             with open(path, "rb") as file:
-                found = pickle.load(file)  # the caller said `trusted`
-        except Exception as cause:  # what it runs may raise anything
-            raise CorruptFileError(_READ, repr(str(path)), "a pickle", str(cause)) from cause
-    if not isinstance(found, Mapping):
-        raise CorruptFileError(_READ, repr(str(path)), "a dict", type(found).__name__)
-    return take_apart(found, LONGER_FLAGS, (), f"of {str(path)!r}")
+                trajectory = pickle.load(file)  # The caller passed `trusted`.
+        except Exception as cause:  # The code of a pickle may raise any exception.
+            raise CorruptFileError(_READ, where, "a pickle", str(cause)) from cause
+    if not isinstance(trajectory, Mapping):
+        raise CorruptFileError(_READ, where, "a dict", type(trajectory).__name__)
+    return take_apart(trajectory, LONGER_FLAGS, (), f"of {str(path)!r}")

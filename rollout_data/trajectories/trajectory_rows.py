@@ -1,7 +1,7 @@
-"""Trajectories as users give them, and as rows of block files.
+"""Conversion of trajectories between tensors and rows of block files.
 
-One rule: rows stand env after env, time within each, as in a block file, so that a trajectory moves between a file
-and memory as bytes. Which trajectories there are is not known here.
+Rows are ordered by environment, then by time, as in a block file. A trajectory is therefore copied
+between a file and memory as bytes.
 """
 
 from __future__ import annotations
@@ -20,59 +20,77 @@ from storage.errors import SchemaError
 
 from ..blocks.row_layout import PACKED, RowLayout
 
-#: The leaves that say how many steps a trajectory has; the first of them that is there counts.
+#: Leaves that define the number of steps of a trajectory, the preferred one first.
 LENGTH_NAMES = ("rewards", "actions", "prev_logprobs")
-#: Types of leaves that belong to the trajectory as a whole.
+#: Types of leaves that are metadata of the whole trajectory.
 INFO_TYPES = (str, int, float, bool, list)
 #: Column -> `[B * T, words]` int32 on the CPU.
 Rows = dict[str, torch.Tensor]
 
 
 def layout_of(tensors: Mapping[str, torch.Tensor], where: str) -> RowLayout:
-    """Return the layout of `[T, B, *shape]` tensors."""
-    return layout_for(
-        Field(name, tuple(x.shape[2:]), dtype_name(x.dtype, f"of {name!r} {where}")) for name, x in tensors.items()
-    )
+    """Return the layout of tensors `[T, B, *shape]`; `where` names the trajectory in errors."""
+    fields = []
+    for name, tensor in tensors.items():
+        dtype = dtype_name(tensor.dtype, f"of {name!r} {where}")
+        fields.append(Field(name, tuple(tensor.shape[2:]), dtype))
+    return layout_for(fields)
 
 
 def layout_for(fields: Iterable[Field]) -> RowLayout:
-    """Return the layout of some fields; equal fields in any order have the same one, which may be a key of a dict."""
-    return _layout_for(tuple(sorted(fields, key=lambda field: (-field.numpy_dtype.itemsize, field.name))))
+    """Return the layout of some fields.
+
+    Equal fields in any order have the same layout object, a key of dicts.
+    """
+    ordered = sorted(fields, key=lambda field: (-field.numpy_dtype.itemsize, field.name))
+    return _layout_for(tuple(ordered))
 
 
 @lru_cache(maxsize=256)
 def _layout_for(fields: tuple[Field, ...]) -> RowLayout:
     if any(field.name == PACKED for field in fields):
-        raise SchemaError("store the leaf", repr(PACKED), "another name: this is that of the packed rows", repr(PACKED))
+        expected = "another name: this is that of the packed rows"
+        raise SchemaError("store the leaf", repr(PACKED), expected, repr(PACKED))
     return RowLayout(Schema(fields))
 
 
 def pack(layout: RowLayout, tensors: Mapping[str, torch.Tensor], pool: BufferPool) -> Rows:
-    """Copy `[T, B, *shape]` tensors into rows; their memory comes from `pool`."""
+    """Copy tensors `[T, B, *shape]` into rows, whose memory is allocated from `pool`."""
     num_steps, num_envs = next(iter(tensors.values())).shape[:2]
     rows: Rows = {}
     for name, column in layout.columns.items():
-        words = rows[name] = pool.empty((num_envs * num_steps, column.row_bytes // 4), torch.int32)
-        if sum(layout.schema[one].row_bytes for one in column.offsets) < column.row_bytes:
-            words.zero_()  # padding goes to files too
+        words = pool.empty((num_envs * num_steps, column.row_bytes // 4), torch.int32)
+        rows[name] = words
+        num_bytes = sum(layout.schema[field].row_bytes for field in column.offsets)
+        if num_bytes < column.row_bytes:
+            words.zero_()  # Padding is written to files, too.
         cells = words.view(torch.uint8).view(num_envs, num_steps, column.row_bytes)
-        for one in column.offsets:
-            layout.stored_view(one, cells).copy_(tensors[one].detach().transpose(0, 1))
+        for field in column.offsets:
+            values = tensors[field].detach().transpose(0, 1)
+            layout.stored_view(field, cells).copy_(values)
     return rows
 
 
 def unpack(layout: RowLayout, rows: Rows, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Copy rows of a trajectory of `shape` (T, B) into `[T, B, *field]` tensors."""
-    found = {}
+    """Copy the rows of a trajectory of `shape` (T, B) into tensors `[T, B, *field]`."""
+    num_steps, num_envs = shape
+    tensors = {}
     for name in layout.schema:
-        cells = layout.stored_view(name, rows[layout.column_of[name].name].view(torch.uint8))
-        steps = cells.reshape(*shape[::-1], *cells.shape[1:]).transpose(0, 1)
-        found[name] = steps.clone(memory_format=torch.contiguous_format)
-    return found
+        column = rows[layout.column_of[name].name].view(torch.uint8)
+        values = layout.stored_view(name, column)
+        steps = values.reshape(num_envs, num_steps, *values.shape[1:]).transpose(0, 1)
+        tensors[name] = steps.clone(memory_format=torch.contiguous_format)
+    return tensors
 
 
 class Leaves(NamedTuple):
-    """A trajectory taken apart: flat name -> `[T, B, *shape]`, flat name -> what is no tensor, and (T, B)."""
+    """The leaves of a trajectory.
+
+    Attributes:
+        tensors: Flat name -> tensor `[T, B, *shape]`.
+        info: Flat name -> leaf of the whole trajectory, such as a text.
+        shape: (T, B).
+    """
 
     tensors: dict[str, torch.Tensor]
     info: dict[str, Any]
@@ -86,15 +104,16 @@ def take_apart(
     where: str = "of a trajectory",
     action: str = "store the leaves",
 ) -> Leaves:
-    """Check a nested mapping or dataclass of `[T, B, ...]` leaves; nothing is copied.
+    """Check a nested mapping or dataclass of leaves `[T, B, ...]`. Tensors are not copied.
 
     Args:
-        trajectory: Tensors or arrays; str, numbers and lists are kept as they are, None is left out.
-        drop_first: Leaves that may have rows for the moment before the first step of each of e epochs,
-            `T + e` rows: these are left out.
-        drop_last: Likewise for the moment after the last step.
-        where: Names the trajectory in errors.
-        action: The call that stores it, for errors.
+        trajectory: Tensors or arrays. Texts, numbers and lists are metadata. None is left out.
+        drop_first: Leaves that may have a row more for each of e epochs, `T + e` rows, before its
+            first step. These rows are removed.
+        drop_last: Leaves that may have a row more for each epoch after its last step. These rows
+            are removed.
+        where: Name of the trajectory in errors.
+        action: Call that stores the trajectory, for errors.
 
     Raises:
         SchemaError: A leaf has other leading sizes, or there is no tensor.
@@ -106,9 +125,11 @@ def take_apart(
     tensors: dict[str, torch.Tensor] = {}
     info: dict[str, Any] = {}
     for name, leaf in flatten(tree).items():
-        if isinstance(leaf, np.generic) or (isinstance(leaf, (np.ndarray, torch.Tensor)) and leaf.ndim == 0):
+        is_array = isinstance(leaf, (np.ndarray, torch.Tensor))
+        if isinstance(leaf, np.generic) or (is_array and leaf.ndim == 0):
             leaf = leaf.item()
-        if isinstance(leaf, (np.ndarray, torch.Tensor)):
+            is_array = False
+        if is_array:
             tensors[name] = as_given(leaf)
         elif isinstance(leaf, INFO_TYPES):
             info[name] = leaf
@@ -118,37 +139,61 @@ def take_apart(
     shape = _shape_of(tensors, {*drop_first, *drop_last}, where)
     for name, tensor in tensors.items():
         if tensor.shape[:2] != shape:
-            epochs = _epochs(name, tensor, shape, name in drop_first or name in drop_last, where)
-            epochs = epochs[:, 1:] if name in drop_first else epochs[:, :-1]
-            tensors[name] = epochs.reshape(shape[0], *tensor.shape[1:])
+            is_declared = name in drop_first or name in drop_last
+            epochs = _epochs(name, tensor, shape, is_declared, where)
+            steps = epochs[:, 1:] if name in drop_first else epochs[:, :-1]
+            tensors[name] = steps.reshape(shape[0], *tensor.shape[1:])
     return Leaves(tensors, info, shape)
 
 
 def _as_mapping(tree: Any) -> Any:
+    """Convert nested dataclasses to dicts."""
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-    return {key: _as_mapping(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+    if isinstance(tree, Mapping):
+        return {key: _as_mapping(value) for key, value in tree.items()}
+    return tree
 
 
-def _shape_of(tensors: Mapping[str, torch.Tensor], longer: Collection[str], where: str) -> tuple[int, int]:
-    """Return how many steps and envs there are, by the first leaf that tells."""
+def _shape_of(
+    tensors: Mapping[str, torch.Tensor],
+    longer: Collection[str],
+    where: str,
+) -> tuple[int, int]:
+    """Return (T, B) of a trajectory.
+
+    Leaves in `longer` may have more rows, so others are preferred.
+    """
     if not tensors:
         raise SchemaError("store the leaves", where, "at least one tensor", "none")
     for name, tensor in tensors.items():
         if tensor.ndim < 2 or not tensor.shape[0] or not tensor.shape[1]:
-            raise SchemaError("store the leaf", f"{name!r} {where}", "[T, B, ...]", f"shape {list(tensor.shape)}")
+            got = f"shape {list(tensor.shape)}"
+            raise SchemaError("store the leaf", f"{name!r} {where}", "[T, B, ...]", got)
     names = [name for name in (*LENGTH_NAMES, *tensors) if name in tensors]
-    num_steps, num_envs = tensors[next((name for name in names if name not in longer), names[0])].shape[:2]
+    exact = [name for name in names if name not in longer]
+    num_steps, num_envs = tensors[(exact or names)[0]].shape[:2]
     return int(num_steps), int(num_envs)
 
 
-def _epochs(name: str, tensor: torch.Tensor, shape: tuple[int, int], is_declared: bool, where: str) -> torch.Tensor:
-    """View a leaf with a row more in each epoch as `[epochs, rows of one, B, ...]`."""
+def _epochs(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, int],
+    is_declared: bool,
+    where: str,
+) -> torch.Tensor:
+    """View a leaf with one more row for each epoch as `[epochs, rows of an epoch, B, ...]`.
+
+    Raises:
+        SchemaError: The leaf has another number of rows, or may not have more.
+    """
     num_steps, num_envs = shape
     num_epochs = tensor.shape[0] - num_steps
     is_longer = num_epochs > 0 and num_steps % num_epochs == 0 and tensor.shape[1] == num_envs
     if not is_longer or not is_declared:
         advice = f"Declare {name!r} in drop_first or drop_last" if is_longer else ""
         expected = f"[{num_steps}, {num_envs}, ...] like the others"
-        raise SchemaError("store the leaf", f"{name!r} {where}", expected, f"shape {list(tensor.shape)}", advice)
+        got = f"shape {list(tensor.shape)}"
+        raise SchemaError("store the leaf", f"{name!r} {where}", expected, got, advice)
     return tensor.reshape(num_epochs, num_steps // num_epochs + 1, *tensor.shape[1:])

@@ -409,8 +409,8 @@ def _of_format_3(name: str, about: Mapping[str, Any]) -> ZarrArray:
     first_codec, first_settings = codecs[0] if codecs else ("none", {})
     if first_codec != "bytes":
         raise ValueError(f"the codec {first_codec!r}")
-    byte_order = ">" if first_settings.get("endian") == "big" else "<"
-    dtype = DTYPES[about["data_type"]][1].newbyteorder(byte_order)
+    is_big_endian = first_settings.get("endian") == "big"
+    dtype = DTYPES[about["data_type"]][1].newbyteorder(">" if is_big_endian else "<")
     key = (f"{name}/c{separator}" if is_default else f"{name}/", separator)
     shape = tuple(map(int, about["shape"]))
     fill = _fill(about.get("fill_value"), dtype)
