@@ -22,14 +22,25 @@ from storage.core.durable_files import crc32
 from storage.errors import DataFileError
 
 from .block import Block, Key
-from .block_header import COMPLETE, DROPPED, END_UNKNOWN, FRAGMENT_DTYPE, TENTATIVE, TERMINATED, TRUNCATED
+from .block_header import (
+    COMPLETE,
+    DROPPED,
+    END_UNKNOWN,
+    FRAGMENT_DTYPE,
+    TENTATIVE,
+    TERMINATED,
+    TRUNCATED,
+)
 
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 _NUM_NAMED = 3
 
 
 class End(IntEnum):
-    """How a trajectory ended: UNKNOWN if it is in progress, was cut off, or its file does not tell."""
+    """End of a trajectory.
+
+    UNKNOWN: it is in progress, was cut off, or its file does not state the end.
+    """
 
     UNKNOWN = 0
     TERMINATED = 1
@@ -37,11 +48,13 @@ class End(IntEnum):
 
 
 class LostBlockError(DataFileError):
-    """A block that an index knows is gone or damaged: its trajectories cannot be played to their end.
+    """A block of an index was deleted or is damaged.
+
+    Its trajectories cannot be played to their end.
 
     Attributes:
-        key: The block's.
-        block: Its number in the index that knows it.
+        key: Key of the block.
+        block: Number of the block in the index.
     """
 
     key: Key = Path(), ""
@@ -49,10 +62,13 @@ class LostBlockError(DataFileError):
 
 
 class Runs(NamedTuple):
-    """Consecutive rows of one block each, in the order of their destination.
+    """Runs of consecutive rows of one block each, in the order of their destination.
 
-    Each array is int64 `[R]`: `target` is the first row of the output, then block, first row of
-    the block and number of rows.
+    Attributes:
+        target: First row of the output, int64 `[R]`.
+        block: Number of the block, int64 `[R]`.
+        row: First row in the block, int64 `[R]`.
+        num_rows: Number of rows, int64 `[R]`.
     """
 
     target: Int64s
@@ -61,12 +77,12 @@ class Runs(NamedTuple):
     num_rows: Int64s
 
 
-#: What is computed for an index, and kept in the index cache.
+#: Arrays that are computed for an index and stored in the index cache.
 _COMPUTED = [
     "first_frame", "fragment_frame", "fragment_block", "fragment_row", "flags", "end_time_ns", "env", "writer",
     "number", "final_block", "final_row",
 ]  # fmt: skip
-#: What is computed when it is first asked for.
+#: Attributes that are computed at their first use.
 _LAZY = ("lengths", "first_fragment", "_name_keys")
 _ALL, _TERMINATED = slice(None), int(End.TERMINATED)
 _END_OF_FLAGS = np.full(1 + (TERMINATED | TRUNCATED), End.UNKNOWN, np.uint8)
@@ -78,20 +94,31 @@ class TrajectoryIndex:
     """An immutable snapshot of all trajectories, in the order of their completion.
 
     Attributes:
-        blocks: The files, in the numbering of `fragment_block` and `final_block`.
-        first_frame: int64 `[M + 1]`, where each trajectory starts on the virtual frame axis.
-        flags: int64 `[M]`, the flags of `blocks/block_header.py` of all its fragments together.
-        end: uint8 `[M]`, an `End`.
-        env, number, end_time_ns: int64 `[M]`, recorded env, number within the writer, end.
-        writer: int64 `[M]`, position in `writers`.
-        final_block, final_row: int64 `[M]`, where the true final observation lies, -1 if nowhere.
-        num_present: The blocks from this position on are gone from their folder.
-        num_dropped: Trajectories that a writer declared void.
-        num_broken: Trajectories left out because a part of them is missing.
+        blocks: The blocks, numbered as in `fragment_block` and `final_block`.
+        writers: Sorted names of the writers.
+        first_frame: First frame of each trajectory among the frames of all trajectories, and their
+            number, int64 `[M + 1]`.
+        fragment_frame: First frame of each fragment among the frames of all trajectories, and their
+            number.
+        fragment_block, fragment_row: Block and first row of each fragment.
+        flags: Flags of `block_header.py` of all fragments of a trajectory together, int64 `[M]`.
+        end: An `End` for each trajectory, uint8 `[M]`.
+        env: Environment of each trajectory, int64 `[M]`.
+        number: Number within the writer, int64 `[M]`.
+        end_time_ns: Time of the last frame, int64 `[M]`.
+        writer: Position in `writers`, int64 `[M]`.
+        final_block, final_row: Block and row of the final observation, int64 `[M]`; -1 if there is
+            none.
+        num_present: Number of blocks whose files exist. The blocks after them were deleted.
+        num_dropped: Trajectories that were dropped by their writer or an edit.
+        num_broken: Trajectories that were left out, since a part of them is missing.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], num_present: int | None = None, built: Mapping[str, Int64s] | None = None
+        self,
+        blocks: Sequence[Block],
+        num_present: int | None = None,
+        built: Mapping[str, Int64s] | None = None,
     ) -> None:
         self.blocks = tuple(blocks)
         self.num_present = len(self.blocks) if num_present is None else num_present
@@ -105,7 +132,7 @@ class TrajectoryIndex:
         self.end = _END_OF_FLAGS[self.flags & (TERMINATED | TRUNCATED)]
 
     def _build(self) -> None:
-        """Choose the trajectories and their order; lay their frames one after the other."""
+        """Choose the trajectories and their order, and number their frames consecutively."""
         table = joined_fragments(self.blocks)
         number = {name: place for place, name in enumerate(self.writers)}
         sizes = [len(block.fragments) for block in self.blocks]
@@ -116,7 +143,7 @@ class TrajectoryIndex:
         trajectory, env, flag, start, length, row, final_row, end_time_ns, _ = (
             np.ascontiguousarray(table[name])[order] for name in FRAGMENT_DTYPE.names or ()
         )
-        # Fragments of one trajectory follow each other now; `first` is the first one of each.
+        # Fragments of one trajectory are consecutive now. `first` has the first fragment of each.
         is_head = _changes(writer, trajectory)
         first = np.flatnonzero(is_head)
         group = np.cumsum(is_head) - 1
@@ -136,7 +163,11 @@ class TrajectoryIndex:
         order = np.lexsort((trajectory[heads], writer[heads], ends[kept]))
         kept = kept[order]
         heads = heads[order]
-        self.flags, self.end_time_ns, finals = flags[kept].astype(np.int64), ends[kept], finals[kept]
+        self.flags, self.end_time_ns, finals = (
+            flags[kept].astype(np.int64),
+            ends[kept],
+            finals[kept],
+        )
         self.env, self.writer, self.number = env[heads], writer[heads], trajectory[heads]
         self.final_block = np.where(finals >= 0, block[finals], -1)
         self.final_row = np.where(finals >= 0, final_row[finals], -1)
@@ -149,7 +180,7 @@ class TrajectoryIndex:
         block = block[used]
         row = row[used]
         length = length[used]
-        # Fragments that follow each other in a trajectory and in a block are one.
+        # Fragments that are consecutive in a trajectory and in a block are joined.
         frame = np.cumsum(length) - length
         num_frames = int(length.sum())
         is_head = _changes(rank)
@@ -159,18 +190,29 @@ class TrajectoryIndex:
         self.first_frame = np.append(frame[is_head], num_frames)
 
     def arrays(self) -> dict[str, Int64s]:
-        """All that was computed, in the form that `__init__` takes as `built` for the same blocks."""
+        """Return all computed arrays, as the argument `built` of `__init__` for the same blocks."""
         return {
             "counts": np.array([self.num_dropped, self.num_broken]),
             **{name: vars(self)[name] for name in _COMPUTED},
         }
 
     def is_valid(self, num_rows: Int64s, num_finals: Int64s) -> bool:
-        """Check an index that was `built` elsewhere; int64 `[B]`, rows in the two tables of each block."""
+        """Return whether an index from a cache is consistent.
+
+        Args:
+            num_rows, num_finals: Rows in the two tables of each block, int64 `[B]`.
+        """
         sizes = np.diff(self.fragment_frame)
         block = self.fragment_block
         row = self.fragment_row
-        per_trajectory = (self.env, self.writer, self.number, self.final_block, self.final_row, self.end_time_ns)
+        per_trajectory = (
+            self.env,
+            self.writer,
+            self.number,
+            self.final_block,
+            self.final_row,
+            self.end_time_ns,
+        )
         final_block = self.final_block[self.final_row >= 0]
         final_row = self.final_row[self.final_row >= 0]
         return (
@@ -188,7 +230,7 @@ class TrajectoryIndex:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """All that is ever computed: those who map a copy (`sources/shared_memory.py`) add nothing of their own."""
+        """Return all attributes, lazy ones included, since processes that map a copy compute none of their own."""
         return {**vars(self), **{name: getattr(self, name) for name in _LAZY}}
 
     def __len__(self) -> int:
@@ -200,21 +242,21 @@ class TrajectoryIndex:
 
     @cached_property
     def lengths(self) -> Int64s:
-        """int64 `[M]`: frames of each trajectory."""
+        """Frames of each trajectory, int64 `[M]`."""
         return np.diff(self.first_frame)
 
     @cached_property
     def first_fragment(self) -> Int64s:
-        """int64 `[M + 1]`: where the fragments of each trajectory begin."""
+        """First fragment of each trajectory, and their number, int64 `[M + 1]`."""
         first: Int64s = self.fragment_frame.searchsorted(self.first_frame)
         return first
 
     def is_complete(self) -> np.ndarray:
-        """bool `[M]`: the trajectory will not grow any more."""
+        """Return which trajectories have ended, bool `[M]`. Others may still grow."""
         return (self.flags & COMPLETE) > 0
 
     def is_present(self) -> np.ndarray:
-        """bool `[M]`: all its blocks are still in their folder."""
+        """Return which trajectories have all their blocks on disk, bool `[M]`."""
         present = np.ones(len(self), bool)
         if self.num_present < len(self.blocks):
             gone = np.flatnonzero(self.fragment_block >= self.num_present)
@@ -222,7 +264,7 @@ class TrajectoryIndex:
         return present
 
     def broken_problem(self, where: str) -> DataFileError:
-        """Build the error for trajectories that were left out; it names the blocks that are not here."""
+        """Return the error of trajectories that were left out. It names the missing blocks."""
         named = []
         for writer in (self.writers[number] for number in TrajectoryIndex(self.blocks)._broken_writers.tolist()):
             mine = [block for block in self.blocks if block.writer == writer and not block.is_edit]
@@ -237,13 +279,13 @@ class TrajectoryIndex:
         return DataFileError("read all trajectories", f"of {where}", "whole ones", got, advice)
 
     def trajectories_in(self, blocks: Sequence[int]) -> Int64s:
-        """Trajectories with a frame or the final observation in one of these blocks, int64, ascending."""
+        """Return the trajectories with a frame or final observation in some blocks, int64, ascending."""
         frames = self.fragment_frame[:-1][np.isin(self.fragment_block, blocks)]
         played = np.searchsorted(self.first_frame, frames, side="right") - 1
         return np.union1d(played, np.flatnonzero(np.isin(self.final_block, blocks)))
 
     def blocks_of(self, trajectories: Int64s) -> list[Block]:
-        """Return the blocks that hold frames or final observations of these trajectories."""
+        """Return the blocks with frames or final observations of some trajectories."""
         first = self.first_fragment[trajectories]
         counts = self.first_fragment[trajectories + 1] - first
         starts = np.cumsum(counts) - counts
@@ -255,7 +297,7 @@ class TrajectoryIndex:
         return [self.blocks[block] for block in np.flatnonzero(is_used)]
 
     def writers_upto(self) -> dict[str, int]:
-        """Writer -> the last sequence number among the blocks that are present, edits left out."""
+        """Return writer -> last sequence number among the blocks on disk, without edits."""
         found: dict[str, int] = {}
         for block in self.blocks[: self.num_present]:
             if not block.is_edit:
@@ -263,11 +305,11 @@ class TrajectoryIndex:
         return found
 
     def edits(self) -> dict[str, int]:
-        """Writer -> the number of its block of edits, of those that have one."""
+        """Return writer -> number of the block of its edit, for writers with an edit."""
         return {block.writer: number for number, block in enumerate(self.blocks) if block.is_edit}
 
     def lost_block(self, block: int, got: str, is_gone: bool = True) -> LostBlockError:
-        """Build the error for a block that is gone, or damaged; it names the trajectories."""
+        """Return the error of a deleted or damaged block. It names the trajectories."""
         keys = self.keys(self.trajectories_in([block]))
         named = [f"{number} of writer {writer!r}" for writer, number in keys[:_NUM_NAMED]]
         named += [f"{len(keys) - _NUM_NAMED} more"] if len(keys) > _NUM_NAMED else []
@@ -281,24 +323,28 @@ class TrajectoryIndex:
         return lost
 
     def is_timeout(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
-        """bool, for each of these: the value after its last frame counts: ended by a limit, or cut there."""
+        """Return which trajectories were truncated or cut off, bool.
+
+        The value after their last frame counts.
+        """
         is_timeout: np.ndarray = (self.end[trajectories] != _TERMINATED) & ~self.is_end_unknown(trajectories)
         return is_timeout
 
     @cached_property
     def has_unknown_ends(self) -> bool:
-        """Whether there is a trajectory whose file does not tell how it ended."""
+        """Whether there are trajectories whose files do not state how they ended."""
         return bool(self.is_end_unknown().any())
 
     def is_end_unknown(self, trajectories: Int64s | slice = _ALL) -> np.ndarray:
-        """bool, for each of these: its file does not tell how it ended."""
+        """Return which trajectories have files that do not state how they ended, bool."""
         is_unknown: np.ndarray = (self.flags[trajectories] & END_UNKNOWN) > 0
         return is_unknown
 
     def random_keys(self, trajectories: Int64s, seed: int, with_folder: bool = True) -> np.ndarray:
-        """uint64, a random number for each of these: see `random_keys`.
+        """Return a random number for each trajectory, uint64; see the function `random_keys`.
 
-        With several folders, `with_folder` tells trajectories of equal names in two of them apart.
+        Trajectories of equal names in several folders get different numbers only with
+        `with_folder`.
         """
         keys = self._name_keys if with_folder else self._keys_of([name[name.find(":") + 1 :] for name in self.writers])
         return random_keys(keys[trajectories], seed)
@@ -311,12 +357,12 @@ class TrajectoryIndex:
         return name_keys(writers, self.writer, self.number)
 
     def name(self, trajectory: int) -> list[Any]:
-        """Name a trajectory so that its place in the order is known when it is gone: end, writer, number."""
+        """Return a name that defines the position of a trajectory also after its deletion: end, writer, number."""
         writer = self.writers[int(self.writer[trajectory])]
         return [int(self.end_time_ns[trajectory]), writer, int(self.number[trajectory])]
 
     def num_before(self, end_time_ns: int, writer: str, number: int) -> int:
-        """Count the trajectories that come before one of this name, whether or not it is here."""
+        """Return the number of trajectories before the position of a name, whether or not it exists."""
         first, stop = _equal(self.end_time_ns, end_time_ns)
         place = bisect_left(self.writers, writer)
         first, stop = (first + near for near in _equal(self.writer[first:stop], place))
@@ -325,18 +371,18 @@ class TrajectoryIndex:
         return first
 
     def keys(self, trajectories: Int64s | slice = _ALL) -> list[tuple[str, int]]:
-        """Name trajectories so that another snapshot of the same folders can find them."""
+        """Return (writer, number) of trajectories, by which another snapshot of the folders finds them."""
         writers = self.writer[trajectories].tolist()
         numbers = self.number[trajectories].tolist()
         return [(self.writers[writer], number) for writer, number in zip(writers, numbers, strict=True)]
 
     def places_in(self, other: TrajectoryIndex, trajectories: Int64s) -> Int64s:
-        """Positions in another index of trajectories of this one, int64; -1 for those that are not there."""
+        """Return the positions of trajectories in another index, int64; -1 for missing ones."""
         number_of = {name: number for number, name in enumerate(other.writers)}
         translated = np.array([number_of.get(name, -1) for name in self.writers], np.int64)
         number = np.concatenate([other.number, self.number[trajectories]])
         writer = np.concatenate([other.writer, translated[self.writer[trajectories]]])
-        order = np.lexsort((number, writer))  # stable: the other's come first
+        order = np.lexsort((number, writer))  # Stable: trajectories of `other` come first.
         is_new = _changes(writer[order], number[order]) if len(order) else np.zeros(0, bool)
         places = np.empty(len(order), np.int64)
         places[order] = order[np.flatnonzero(is_new)][np.cumsum(is_new) - 1]
@@ -344,25 +390,28 @@ class TrajectoryIndex:
         return np.where(found < len(other), found, -1)
 
     def find(self, keys: Sequence[tuple[str, int]]) -> Int64s:
-        """Positions of trajectories named by `keys`, int64; -1 for those that are not here."""
+        """Return the positions of the trajectories with some `keys`, int64; -1 for missing ones."""
         near = np.flatnonzero(np.isin(self.number, np.array([number for _, number in keys], np.int64)))
         at = dict(zip(self.keys(near), near.tolist(), strict=True))
         return np.array([at.get(key, -1) for key in keys], np.int64)
 
     def locate(self, trajectory: Int64s, frame: Int64s, count: Int64s, target: Int64s) -> Runs:
-        """Turn pieces of trajectories into runs of rows, vectorized.
+        """Convert pieces of trajectories to runs of rows.
 
         Args:
-            trajectory, frame, count: int64 `[P]`: `count` frames from `frame` on, within the trajectory.
-            target: int64 `[P]`, ascending: the first output row of each piece.
+            trajectory: Trajectory of each piece, int64 `[P]`.
+            frame: First frame of each piece within its trajectory, int64 `[P]`.
+            count: Frames of each piece, int64 `[P]`.
+            target: First output row of each piece, ascending, int64 `[P]`.
 
         Returns:
-            Runs sorted by target; a piece makes one run for each fragment that it touches.
+            Runs sorted by target, one for each fragment of a piece.
         """
         start = self.first_frame[trajectory] + frame
         stop = start + count
         fragment = self.first_fragment[trajectory]
-        # A search goes through all fragments: 4,096 of 10^6 take 1.8 ms, where a look at the first one takes 0.1.
+        # Most pieces are in the first fragment. Checking that takes 0.1 ms for 4,096 pieces; a
+        # search among 10^6 fragments takes 1.8 ms.
         if len(later := (start >= self.fragment_frame[fragment + 1]).nonzero()[0]):
             fragment[later] = self.fragment_frame.searchsorted(start[later], side="right") - 1
         if (stop > self.fragment_frame[fragment + 1]).any():
@@ -381,14 +430,14 @@ class TrajectoryIndex:
 
 
 def name_keys(names: Sequence[str], writer: Int64s, number: Int64s) -> np.ndarray:
-    """uint64, one number for (name of its writer, number within it) of each trajectory."""
+    """Return one number for (name of the writer, number within it) of each trajectory, uint64."""
     sums = np.array([crc32(name.encode()) for name in names], np.uint64)
     keys: np.ndarray = sums[writer] << np.uint64(32) ^ number.astype(np.uint64)
     return keys
 
 
 def random_keys(keys: np.ndarray, seed: int) -> np.ndarray:
-    """uint64, a random number for each of the `name_keys`: a function of it and the seed alone."""
+    """Return a random number for each of the `name_keys`, uint64: a function of the key and the seed."""
     return mixed(keys ^ mixed(np.full(1, seed % 2**64, np.uint64)))
 
 
@@ -403,10 +452,10 @@ def mixed(x: np.ndarray) -> np.ndarray:
 
 
 def stable_order(keys: np.ndarray) -> Int64s:
-    """Sort keys in [0, 2**32), equal ones as they stand: int64 `[len(keys)]`, which comes first, second, ...
+    """Return the stable order of keys in [0, 2**32), int64 `[len(keys)]`.
 
-    Key and place are sorted as one number, which numpy does in vector instructions: 34 us for 10,000 keys; its stable
-    `argsort` takes 600, torch's sort 480.
+    Key and position are sorted as one number by vector instructions: 34 us for 10,000 keys. The
+    stable `argsort` of numpy takes 600 us, and the sort of torch 480 us.
     """
     packed = keys.astype(np.uint64) << np.uint64(32) | np.arange(len(keys), dtype=np.uint64)
     packed.sort()
@@ -417,20 +466,20 @@ def stable_order(keys: np.ndarray) -> Int64s:
 def share_of(number: int, *shares: float) -> int:
     """Return the sum of some shares of a number, rounded to the nearest integer, halves up.
 
-    A share is the decimal number that Python shows for it: 0.3 is 3/10, although its float is a little less.
+    A share is the decimal number that Python prints: 0.3 is exactly 3/10.
     """
     exact = sum((Fraction(repr(float(share))) for share in shares), Fraction())
     return floor(number * exact + Fraction(1, 2))
 
 
 def counted_from(first: Int64s, count: Int64s) -> Int64s:
-    """Count up from each of `first`, one run after the other: int64 `[sum of count]`."""
+    """Return consecutive integers from each of `first`, `count` of them, int64 `[sum of count]`."""
     numbers: Int64s = (first - count.cumsum() + count).repeat(count)
     return numbers + np.arange(len(numbers))
 
 
 def _equal(values: Int64s, value: int) -> tuple[int, int]:
-    """Between which places ascending values are equal to this one."""
+    """Return start and stop of the ascending values that equal `value`."""
     return int(values.searchsorted(value)), int(values.searchsorted(value, "right"))
 
 
@@ -439,14 +488,18 @@ def _within(values: Int64s, stop: int) -> bool:
 
 
 def joined_fragments(blocks: Sequence[Block]) -> np.ndarray:
-    """The fragments of all blocks, one block after the other: a new array of `FRAGMENT_DTYPE`."""
-    # As bytes: joining structured arrays compares their fields block by block, which takes longer than the rest.
+    """Return the fragments of all blocks in their order: a new array of `FRAGMENT_DTYPE`."""
+    # As bytes, since joining structured arrays compares their fields block by block, which takes
+    # longer.
     parts = [np.ascontiguousarray(block.fragments, FRAGMENT_DTYPE).view(np.uint8) for block in blocks]
     return np.concatenate([np.zeros(0, np.uint8), *parts]).view(FRAGMENT_DTYPE)
 
 
 def _changes(*columns: Int64s) -> np.ndarray:
-    """bool, the row differs from the one before it in one of the columns; True for the first."""
+    """Return which rows differ from the previous row in one of the columns, bool.
+
+    True for the first.
+    """
     is_new = np.ones(len(columns[0]), bool)
     is_new[1:] = False
     for column in columns:

@@ -1,8 +1,9 @@
-"""Which trajectories are live, oldest first, where their rows lie, and samples of their steps.
+"""The live trajectories of a buffer, the places of their rows, and samples of their steps.
 
-One rule: a few numbers per trajectory, noted when its rows move, say where they are, so that adding one takes equally
-long however many there are. A sample searches in the running sum of lengths, then gathers rows once per place and
-layout; one that raises leaves the random state as it was.
+A few numbers per trajectory state the place of its rows. They are updated when the rows move, so
+adding a trajectory takes the same time for any number of them. A sample is located in the running
+sum of lengths, and its rows are gathered once for each place and layout. A sample that raises an
+error restores the random state.
 """
 
 from __future__ import annotations
@@ -34,35 +35,41 @@ from .trajectory_rows import Rows
 Int64s = npt.NDArray[np.int64]
 #: Column -> rows, `[n, words]`.
 Arrays = dict[str, npt.NDArray[np.int32]]
-#: Where rows are: in the cache, in a file that can be mapped, or elsewhere (in memory apart, or to be read whole).
+#: Places of rows: in the cache, in a file that can be mapped, or elsewhere (in other memory, or in
+#: a file read whole).
 CACHED, MAPPED, ELSEWHERE = range(3)
-#: Of a trajectory: its steps, its layout, where its rows are, and the first of them in the cache (0 if not cached).
+#: Numbers of a trajectory: steps, layout, place of its rows, and first row in the cache (0 if it is
+#: not cached).
 _NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
 _FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
-#: A process may have 65,530 mappings, one for each column. Beyond this all files are unmapped, and mapped when needed.
+#: Mapped files, at most. Then all are unmapped. A process may have 65,530 mappings, one for each
+#: column.
 MAX_MAPPED_FILES = 20_000
-#: How many rows are looked at to tell whether those that are wanted are in memory.
+#: Rows that are checked to find out whether the rows of a sample are in memory.
 _NUM_PROBES = 16
-#: Up to this many bytes numpy gathers, which starts sooner; more are worth the threads of torch.
+#: Bytes up to which numpy gathers, since it starts sooner. The threads of torch are faster for
+#: more.
 _MAX_NUMPY_BYTES = 1 << 20
 
 
 class Window:
-    """What is drawn from at one moment, as runs: trajectories that lie in a row in the cache are one run.
+    """Trajectories to draw from at one moment, as runs.
+
+    Consecutive trajectories of the cache are one run.
 
     Args:
-        entries: Oldest first.
-        numbers: Theirs, `[W]` of `_NUMBERS`.
-        layouts: What `numbers["layout"]` counts.
+        entries: Trajectories, oldest first.
+        numbers: Numbers of the trajectories, `[W]` of `_NUMBERS`.
+        layouts: Layouts, by their number in `numbers["layout"]`.
 
     Attributes:
-        num_samples: Steps of all together.
-        entries: The first entry of each run.
-        layout: int64 `[R]`, the number of the layout of each run.
-        source: int64 `[R]`, where its rows are.
-        layouts: Number -> layout, of those among them.
-        names: The fields that all of them have.
-        is_one_place: All rows are in the cache, or all in mapped files.
+        num_samples: Steps of all trajectories.
+        entries: First entry of each run.
+        layout: Number of the layout of each run, int64 `[R]`.
+        source: Place of the rows of each run, int64 `[R]`.
+        layouts: Number -> layout, for the layouts of the runs.
+        names: Fields that all layouts have.
+        is_one_place: Whether all rows are in the cache, or all in mapped files.
     """
 
     def __init__(self, entries: list[Entry], numbers: npt.NDArray[np.void], layouts: list[RowLayout]) -> None:
@@ -84,15 +91,16 @@ class Window:
         self.is_one_place = bool((self.source == self.source[0]).all()) and self.source[0] != ELSEWHERE
 
     def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
-        """Turn numbers of steps, oldest first, into their runs and rows, in the cache or in the trajectory.
+        """Return the runs and rows of steps, which are numbered from the oldest on.
 
-        Where there is one run, its number is given once, `[1]`.
+        Rows are counted in the cache or in the trajectory. If there is only one run, its number is
+        returned once, `[1]`.
         """
         run = np.searchsorted(self._ends, draws, side="right") if len(self._ends) > 1 else _FIRST_RUN
         return run, draws + self._shift[run]
 
     def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
-        """List the leaves that keys mean: each itself, or all below it that any trajectory has."""
+        """Return the leaves of some keys: the key itself, or all leaves below it in any trajectory."""
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
             raise UsageError("call TrajectoryReplayBuffer.sample", "", "keys as a list of keys", repr(keys))
@@ -108,20 +116,20 @@ class Window:
 
 
 class LiveTrajectories:
-    """The live trajectories of a buffer; called under its lock.
+    """The live trajectories of a buffer. All methods are called under the lock of the buffer.
 
     Args:
-        window_size: How many of the newest are drawn from; 0 for all.
-        capacity: How many are kept; 0 for any number.
-        cache: Where rows may be.
+        window_size: Newest trajectories to draw from; 0 for all.
+        capacity: Trajectories that are kept; 0 for no limit.
+        cache: Cache of rows, or None.
         trusted: Whether pickles are read.
 
     Attributes:
-        capacity, cache: The same.
+        capacity, cache: As the arguments.
         entries: Id -> entry, oldest first.
-        fields: Every field that any of them had, so that none changes its dtype or shape.
-        num_samples: Steps of all.
-        pool: Memory for rows on their way.
+        fields: All fields that a trajectory ever had. A field never changes its dtype or shape.
+        num_samples: Steps of all trajectories.
+        pool: Memory for rows of samples.
     """
 
     def __init__(self, window_size: int, capacity: int, cache: TrajectoryCache | None, trusted: bool) -> None:
@@ -134,7 +142,8 @@ class LiveTrajectories:
         self.num_samples = 0
         self.pool = BufferPool(16)
         self._layouts: dict[RowLayout, int] = {}
-        #: The numbers of all entries end at `_stop`; there were `_offset` trajectories before the first of them.
+        #: Numbers of the entries, up to `_stop`. `_offset` trajectories came before the first
+        #: number.
         self._numbers = np.zeros(_FIRST_ROOM, _NUMBERS)
         self._stop = 0
         self._offset = 0
@@ -142,7 +151,10 @@ class LiveTrajectories:
         self._files: dict[RowLayout, FileMap] = {}
 
     def append(self, entry: Entry, rows: Rows | None = None) -> None:
-        """Make an entry live, put its rows into the cache, and give up the oldest one beyond the capacity."""
+        """Add an entry, and its rows to the cache.
+
+        Beyond the capacity the oldest entry is removed.
+        """
         check_fields(self.fields, entry.layout.schema.values())
         if self._stop == len(self._numbers):
             start = self._stop - len(self.entries)
@@ -161,14 +173,14 @@ class LiveTrajectories:
                 self.cache.drop(gone.trajectory_id)
             files = self._files.get(gone.layout)
             if files is not None and gone.block is not None and gone.block.identity in files.mapped:
-                files.unmap([gone.block.identity])  # so that the disk gets its room back
+                files.unmap([gone.block.identity])  # The space of a deleted file is freed then.
         if self.cache is not None and rows is not None:
             self.note_moved(self.cache.put_rows(entry.trajectory_id, {entry.layout: rows}))
         else:
             self.note_moved([entry.trajectory_id])
 
     def note_moved(self, trajectory_ids: Iterable[int]) -> None:
-        """Note where the rows of trajectories are now, of those that are live."""
+        """Update the places of the rows of some trajectories. Ids that are not live are ignored."""
         for entry in filter(None, map(self.entries.get, trajectory_ids)):
             source = MAPPED if entry.block is not None and mapped_files.is_supported else ELSEWHERE
             first = 0
@@ -187,17 +199,17 @@ class LiveTrajectories:
             self.note_moved(cached)
 
     def rows_of(self, entry: Entry) -> Rows:
-        """Return all rows of an entry, wherever they are; not to be changed."""
+        """Return all rows of an entry from any place. They must not be changed."""
         if self.cache is not None and entry.trajectory_id in self.cache:
             [(block, first)] = self.cache.find(entry.trajectory_id)
             return block.rows(first)
         return entry.read_rows(self._trusted, self.pool)
 
     def window(self, min_weights_version: int | None = None) -> Window:
-        """Return what is drawn from.
+        """Return the trajectories to draw from.
 
         Raises:
-            BufferEmptyError: Nothing.
+            BufferEmptyError: There are none.
         """
         if self._window is None or self._window[0] != min_weights_version:
             size = min(self._window_size or len(self.entries), len(self.entries))
@@ -221,7 +233,7 @@ class LiveTrajectories:
         min_weights_version: int | None,
         contiguous: bool,
     ) -> dict[str, Any]:
-        """Draw steps; arguments, result and errors are those of `TrajectoryReplayBuffer.sample`."""
+        """Draw steps. Arguments, result and errors are those of `TrajectoryReplayBuffer.sample`."""
         window = self.window(min_weights_version)
         names = window.names if keys is None else window.names_of(keys)
         before = rng.get_state()
@@ -234,12 +246,12 @@ class LiveTrajectories:
             if len(window.layouts) == 1:
                 return self._fields(window, run, row, names, contiguous, nested=True)
             return self._fields_of_several_layouts(window, run, row, names)
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # Also after Ctrl-C.
             rng.set_state(before)
             raise
 
     def _fill_cache(self, window: Window, run: Int64s) -> bool:
-        """Put drawn trajectories into the cache while it has room; tell whether there were any."""
+        """Add drawn trajectories to the cache while it has room; return whether any was added."""
         cache = self.cache
         if cache is None or cache.is_full or (window.is_one_place and window.source[0] == CACHED):
             return False
@@ -266,9 +278,15 @@ class LiveTrajectories:
         return unflatten({name: out[name] for name in names})
 
     def _fields(
-        self, window: Window, run: Int64s, row: Int64s, names: tuple[str, ...], contiguous: bool, nested: bool
+        self,
+        window: Window,
+        run: Int64s,
+        row: Int64s,
+        names: tuple[str, ...],
+        contiguous: bool,
+        nested: bool,
     ) -> dict[str, Any]:
-        """Gather steps whose trajectories have one layout, and cut their rows into fields."""
+        """Gather steps of trajectories that have one layout, and split their rows into fields."""
         layout = window.entries[run[0]].layout
         plan, columns = _cut_of(layout, names, contiguous, nested)
         wanted = [name for name in columns if name is not None]
@@ -276,7 +294,7 @@ class LiveTrajectories:
             rows = self._rows_at_one_place(window, run, row, wanted)
         else:
             source = window.source[run]
-            place = np.where(source == ELSEWHERE, -1 - run, source)  # elsewhere is a place for each
+            place = np.where(source == ELSEWHERE, -1 - run, source)  # Each run elsewhere is a place of its own.
             rows = {name: self._empty(len(row), layout.columns[name].row_bytes // 4).numpy() for name in wanted}
             for one in np.unique(place):
                 chosen = np.flatnonzero(place == one)
@@ -285,7 +303,7 @@ class LiveTrajectories:
         return plan([None if name is None else rows[name] for name in columns])
 
     def _rows_at_one_place(self, window: Window, run: Int64s, row: Int64s, columns: list[str]) -> Arrays:
-        """Copy rows from the cache, from mapped files, or of one trajectory that is elsewhere."""
+        """Copy rows from the cache, from mapped files, or from one trajectory elsewhere."""
         entry = window.entries[run[0]]
         source = window.source[run[0]]
         if source == MAPPED:
@@ -307,7 +325,9 @@ class LiveTrajectories:
                 mapped = files.arenas[DATA, name]
                 rows = firsts[which, place] + row
                 if not all(map(mapped.is_resident, rows[:: max(1, len(rows) // _NUM_PROBES)].tolist())):
-                    mapped.will_need(np.sort(rows), np.ones_like(rows))  # for all before waiting for the first
+                    mapped.will_need(
+                        np.sort(rows), np.ones_like(rows)
+                    )  # All reads start before the first one is waited for.
                 found[name] = self._taken(mapped.words_view, rows)
         return found
 
@@ -318,7 +338,7 @@ class LiveTrajectories:
         files = self._files.get(layout)
         new = blocks if files is None else [block for block in blocks if block.identity not in files.mapped]
         if files is None or len(files.mapped) + len(new) > MAX_MAPPED_FILES or (new and not files.has_room(new)):
-            self._files.pop(layout, None)  # and with it what it has mapped
+            self._files.pop(layout, None)  # Its files are unmapped with it.
             files = FileMap({DATA: layout}, blocks)
             new = blocks
             self._files[layout] = files
@@ -343,7 +363,10 @@ class LiveTrajectories:
 
 
 def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
-    """Raise `SchemaError` if a field has another dtype or shape than it is known with; note new ones."""
+    """Add new fields to `known`.
+
+    Raise `SchemaError` if a known field has another dtype or shape.
+    """
     for one in fields:
         before = known.setdefault(one.name, one)
         if (before.dtype, before.shape) != (one.dtype, one.shape):
@@ -353,7 +376,10 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
 
 @lru_cache(maxsize=256)
 def _cut_of(layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool) -> tuple[Cut, list[str | None]]:
-    """Plan how rows become these fields; name each column, None where it is not needed."""
+    """Return the plan that splits rows into fields, and the names of the columns.
+
+    None for unused ones.
+    """
     groups = []
     for column in layout.columns.values():
         spans = [(layout.schema[name], first) for name, first in column.offsets.items()]

@@ -1,8 +1,9 @@
 """Folders of trajectories: `trajectory_index.json` and `metadata.json` beside the files.
 
-One rule: the index is one file, replaced in one step, and names exactly what is there; a checkpoint is a folder that is
-replaced as a whole, so that a crash leaves the old one or the new one. Names and keys of both files are those of
-existing trajectory folders, with more keys of ours, so that each side reads the other's. No path stands in them.
+The index is replaced atomically, and lists the trajectories of the folder. A checkpoint is a folder
+that is replaced atomically, so a crash leaves the old or the new one. Both files have the names and
+keys of an earlier system, and more keys of ours, so that each system reads the folders of the
+other. They contain no paths.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from storage.core.durable_files import CHECKSUM, existing_folder, json_checksum, read_json, replace_file, replace_folder
+from storage.core.durable_files import (
+    CHECKSUM,
+    existing_folder,
+    json_checksum,
+    read_json,
+    replace_file,
+    replace_folder,
+)
 from storage.errors import CorruptFileError, DataFileError, RolloutDataWarning, SchemaError
 
 from .trajectory_files import FORMATS, Entry, find_block, find_files, read_whole
@@ -26,23 +34,23 @@ from .trajectory_rows import Rows, layout_of
 
 INDEX_NAME = "trajectory_index.json"
 METADATA_NAME = "metadata.json"
-#: What an earlier system called the index.
+#: Name of the index in an earlier system.
 LEGACY_INDEX_NAME = "trajector_index.json"
 _FORMAT = "rollout-data trajectories"
 _VERSION = 1
-#: Of some millions of trajectories.
+#: Bytes of an index, at most: some millions of trajectories.
 _MAX_INDEX_BYTES = 1 << 30
-#: The names of files have room for 18 digits.
+#: Ids are smaller, since file names have 18 digits for them.
 _MAX_COUNTER = 10**18
 _LOAD = "load trajectories from"
 
 
 class MissingTrajectoriesError(DataFileError, FileNotFoundError):
-    """There is no folder of trajectories at the path."""
+    """The path is no folder of trajectories."""
 
 
 class Counters(NamedTuple):
-    """What a buffer must know besides its trajectories."""
+    """State of a buffer besides its trajectories."""
 
     seed: int
     next_id: int
@@ -51,7 +59,7 @@ class Counters(NamedTuple):
 
 
 def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Callable[[Entry], Rows]) -> None:
-    """Write entries and their index into `folder`, in the place of an earlier checkpoint."""
+    """Write entries and their index to a folder, replacing an earlier checkpoint."""
     own = {INDEX_NAME, LEGACY_INDEX_NAME, METADATA_NAME}
     if folder.is_dir():
         own |= {path.name for path in find_files(folder.resolve()).values()}
@@ -63,7 +71,7 @@ def save_to(folder: Path, entries: list[Entry], counters: Counters, rows_of: Cal
 
 
 def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) -> None:
-    """Write both files of a folder; the index, which is the truth, in one step. `entries` are by the id of the file."""
+    """Write the index and the metadata of a folder. `entries` maps the ids of files to entries."""
     summary = {
         "trajectory_format": counters.file_format,
         "size": len(entries),
@@ -79,13 +87,16 @@ def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) 
         "version": _VERSION,
         "counters": {**summary, "rng": base64.b64encode(counters.rng.numpy().tobytes()).decode()},
     }
-    for name, content in ((INDEX_NAME, {**index, CHECKSUM: json_checksum(index)}), (METADATA_NAME, summary)):
+    for name, content in (
+        (INDEX_NAME, {**index, CHECKSUM: json_checksum(index)}),
+        (METADATA_NAME, summary),
+    ):
         with replace_file(folder / name) as new:
             new.write_text(json.dumps(content), encoding="utf-8")
 
 
 def check_json(info: Mapping[str, Any]) -> None:
-    """Raise unless the leaves that are no tensors can stand in the index."""
+    """Raise `SchemaError` if a leaf that is no tensor cannot be written to the index as JSON."""
     for name, leaf in info.items():
         try:
             json.dumps(leaf)
@@ -95,13 +106,16 @@ def check_json(info: Mapping[str, Any]) -> None:
 
 
 def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
-    """Read what a folder lists, oldest first; its `rank_<r>` folders, if it has no index of its own.
+    """Read the trajectories of a folder, oldest first.
 
-    Entries without a file are skipped, with one warning. An id that two ranks have gets a new one.
+    Without an index, its `rank_<r>` folders are read.
+
+    Entries without a file are left out, with one warning. A trajectory whose id another rank has
+    gets a new id.
 
     Raises:
         MissingTrajectoriesError: There is no index.
-        CorruptFileError: The index, or a file, is damaged or contradicts the other.
+        CorruptFileError: The index or a file is damaged, or they contradict each other.
     """
     folder = existing_folder(folder)
     folders = [folder]
@@ -123,10 +137,10 @@ def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry],
 
 
 def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry]:
-    """Return a contiguous share of what `read_folder` gave, oldest first.
+    """Return a contiguous share of the result of `read_folder`, oldest first.
 
-    Ranks count ids up side by side, so that ids tell the order of what several ranks have saved; not where ranks
-    gave the same ids, for which there are new ones here. One folder lists its entries in order.
+    Ranks of one run use different ids in ascending order, so a share of several folders is sorted
+    by id. It is not sorted if ranks used the same ids, and `read_folder` chose new ones.
     """
     start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
     share = list(entries[start:stop])
@@ -154,7 +168,14 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
                 missing.append(one)
             else:
                 entries.append(_read_entry(path, one, index["trajectory_index"][str(one)], trusted, verify))
-    except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as cause:
+    except (
+        FileNotFoundError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+    ) as cause:
         if isinstance(cause, DataFileError):
             raise
         got = f"{type(cause).__name__}: {cause}"
@@ -192,7 +213,7 @@ def _read_entry(path: Path, trajectory_id: int, item: Mapping[str, Any], trusted
 
 
 def _counters_of(summary: Mapping[str, Any]) -> Counters:
-    """Check what an index says of counters; a `ValueError` where it cannot be."""
+    """Return the counters of an index; raise `ValueError` if they are invalid."""
     file_format = str(summary.get("trajectory_format"))
     seed, next_id = (int(summary.get(name, 0)) for name in ("seed", "trajectory_counter"))
     if next_id >= _MAX_COUNTER:
@@ -208,6 +229,6 @@ def _counters_of(summary: Mapping[str, Any]) -> Counters:
 
 
 def folded(rng: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Derive one rank's random state from a common one."""
+    """Derive the random state of a rank from a common state."""
     digest = hashlib.sha256(rng.numpy().tobytes() + f"{rank} of {world_size}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1).get_state()

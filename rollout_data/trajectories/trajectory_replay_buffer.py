@@ -1,7 +1,7 @@
-"""`TrajectoryReplayBuffer`: whole trajectories on disk, their steps sampled as if in memory.
+"""`TrajectoryReplayBuffer`: whole trajectories on disk, and samples of their steps.
 
-One rule: every step of the newest trajectories is drawn with equal probability, wherever it is; what is counted is
-what is live. Where rows are is decided in `live.py`, how files are written in `saver.py`.
+Every step of the newest trajectories is drawn with equal probability. `live_trajectories.py` finds
+the rows, and `trajectory_saver.py` writes the files.
 """
 
 from __future__ import annotations
@@ -30,36 +30,40 @@ from .trajectory_files import FORMATS, Entry
 from .trajectory_rows import Leaves, layout_of, pack, take_apart, unpack
 from .trajectory_saver import TrajectorySaver
 
-#: Policy versions may be negative, such as -1 of an unknown one.
+#: Policy versions may be negative, such as -1 for an unknown one.
 _LEAST_VERSION = -(1 << 62)
 
 
 class TrajectoryReplayBuffer(Shown, Owned):
-    """Keep trajectories of `[T, B, ...]` tensors and sample their steps, from any thread.
+    """Store trajectories of `[T, B, ...]` tensors and sample their steps. Thread-safe.
 
     Args:
-        seed: Of this buffer's own random numbers.
-        enable_cache: Keep trajectories in memory besides their files; without `auto_save` they are in any case.
-        cache_size: How many, with `auto_save`; 0 for all.
-        sample_window_size: Samples are drawn from this many of the newest trajectories; 0 for all. Without
-            `auto_save` older ones are given up.
-        auto_save: Write every trajectory to `auto_save_path`, in the background. The folder is a
+        seed: Seed of the random numbers of this buffer.
+        enable_cache: Keep trajectories in memory besides their files. Without `auto_save` all are
+            in memory.
+        cache_size: Trajectories in memory with `auto_save`; 0 for all.
+        sample_window_size: Newest trajectories to draw samples from; 0 for all. Without
+            `auto_save`, older trajectories are removed.
+        auto_save: Write every trajectory to `auto_save_path` in the background. The folder is a
             checkpoint at any time: `load_checkpoint` reads it, also after a crash.
-        auto_save_path: A folder of this buffer alone.
-        trajectory_format: "h5" writes our block files, of which single rows are read; "pt" writes
-            `torch.save` files and "pkl" pickles, both read whole, for other tools.
-        max_trajectories: How many of the newest are kept; None for all. The auto-saved files of others are
-            deleted once as many newer ones are on the disk and in its index, so that a crash leaves the former or
-            the latter.
-        drop_first: Leaves that may have `T + e` rows, one before the first step of each of e epochs.
-        drop_last: Leaves that may have `T + e` rows, one after the last step of each.
-        trusted: Read pickles, which may run any code. Needed for "pkl".
-        max_pending_saves: How many trajectories may wait to be written; adding waits beyond that.
-        rank, world_size: Which of several that save under one path: in `rank_<rank>`, with ids of its own.
-        load_path: A checkpoint to begin with, as `load_checkpoint` reads it; with `world_size` this rank's share.
+        auto_save_path: A folder that only this buffer uses.
+        trajectory_format: "h5" writes block files, of which single rows are read. "pt" writes files
+            of `torch.save`, and "pkl" pickles, for other tools. Both are read whole.
+        max_trajectories: Newest trajectories that are kept; None for all. The auto-saved file of an
+            older one is deleted after as many newer files and an index of them were written, so a
+            crash loses none.
+        drop_first: Leaves that may have `T + e` rows, one before the first step of each of e
+            epochs.
+        drop_last: Leaves that may have `T + e` rows, one after the last step of each of e epochs.
+        trusted: Read pickles, which may run any code. Required for "pkl".
+        max_pending_saves: Trajectories that may wait to be written. Adding blocks beyond that.
+        rank, world_size: Rank of this buffer among several that save below one path. It saves to
+            `rank_<rank>`, and its ids differ from those of other ranks.
+        load_path: Checkpoint to load at first, as by `load_checkpoint`; with `world_size` the share
+            of this rank.
         save_path: Another name of `auto_save_path`, which turns `auto_save` on.
-        monitor: Told how long things take, waiting included: `trajectories/add`, `/sample`, `/save_checkpoint`,
-            `/load_checkpoint`, and `/write` (one file, in the background).
+        monitor: Receives durations, waiting included: `trajectories/add`, `/sample`,
+            `/save_checkpoint`, `/load_checkpoint`, and `/write` for one file in the background.
     """
 
     def __init__(
@@ -149,7 +153,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     @property
     def size(self) -> int:
-        """How many trajectories are live."""
+        """Number of live trajectories."""
         return len(self)
 
     @property
@@ -166,29 +170,30 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
     @property
     def cached_ids(self) -> list[int]:
-        """Ids of the trajectories that are in memory."""
+        """Ids of the trajectories in the cache, oldest first."""
         with self._lock:
             return [] if self._live.cache is None else self._live.cache.ids
 
     def add(self, trajectory: Any, *, weights_version: int | None = None) -> int:
-        """Copy a trajectory in; see `add_trajectories`. Gives its id."""
+        """Copy a trajectory into the buffer; see `add_trajectories`. Returns its id."""
         return self._add("call TrajectoryReplayBuffer.add", [trajectory], weights_version)[0]
 
     def add_trajectories(self, trajectories: Iterable[Any], *, weights_version: int | None = None) -> list[int]:
-        """Copy trajectories in, oldest first.
+        """Copy trajectories into the buffer, oldest first.
 
         Args:
-            trajectories: Nested mappings or dataclasses of `[T, B, ...]` tensors or arrays; T and B may
-                differ from one to the next, keys too. Leaves that are str, numbers or lists belong to
-                the trajectory as a whole; None is left out.
-            weights_version: Number of the policy that acted; by default that of a leaf `weights_version`.
+            trajectories: Nested mappings or dataclasses of `[T, B, ...]` tensors or arrays. T, B
+                and keys may differ between trajectories. Texts, numbers and lists are metadata of
+                the trajectory; None is left out.
+            weights_version: Version of the policy that acted; by default the leaf
+                `weights_version`.
 
         Returns:
-            Their ids, which count up and are never used again.
+            The ids of the trajectories. Ids ascend and are never used again.
 
         Raises:
-            SchemaError: A leaf has other leading sizes than the first of rewards, actions and the rest, or
-                another dtype or shape than it had before. Nothing is added.
+            SchemaError: A leaf has other leading sizes than the first of rewards, actions and the
+                rest, or another dtype or shape than it had before. Nothing is added.
             BackgroundError: An earlier trajectory could not be saved. Nothing is added.
         """
         action = "call TrajectoryReplayBuffer.add_trajectories"
@@ -226,22 +231,23 @@ class TrajectoryReplayBuffer(Shown, Owned):
         """Draw steps uniformly, with replacement, from the `sample_window_size` newest trajectories.
 
         Args:
-            num_chunks: How many, >= 1.
-            keys: The leaves wanted, by flat name ("obs/state") or tuple (("obs", "state")), or inner mappings for all
-                below them; None for those that every trajectory of the window has.
+            num_chunks: Number of steps, >= 1.
+            keys: Leaves to return, as flat names ("obs/state") or tuples (("obs", "state")). The
+                name of an inner mapping means all leaves below it. None means the leaves of every
+                trajectory to draw from.
             min_weights_version: Draw only from trajectories of this policy version or a later one.
-            contiguous: Make every tensor contiguous; otherwise small ones are views into packed rows.
+            contiguous: Return contiguous tensors. Otherwise small ones are views of packed rows.
 
         Returns:
-            Nested dict of `[num_chunks, ...]` tensors on the CPU, all of them new.
+            Nested dict of new tensors `[num_chunks, ...]` on the CPU.
 
         Raises:
-            BufferEmptyError: There is nothing to draw from.
-            MissingFieldError: A drawn trajectory does not have a key (a `KeyError`).
-            UsageError: `keys` is no list of keys; a str is none.
-            DataFileError: A trajectory's file is gone or damaged.
+            BufferEmptyError: There is no trajectory to draw from.
+            MissingFieldError: A key is missing from a drawn trajectory (a `KeyError`).
+            UsageError: `keys` is no list of keys, such as a str.
+            DataFileError: The file of a trajectory was deleted or is damaged.
 
-        After an error the random state is what it was.
+        An error leaves the random state unchanged.
         """
         action = "call TrajectoryReplayBuffer.sample"
         num_chunks = arguments.whole(action, "num_chunks", num_chunks, 1)
@@ -253,18 +259,22 @@ class TrajectoryReplayBuffer(Shown, Owned):
             return self._live.sample(num_chunks, self.rng, keys, min_weights_version, contiguous)
 
     def get(self, trajectory_id: int) -> dict[str, Any]:
-        """Return a whole trajectory: nested, `[T, B, ...]`, with its other leaves. A `KeyError` if it is not live."""
+        """Return a copy of a whole trajectory: nested tensors `[T, B, ...]`, and its other leaves.
+
+        Raises:
+            MissingFieldError: The trajectory is not live (a `KeyError`).
+        """
         with self._lock:
             entry = self._find("get", trajectory_id)
             return unflatten({**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)})
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
-        """Return what the index says of a live trajectory: shape, uuid, weights version, ..."""
+        """Return the entry of a live trajectory in the index: shape, uuid, weights version, ..."""
         with self._lock:
             return self._find("about", trajectory_id).to_json()
 
     def clear_cache(self) -> None:
-        """Free the memory of the cache. Without `auto_save` it is the only place, and everything goes."""
+        """Free the memory of the cache. Without `auto_save` this removes all trajectories."""
         with self._lock:
             if self._saver is None:
                 self._live = self._empty_state()
@@ -272,19 +282,22 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._live.clear_cache()
 
     def clear(self) -> None:
-        """Forget every trajectory; auto-saved files stay, and ids continue."""
+        """Remove all trajectories. Auto-saved files stay, and ids continue."""
         with self._lock:
             self._live = self._empty_state()
             if self._saver is not None:
                 self._saver.name([])
 
     def flush(self) -> None:
-        """Wait until every trajectory is saved; raises what saving one failed with."""
+        """Wait until all trajectories are saved. Raises the failure of a save."""
         if self._saver is not None and not self._is_closed:
             self._saver.flush()
 
     def close(self) -> None:
-        """Save what is not saved yet, stop the thread, free all; raises a failure. Idempotent."""
+        """Save all trajectories, stop the thread and free the memory.
+
+        Raises a failure. Idempotent.
+        """
         with self._lock:
             was_closed = self._is_closed
             self._is_closed = True
@@ -297,13 +310,13 @@ class TrajectoryReplayBuffer(Shown, Owned):
             self.clear()
 
     def save_checkpoint(self, directory: str | os.PathLike[str]) -> None:
-        """Write every live trajectory and what this buffer needs to go on, atomically.
+        """Write all live trajectories and the state of this buffer, atomically.
 
-        An earlier checkpoint there is replaced. Saved files are linked where the file system can, otherwise copied.
-        Without `auto_save` adding and sampling wait meanwhile.
+        An earlier checkpoint is replaced. Saved files are linked, or copied if the file system has
+        no links. Without `auto_save`, adding and sampling wait meanwhile.
 
         Raises:
-            DataFileError: There is a file, or a folder with other files.
+            DataFileError: The path is a file, or a folder with other files.
             BackgroundError: A trajectory could not be saved.
         """
         folder = arguments.path("call TrajectoryReplayBuffer.save_checkpoint", "directory", directory)
@@ -325,24 +338,27 @@ class TrajectoryReplayBuffer(Shown, Owned):
         min_weights_version: int | None = None,
         verify: bool = True,
     ) -> None:
-        """Take over a checkpoint, or an existing folder of trajectories, in the place of what is here.
+        """Replace all trajectories by those of a checkpoint, or of a folder of an earlier system.
 
         Args:
-            directory: What `save_checkpoint` or `auto_save` wrote, or another system (`pt` or `pkl` files with
-                an index); a folder of `rank_<r>` folders is taken as one.
-            is_distributed: Take only this rank's share: contiguous, the shares differ by one at most.
-            local_rank: Which share.
-            world_size: Of how many.
-            min_weights_version: Leave out trajectories of earlier policies, and of unknown ones.
-            verify: Compare the checksums of all rows; otherwise only what is needed to find them.
+            directory: A folder of `save_checkpoint`, of `auto_save`, or of an earlier system with
+                `pt` or `pkl` files and an index. Several `rank_<r>` folders in it are loaded
+                together.
+            is_distributed: Load only the share of this rank. Shares are contiguous, and differ by
+                one at most.
+            local_rank: Rank.
+            world_size: Number of ranks.
+            min_weights_version: Leave out trajectories of earlier and of unknown policy versions.
+            verify: Check all rows. Otherwise only the data that locate them are checked.
 
-        The random state is restored; sharded, each rank gets one of its own derived from it. With `auto_save` the
-        files are linked, or copied where there are no links, into the folder of this buffer, whose index names them.
-        With a warning, those whose ids others there have stay where they are, and what was there keeps its files.
+        The random state is restored. If it is distributed, each rank derives a state of its own
+        from it. With `auto_save` the files are linked or copied into the folder of this buffer,
+        whose index lists them. Files whose ids are taken there stay in their folder, with a
+        warning. Files that were in the folder before stay.
 
         Raises:
-            UsageError: Bad rank or world size.
-            DataFileError: Something is missing or damaged; nothing was changed.
+            UsageError: The rank or world size is invalid.
+            DataFileError: A file is missing or damaged. Nothing has changed.
         """
         action = "call TrajectoryReplayBuffer.load_checkpoint"
         rank, step = _rank_of(action, local_rank, world_size, "local_rank")
@@ -375,7 +391,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._id_step = step
 
     def _take(self, one: Leaves, layout: RowLayout, weights_version: int | None) -> int:
-        """Copy a checked trajectory in; give its id."""
+        """Add a checked trajectory; return its id."""
         rows = pack(layout, one.tensors, self._live.pool)
         version = weights_version if weights_version is not None else one.info.get("weights_version")
         with self._lock:
@@ -386,7 +402,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 entry.rows = rows
                 self._saver.expect(entry)
         if self._saver is not None:
-            self._saver.submit(entry)  # may wait, hence without the lock
+            self._saver.submit(entry)  # Without the lock, since it may block.
         return entry.trajectory_id
 
     def _find(self, method: str, trajectory_id: int) -> Entry:
@@ -402,7 +418,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         return entry
 
     def _empty_state(self) -> LiveTrajectories:
-        # Without files the cache is the store, and what goes is decided here.
+        # Without files all trajectories are in the cache, so its size is the capacity.
         limits = [self.max_trajectories, None if self.auto_save else self.sample_window_size]
         capacity = min((limit for limit in limits if limit), default=0)
         cache_size = self._cache_size if self.auto_save else capacity
@@ -423,6 +439,6 @@ class TrajectoryReplayBuffer(Shown, Owned):
 
 
 def _rank_of(action: str, rank: Any, world_size: Any, name: str = "rank") -> tuple[int, int]:
-    """Check a rank and the number of ranks."""
+    """Return a checked rank and number of ranks."""
     world_size = arguments.whole(action, "world_size", world_size, 1)
     return arguments.whole(action, name, rank, 0, world_size - 1), world_size

@@ -1,8 +1,8 @@
-"""Save trajectories one after another in the background, and keep the index of the folder true.
+"""`TrajectorySaver`: writes trajectories and the index of their folder in the background.
 
-One rule: a trajectory stays readable in memory until its file is there, also when writing fails; a failure is raised
-once, by the next call, and what was not written is tried again. A file is deleted only after an index without it is on
-the disk, which names newer ones in its place.
+A trajectory stays in memory until its file is written, also if writing fails. The next call raises
+the failure once, and writing is tried again later. A file is deleted after an index without it was
+written, which lists newer files.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ _INDEX_SHARE = 0.1
 
 
 class TrajectorySaver:
-    """Write entries to a folder, whose index names the newest `capacity` that have their files.
+    """Write entries to a folder.
 
-    They lag behind what is live by what waits to be written: what memory has given up is named until as many newer
-    ones have their files. What is said to be called under the lock is, everything else without it.
+    Its index lists the newest `capacity` entries whose files are written.
+
+    Entries that wait to be written are not listed yet. Entries that the buffer removed stay listed
+    until as many newer ones are written. Methods are called without the lock of the buffer, unless
+    they say otherwise.
 
     Args:
-        folder: Where to; made at once.
+        folder: Target folder, created at once.
         file_format: "h5", "pt" or "pkl".
-        max_pending: How many entries may wait; `submit` waits beyond that.
-        capacity: How many trajectories the folder keeps; None for any number.
-        lock: That of the buffer, under which its entries change.
-        on_saved: Called with the id of an entry that has its file now, in the thread, under the lock.
-        counters: Gives what the index says besides; called in the thread, under the lock.
-        timed: Gives what measures a block of this name.
+        max_pending: Entries that may wait to be written. `submit` blocks beyond that.
+        capacity: Trajectories that the folder keeps; None for no limit.
+        lock: Lock of the buffer, which protects its entries.
+        on_saved: Called with the id of a written entry, in the thread, under the lock.
+        counters: Returns the counters for the index. Called in the thread, under the lock.
+        timed: Returns a context manager that measures a block under a name.
 
     Attributes:
-        first_free_id: Above the ids of the files that an earlier run has left.
+        first_free_id: Above the ids of all files of earlier runs.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class TrajectorySaver:
         self.file_format = file_format
         self._capacity = capacity
         folder.mkdir(parents=True, exist_ok=True)
-        #: Ids of the files of an earlier run that were neither loaded nor warned of.
+        #: Ids of files of an earlier run that were not loaded, and of which no warning was given
+        #: yet.
         self._earlier = {number for number, _ in find_files(folder)}
         self.first_free_id = max(self._earlier, default=-1) + 1
         self._lock = lock
@@ -71,8 +75,8 @@ class TrajectorySaver:
         self._counters = counters
         self._timed = timed
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
-        #: What the index is to name, oldest first; the ids that wait for their files, and whether it is to name them;
-        #: the files to delete once an index that does not name them is written.
+        # Entries that the index will list, oldest first. Ids that wait to be written, and whether
+        # the index will list them. Files to delete after an index without them was written.
         self._named: dict[int, Entry] = {}
         self._expected: dict[int, bool] = {}
         self._superfluous: set[Path] = set()
@@ -82,7 +86,10 @@ class TrajectorySaver:
         self._num_in_index = 0
 
     def warn_of_earlier(self) -> None:
-        """Warn once, at the call of the caller's caller, that the index will not name the files of an earlier run."""
+        """Warn once that the index will not list the files of an earlier run.
+
+        The warning names the user's call.
+        """
         number = len(self._earlier)
         self._earlier = set()
         if number:
@@ -91,32 +98,38 @@ class TrajectorySaver:
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
     def expect(self, entry: Entry) -> None:
-        """Note that an entry is about to be submitted; under the lock."""
+        """Note that an entry will be submitted. Called under the lock."""
         self._expected[entry.trajectory_id] = True
 
     def submit(self, entry: Entry) -> None:
-        """Queue an expected entry, with `rows` that do not change; waits while too many are queued."""
+        """Queue an expected entry, whose `rows` do not change any more.
+
+        Blocks while too many are queued.
+        """
         self._worker.submit(self._save, entry)
 
     def name(self, entries: Iterable[Entry]) -> None:
-        """Let the index name those of these, oldest first, that are in this folder; under the lock.
+        """Set the entries that the index lists: those of `entries` in this folder.
 
-        What it named before keeps its file.
+        Called under the lock.
+
+        Entries that were listed before keep their files.
         """
         self._expected = dict.fromkeys(self._expected, False)
         self._named = {one.trajectory_id: one for one in entries if self._has(one)}
         self._superfluous -= {one.path for one in self._named.values() if one.path is not None}
 
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
-        """Write trajectories that were loaded from elsewhere, so that the index can name it; under the lock.
+        """Link or copy the files of loaded trajectories into this folder. Called under the lock.
 
-        A hard link, or a copy where the file system has none; entries are read from here then. After an error
-        nothing has changed.
+        The index can list them then, and they are read from this folder. After an error nothing has
+        changed.
 
         Args:
-            entries: What was loaded.
-            directory: Where from. What else is in this folder's own tree stays with the ranks that saved it, ...
-            is_share: ... unless only this rank has loaded it.
+            entries: Loaded trajectories.
+            directory: Folder of the trajectories. If this folder is inside of it, files of other
+                ranks are not copied, ...
+            is_share: ... unless each rank has loaded its own share.
         """
         is_own = self.folder.is_relative_to(directory.resolve())
         others = [] if is_own and not is_share else [one for one in entries if not self._has(one)]
@@ -128,7 +141,7 @@ class TrajectorySaver:
             places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
             if made:
                 sync_path(self.folder)
-        except BaseException:  # Ctrl-C too: no file is left that no index will name
+        except BaseException:  # Also after Ctrl-C no unlisted file is left.
             for path in made:
                 path.unlink(missing_ok=True)
             raise
@@ -142,7 +155,7 @@ class TrajectorySaver:
             warnings.warn(f"{text}, and {advice}", RolloutDataWarning, stacklevel=3)
 
     def check(self) -> None:
-        """Raise what an earlier save failed with, once."""
+        """Raise the failure of an earlier save, once."""
         with self._lock:
             failure = self._failure
             self._failure = None
@@ -152,11 +165,11 @@ class TrajectorySaver:
             raise BackgroundError("save a trajectory", f"to {str(self.folder)!r}", "", got, advice) from failure
 
     def wait(self) -> None:
-        """Wait until what was submitted has its file, or has failed."""
+        """Wait until all submitted entries are written or have failed."""
         self._worker.drain()
 
     def flush(self) -> None:
-        """Wait until everything is written, what failed before included; raise a failure."""
+        """Write all entries, including earlier failures, and wait for them. Raises a failure."""
         self.wait()
         with self._lock:
             again = self._unsaved
@@ -170,7 +183,7 @@ class TrajectorySaver:
         self.check()
 
     def close(self) -> None:
-        """Write everything, stop the thread, raise a failure. Idempotent."""
+        """Write all entries and stop the thread. Raises a failure. Idempotent."""
         try:
             self.flush()
         finally:
@@ -180,7 +193,10 @@ class TrajectorySaver:
         return entry.path is not None and entry.path.parent == self.folder
 
     def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, Block | None] | None:
-        """Return the file here of a loaded entry, made if need be; None if its id is that of another."""
+        """Return the file of a loaded entry in this folder, linking it if needed.
+
+        None if its id is taken.
+        """
         number = entry.trajectory_id
         source = entry.path
         assert source is not None
@@ -211,8 +227,8 @@ class TrajectorySaver:
                 self._on_saved(entry.trajectory_id)
             if not is_kept:
                 path.unlink(missing_ok=True)
-            # The last of a burst always writes it: then nothing saved is missing in it. Files that are to go do not
-            # pile up beside one that names fewer than are kept.
+            # The last entry of a burst always writes the index, so that it lists all saved entries.
+            # It is also written if files wait for deletion and it lists too few.
             is_short = self._superfluous and self._num_in_index < len(self._named)
             if is_short or self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
                 self._write_index()
@@ -223,13 +239,13 @@ class TrajectorySaver:
                     self._unsaved.append(entry)
 
     def _note_saved(self, entry: Entry) -> bool:
-        """Name an entry that has its file now; False if it is neither to be named nor kept."""
+        """Add a written entry to the index; return False if its file is not to be kept."""
         if not self._expected.pop(entry.trajectory_id):
             return self._capacity is None
         self._named[entry.trajectory_id] = entry
         before = islice(reversed(self._named), 1, None)
         for one in [*takewhile(lambda one: one > entry.trajectory_id, before)][::-1]:
-            self._named[one] = self._named.pop(one)  # it failed at first, and they were written before it
+            self._named[one] = self._named.pop(one)  # The entry failed at first, and newer ones were written before it.
         while self._capacity is not None and len(self._named) > self._capacity:
             oldest = self._named.pop(next(iter(self._named)))
             assert oldest.path is not None
@@ -249,7 +265,7 @@ class TrajectorySaver:
             write_index(self.folder, named, counters)
             self._num_in_index = len(named)
             with self._lock:
-                for path in self._superfluous.intersection(superfluous):  # the others are wanted again
+                for path in self._superfluous.intersection(superfluous):  # Other files are listed again.
                     path.unlink(missing_ok=True)
                     self._superfluous.discard(path)
         except (OSError, RolloutDataError) as failure:
