@@ -1,7 +1,7 @@
-"""What a pickle may name: the table of globals, and the descriptions that stand in for their results.
+"""Globals that a pickle may name, and descriptions of their results.
 
-One rule: no entry of `GLOBALS` makes or calls anything of numpy; each turns its arguments into a description, after
-comparing sizes with the bytes that are there. The operations of the pickle are walked in `restricted_pickle.py`.
+No entry of `GLOBALS` calls numpy. Each converts its arguments to a description, after a comparison
+of sizes with the bytes of the file. `restricted_pickle.py` follows the operations of the pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPE_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4"
 
 
 class Span(NamedTuple):
-    """A byte string that stays in the file; it is known to lie within it."""
+    """A byte string that was not read. It lies inside the file."""
 
     offset: int
     num_bytes: int
@@ -31,14 +31,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array that lies in a file, not read yet.
+    """An array of a file that was not read yet.
 
     Attributes:
-        dtype: As stored; the byte order may be foreign.
-        shape: As stored; its bytes are known to lie within the file.
+        dtype: Stored dtype, perhaps with the other byte order.
+        shape: Stored shape. Its bytes lie inside the file.
         offset: First byte in the file.
         order: "C" or "F", the order of the stored values.
-        axes: How the axes are transposed after that, or None.
+        axes: Permutation of the axes after that, or None.
     """
 
     dtype: np.dtype[Any]
@@ -48,7 +48,7 @@ class StoredArray:
     axes: tuple[int, ...] | None = None
 
     def read(self, file: BufferedIOBase, path: Path) -> np.ndarray:
-        """Read the array: a new array. `file` is the file that it was found in."""
+        """Read the array from its open file, as a new array."""
         data = bytearray(prod(self.shape) * self.dtype.itemsize)
         view = memoryview(data)
         done = 0
@@ -66,40 +66,40 @@ class StoredArray:
 
 @dataclass(eq=False)
 class PickledDtype:
-    """A dtype between its creation and the state that completes it."""
+    """A dtype before the operation that sets its state."""
 
     dtype: np.dtype[Any]
 
 
 @dataclass(eq=False)
 class PickledArray:
-    """An array between its creation and the state that completes it; None until then."""
+    """An array before the operation that sets its state; None until then."""
 
     stored: StoredArray | None = None
 
 
 class TruncatedPickleError(CorruptFileError):
-    """A pickle breaks off: it was cut, or is being written."""
+    """A pickle is truncated, perhaps because it is being written."""
 
 
 def corrupt_pickle(path: Path, expected: str, got: str, is_cut: bool = False) -> CorruptFileError:
-    """Build the error for a damaged pickle, or for one that breaks off."""
+    """Return the error of a damaged or truncated pickle."""
     return (TruncatedPickleError if is_cut else CorruptFileError)("read the pickle", repr(str(path)), expected, got)
 
 
 def unsafe_pickle(path: Path, got: str, expected: str = "arrays and plain containers only") -> UnsafeFileError:
-    """Build the error for a pickle that asks for more than data."""
+    """Return the error of a pickle that contains more than data."""
     advice = "Nothing in the file was run; find out where it comes from"
     return UnsafeFileError("read the pickle", repr(str(path)), expected, got, advice)
 
 
 def kind(value: Any) -> str:
-    """Name what a value is, never what it holds: that may be large or hostile."""
+    """Return the kind of a value for errors. Its content may be large or hostile."""
     return value.name if isinstance(value, Global) else type(value).__name__
 
 
 def set_state(path: Path, state: Any, target: Any) -> None:
-    """Complete an array or a dtype, the target, by its state (the operation BUILD)."""
+    """Set the state of an array or dtype, as the operation BUILD does."""
     if isinstance(target, PickledDtype):
         _set_dtype_state(path, target, state)
     elif isinstance(target, PickledArray) and target.stored is None:
@@ -119,7 +119,7 @@ def _set_dtype_state(path: Path, target: PickledDtype, state: Any) -> None:
 
 
 def _stored(path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "F"], axes: Any = None) -> StoredArray:
-    """Describe an array after checking its shape against the bytes that are there."""
+    """Return the description of an array, after a comparison of its shape with the bytes of the file."""
     if isinstance(data, list):
         raise unsafe_pickle(path, "an array of objects")
     if not isinstance(data, Span) or not isinstance(dtype, PickledDtype) or type(shape) is not tuple:
@@ -137,7 +137,7 @@ def _stored(path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "
     return StoredArray(dtype.dtype, shape, data.offset, order, axes)
 
 
-# The calls that a pickle may ask for, each with the arguments that numpy and Python write.
+# Replacements of the calls that numpy and Python write to pickles, with their arguments.
 
 
 def _new_array(path: Path, arguments: tuple[Any, ...]) -> PickledArray:
@@ -184,7 +184,10 @@ def _sequence(arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def pairs(items: list[Any]) -> dict[str, Any]:
-    """Make a dict of (key, value) pairs; keys are text, so that hashing them is harmless."""
+    """Return a dict of (key, value) pairs.
+
+    Keys must be texts, since hashing other keys can run code.
+    """
     if any(type(item) not in (list, tuple) or len(item) != 2 or type(item[0]) is not str for item in items):
         raise TypeError("a dict needs texts as keys, each with a value")
     return dict(items)
@@ -197,7 +200,7 @@ def _new_dict(path: Path, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 class Global(NamedTuple):
-    """A name of the table, and what stands for calling it."""
+    """A global that a pickle may name, and the function that replaces a call of it."""
 
     name: str
     call: Callable[[Path, tuple[Any, ...]], Any]
@@ -216,5 +219,5 @@ for _core in ("numpy.core", "numpy._core"):  # numpy 1 and numpy 2
     _CALLS[f"{_core}.multiarray", "scalar"] = _scalar
     _CALLS[f"{_core}.numeric", "_frombuffer"] = _array_of_buffer
 
-#: (module, name) -> the only globals that a pickle may name.
+#: (module, name) -> global that a pickle may name. All others are an error.
 GLOBALS = {key: Global(".".join(key), call) for key, call in _CALLS.items()}

@@ -1,9 +1,10 @@
-"""Say what a pickle of numpy arrays holds, and where, without running any of it.
+"""Reader of pickles of numpy arrays that runs no code.
 
-One rule: nothing is called. `pickletools` reads the operations of the pickle one by one (protocols 0 to 5), a small
-machine follows them, looks every global up in the table of `pickled_arrays.py`, and describes an array as a
-`StoredArray`: dtype, shape and place in the file. So a hostile file can neither run code nor allocate: a declared size
-is compared with the bytes that are there before anything is read, and `MAX_OPERATIONS` bounds stack, memo and nesting.
+`pickletools` reads the operations of a pickle (protocols 0 to 5), and a small machine follows them.
+It finds globals in the table of `pickled_arrays.py` only, and describes an array as a
+`StoredArray`: dtype, shape and place in the file. A hostile file can neither run code nor allocate
+memory: declared sizes are compared with the bytes of the file, and `MAX_OPERATIONS` limits stack,
+memo and nesting.
 """
 
 from __future__ import annotations
@@ -21,27 +22,30 @@ from storage.errors import ForeignFileError
 
 from .pickled_arrays import GLOBALS, Global, PickledArray, Span, corrupt_pickle, kind, pairs, set_state, unsafe_pickle
 
-#: A chunk of arrays needs some hundred operations; more is another kind of data, or an attack.
+#: Operations of a pickle, at most. A chunk of arrays needs some hundred.
 MAX_OPERATIONS = 100_000
-#: Longer texts, and longer lines of numbers or names, are refused.
+#: Bytes of a text, or of a line with a number or name, at most.
 MAX_TEXT_BYTES, MAX_LINE_BYTES = 1 << 16, 1 << 10
 MAX_PROTOCOL = 5
 _NAME = re.compile(r"[A-Za-z_][\w.<>]*", re.ASCII)
-#: What reading or following a damaged pickle raises.
+#: Exceptions that damaged pickles cause.
 _DAMAGE = (IndexError, KeyError, TypeError, ValueError, OverflowError, AttributeError, struct.error)
 
 
 def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
-    """Return what a pickled dict holds: arrays as `StoredArray` (also inside one tuple or list), the rest as it is.
+    """Return the content of a pickled dict.
+
+    Arrays, also in one tuple or list, are returned as `StoredArray`.
 
     Args:
-        file: Open for reading, seekable.
-        path: Names it in errors.
+        file: A seekable file, open for reading.
+        path: Path of the file, for errors.
 
     Raises:
-        UnsafeFileError: It asks for a global that is not in the table, or for a call beyond arrays.
-        CorruptFileError: Truncated, damaged or contradicting itself.
-        ForeignFileError: Not a dict, or of a newer pickle protocol.
+        UnsafeFileError: The pickle names a global that is not in the table, or calls more than
+            arrays need.
+        CorruptFileError: The pickle is truncated or damaged, or contradicts itself.
+        ForeignFileError: The pickle is no dict, or has a newer protocol.
     """
     try:
         content = _Machine(file, path).run()
@@ -63,7 +67,7 @@ def _described(value: Any) -> Any:
 
 
 class _Machine:
-    """The state of an unpickler: a stack, marks and a memo, all bounded by `MAX_OPERATIONS`, and its file.
+    """State of an unpickler: its file, and stack, marks and memo, all limited by `MAX_OPERATIONS`.
 
     `pickletools` reads the arguments of operations by `read` and `readline`.
     """
@@ -95,7 +99,7 @@ class _Machine:
             elif operation.arg is not None:
                 argument = operation.arg.reader(reader)
             if name in _PUSHED:
-                pushed = _PUSHED[name](self, argument)  # first, because it may exchange the stack
+                pushed = _PUSHED[name](self, argument)  # First, since it may replace the stack.
                 self.stack.append(pushed)
             elif name in _CHANGES:
                 _CHANGES[name](self, argument)
@@ -130,7 +134,7 @@ class _Machine:
         return line
 
     def check(self, count: int) -> None:
-        """Raise unless this many bytes follow."""
+        """Raise an error unless this many bytes follow."""
         if not 0 <= count <= (left := self.file_bytes - self.position):
             raise corrupt_pickle(self.path, f"{count} bytes at {self.position}", f"{left} up to the end", True)
 
@@ -151,7 +155,7 @@ class _Machine:
         return items
 
     def find(self, named: str) -> Global:
-        """Look a global up in the table, never in the interpreter; `named` is its module, a space and its name."""
+        """Return a global of the table. `named` is its module, a space and its name."""
         module, _, name = named.partition(" ")
         full = f"{module}.{name}"
         if not _NAME.fullmatch(full):
@@ -206,7 +210,7 @@ def _reduce(m: _Machine, _: None) -> Any:
 
 _Handler = Callable[[_Machine, Any], Any]
 _OPERATIONS = {operation.code.encode("latin-1"): operation for operation in pickletools.opcodes}
-#: Operation that pushes bytes -> bytes of the number behind it, which tells how many they are.
+#: Operation that pushes bytes -> size of their length, which follows the operation.
 _BYTES = {
     "SHORT_BINSTRING": 1,
     "BINSTRING": 4,
@@ -215,10 +219,10 @@ _BYTES = {
     "BINBYTES8": 8,
     "BYTEARRAY8": 8,
 }
-#: Operations that push a number or a text.
+#: Operations that push a number or text.
 _VALUES = """INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT
     STRING UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8"""
-#: Operation -> what it pushes, given the argument that is written behind it.
+#: Operation -> function that returns the pushed value for the argument of the operation.
 _PUSHED: dict[str, _Handler] = {
     "NONE": lambda m, _: None,
     "NEWTRUE": lambda m, _: True,
@@ -238,7 +242,7 @@ _PUSHED: dict[str, _Handler] = {
     **dict.fromkeys([*_BYTES, *_VALUES.split()], lambda m, value: value),
     **dict.fromkeys(["GET", "BINGET", "LONG_BINGET"], lambda m, key: m.memo[key]),
 }
-#: Operation -> how it changes the machine otherwise.
+#: Operation -> function that changes the machine otherwise.
 _CHANGES: dict[str, _Handler] = {
     "PROTO": _protocol,
     "FRAME": lambda m, num_bytes: m.check(num_bytes),

@@ -1,7 +1,7 @@
-"""The chunks of a trajectory folder: what each holds, which are kept, and which trajectories they make.
+"""Chunks of a trajectory folder: their content, the chunks that are used, and the trajectories in them.
 
-One rule: a chunk is described once, as a `Chunk`; what its folder makes of it is decided on descriptions alone. A
-folder is meant to be one trajectory; where it holds more, or less than all of it, that is repaired and reported.
+A chunk is described once, as a `Chunk`. All decisions about a folder use these descriptions. A
+folder should have one trajectory. Several trajectories or missing parts are repaired and reported.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ REWARDS = "rewards"
 DONES = "dones"
 TIMEOUTS = ("timeouts", "timeout")
 _UNREAD = {"values"}
-#: The ends of a chunk are read into memory while a dataset is opened.
+#: Rows of a chunk, at most, since its ends are read into memory when a dataset is opened.
 MAX_FRAMES = 1 << 26
-#: Something put right in a chunk: expected, got, what was done.
+#: A repair of a chunk: expected, got, description of the repair.
 Repair = tuple[str, str, str]
 
 
 class StoredField(NamedTuple):
-    """One array of a chunk: its key, the shape of one row, its dtype's name."""
+    """An array of a chunk: its key, the shape of a row, and the name of its dtype."""
 
     key: str
     shape: tuple[int, ...]
@@ -54,15 +54,15 @@ Signature = tuple[StoredField, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is known of a readable chunk.
+    """Description of a readable chunk.
 
     Attributes:
-        file: Its name, place and time.
+        file: The chunk file.
         num_frames: Length of its arrays.
         signature: The arrays that are fields.
-        ends: int64, rows at which a trajectory ends.
-        is_timeout: bool, for each end.
-        repairs: What had to be put right in it.
+        ends: Rows at which a trajectory ends, int64.
+        is_timeout: Whether each end is a timeout, bool.
+        repairs: Repairs that were necessary.
     """
 
     file: ChunkFile
@@ -74,7 +74,7 @@ class Chunk:
 
 
 class OpenChunk(NamedTuple):
-    """A chunk open for reading; only its description is in memory."""
+    """A chunk that is open for reading. Only its description is in memory."""
 
     file: BufferedIOBase
     path: Path
@@ -84,7 +84,7 @@ class OpenChunk(NamedTuple):
 
     @property
     def signature(self) -> Signature:
-        """The arrays that are fields; components are flat."""
+        """Arrays that are fields. Components are flat."""
         shapes = {key: array.shape[1:] for key, array in self.arrays.items() if key not in (DONES, *TIMEOUTS)}
         return tuple(
             StoredField(key, (prod(shape),) if _is_component(key) else shape, dtype_name(self.arrays[key].dtype))
@@ -100,8 +100,9 @@ def open_chunk(path: Path) -> Iterator[OpenChunk]:
     """Open a chunk and describe its arrays.
 
     Raises:
-        DataFileError: It is not a chunk of this layout; the subclass and the text say why.
-        OSError: It cannot be opened.
+        DataFileError: The file is no chunk of this layout. The subclass and the text state the
+            reason.
+        OSError: The file cannot be opened.
     """
     with BufferedReader(FileIO(path), 1 << 15) as file:
         arrays, repairs = _known_arrays(path, describe_pickle(file, path))
@@ -109,7 +110,7 @@ def open_chunk(path: Path) -> Iterator[OpenChunk]:
 
 
 def scan_chunk(file: ChunkFile) -> Chunk:
-    """Read what must be known of a chunk before its rows are wanted: a few kilobytes of it."""
+    """Read the description of a chunk, a few kilobytes of the file."""
     with open_chunk(file.path) as chunk:
         is_done = _flags(chunk, DONES)
         timeout_keys = [key for key in TIMEOUTS if key in chunk.arrays]
@@ -121,7 +122,7 @@ def scan_chunk(file: ChunkFile) -> Chunk:
 
 
 def chunk_problem(path: Path, expected: str, got: str, advice: str = "") -> DataFileError:
-    """Build the error for a chunk that is not what this layout says."""
+    """Return the error of a chunk that violates this layout."""
     return DataFileError("read the chunk", repr(str(path)), expected, got, advice)
 
 
@@ -130,9 +131,9 @@ def _is_component(key: str) -> bool:
 
 
 def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, StoredArray], list[Repair]]:
-    """Pick the arrays of this layout: observation or its components, then the rest, in one order for all chunks.
+    """Return the arrays of this layout: observation or its components first, in one order for all chunks.
 
-    Optional arrays whose rows have no values are left out: they were not recorded.
+    Optional arrays with empty rows are left out, since they were not recorded.
     """
     repairs: list[Repair] = []
     observations = [OBSERVATIONS] if OBSERVATIONS in content else [key for key in content if _is_component(key)]
@@ -149,7 +150,7 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
     arrays = {}
     for key in wanted:
         value = content.get(key)
-        if type(value) is tuple:  # the older writer leaves a trailing comma behind it
+        if type(value) is tuple:  # The older writer leaves a trailing comma after it.
             repairs.append((f"{key!r} as an array", "a tuple that holds it", "Taken as the array"))
             value = value[0] if len(value) == 1 else value
         if not isinstance(value, StoredArray):
@@ -188,10 +189,10 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
 
 
 def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[DataFileError]]:
-    """Choose the chunks that make one run of frames from 0 on; report all others.
+    """Choose the chunks that form one run of frames from 0 on. All others are reported.
 
-    Of chunks with equal START the newest is kept (a resumed collector writes the same frames
-    again). The length of the arrays rules over END in the name.
+    Of chunks with equal START the newest is kept, since a resumed collector writes the same frames
+    again. The length of the arrays is used instead of END in the name.
     """
     problems: list[DataFileError] = []
     newest: dict[int, Chunk] = {}
@@ -234,8 +235,9 @@ def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray,
     A last trajectory without an end is open: the recording stopped before it ended.
 
     Returns:
-        The fragments, one for each run of frames in one chunk and one trajectory: `FRAGMENT_DTYPE`, `trajectory`
-        counts from 0, times are 0; int64, position of each fragment's chunk, ascending; and what is to be reported.
+        The fragments, one for each run of frames in one chunk and one trajectory, of
+        `FRAGMENT_DTYPE`; `trajectory` counts from 0, and times are 0. Position of each fragment's
+        chunk, ascending int64. Problems to report.
     """
     lengths = np.array([chunk.num_frames for chunk in chunks], np.int64)
     total = int(lengths.sum())

@@ -1,7 +1,7 @@
-"""What lies in a data folder of the older layout: trajectory folders, chunk files, metadata.
+"""Listing of a data folder of the older layout: trajectory folders, chunk files and metadata.
 
-One rule: names, times and links only; no chunk is opened here. Links that lead out of the data
-folder are refused, and folders are never reached through a link, so that nothing is read twice.
+No chunk is opened here. Links that lead out of the data folder are an error. Links to folders are
+not followed, so no file is read twice.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _CHUNK_NAME = re.compile(r"traj_(\d{1,18})_(\d{1,18})\.(?:pickle|pkl)", re.ASCII
 _FOLDER_NUMBER = re.compile(r"trajectory_(\d{1,18})", re.ASCII)
 _NO_NUMBER = 1 << 62
 MAX_METADATA_BYTES = 1 << 24
-#: The older writer rewrites metadata.json in place; what is half-written now is whole a moment later.
-_NUM_READS, _RETRY_S = 4, 0.02
+#: Attempts to read metadata.json, and seconds between them: the older writer rewrites it in place.
+_NUM_READS = 4
+_RETRY_S = 0.02
 
 
 @dataclass(frozen=True, order=True)
 class ChunkFile:
-    """One chunk by its name: frames `start:stop` of its trajectory, so the name says; and the state of its file."""
+    """A chunk file: the frames `start:stop` that its name states, and the state of the file."""
 
     start: int
     stop: int
@@ -45,7 +46,7 @@ class ChunkFile:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """The state of the file, as `KnownFiles` compares it."""
+        """State of the file for `KnownFiles`."""
         return self.inode, self.num_bytes, self.mtime_ns
 
 
@@ -59,15 +60,18 @@ class TrajectoryFolder:
 
 
 def chunk_frames(path: str) -> tuple[int, int] | None:
-    """Return the frames `(start, stop)` that the name of a chunk file states; None if it is no such name."""
+    """Return the frames `(start, stop)` that the name of a chunk file states.
+
+    None for other names.
+    """
     match = _CHUNK_NAME.fullmatch(os.path.basename(path))
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
-    """Return whether any folder in it, at any depth, is called `trajectory_*` and holds a chunk, or nothing yet.
+    """Return whether a folder contains, at any depth, a folder `trajectory_*` with a chunk or without files.
 
-    With `with_chunk` an empty one does not count.
+    With `with_chunk` folders without files do not count.
     """
     return any(
         path.name.startswith(FOLDER_PREFIX)
@@ -77,11 +81,11 @@ def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = Fa
 
 
 def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], list[DataFileError]]:
-    """List every trajectory folder below `data_dir`, itself included, in natural order; and what was not listed.
+    """Return the trajectory folders below `data_dir`, itself included, in natural order, and errors of others.
 
     Raises:
         UsageError: `data_dir` is not a folder.
-        DataFileError: It may not be listed.
+        DataFileError: `data_dir` cannot be listed.
     """
     problems: list[DataFileError] = []
     folders = []
@@ -95,7 +99,10 @@ def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], lis
 
 
 def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """Yield every folder with what is not a folder in it; links to folders are reported, not followed."""
+    """Yield every folder with its entries that are no folders.
+
+    Links to folders are reported, not followed.
+    """
     root = os.path.realpath(data_dir)
     waiting = [data_dir]
     while waiting:
@@ -135,13 +142,13 @@ def _chunk_files(
                 strangers += [] if entry.name.startswith(".") else [entry.name]
             elif entry.is_symlink() and not is_inside(entry.path, root):
                 problems.append(_outside(entry.path))
-            elif not entry.is_file():  # a pipe would be waited for
+            elif not entry.is_file():  # Opening a pipe would wait.
                 problems.append(_skipped(entry.path, "a plain file", "something else"))
             else:
                 stat = entry.stat()
                 frames = int(match[1]), int(match[2])
                 files.append(ChunkFile(*frames, Path(entry.path), stat.st_mtime_ns, stat.st_size, stat.st_ino))
-        except OSError:  # removed since it was listed
+        except OSError:  # Removed after it was listed.
             continue
     if strangers:
         got = repr(strangers[0]) + (f" and {len(strangers) - 1} more" if len(strangers) > 1 else "")
@@ -151,15 +158,17 @@ def _chunk_files(
 
 
 def is_inside(path: str | Path, root: str) -> bool:
-    """Return whether a path, all links followed, lies below the real path `root`."""
+    """Return whether the real path of `path` lies below the real path `root`."""
     real = os.path.realpath(path)
     return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
 
 
 def read_metadata(data_dir: Path, folders: list[TrajectoryFolder]) -> tuple[dict[str, Any], list[DataFileError]]:
-    """Read metadata.json of the data folder, or of the folders that hold its trajectories; {} if there is none.
+    """Read metadata.json of the data folder, or of the folders with its trajectories.
 
-    Order and unknown keys are kept. A file that stays half-written counts as none and is reported.
+    {} if it does not exist.
+
+    Order and unknown keys are kept. A file that stays half-written is reported and ignored.
     """
     root = os.path.realpath(data_dir)
     parents = dict.fromkeys([data_dir, *(folder.path.parent for folder in folders if folder.path != data_dir)])
