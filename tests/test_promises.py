@@ -93,3 +93,8 @@ def test_each_promise_names_tests_that_exist(name: str) -> None:
 def test_no_document_has_two_lists() -> None:
     documents = [document_of(name) for name in LISTS]
     assert len(documents) == len(set(documents))
+
+
+def test_each_guide_has_a_list() -> None:
+    guides = {"README.md", *(path.relative_to(ROOT).as_posix() for path in (ROOT / "rollout_data").glob("*.md"))}
+    assert guides - {document_of(name) for name in LISTS} == set()
