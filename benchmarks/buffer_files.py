@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from storage import DictBuffer, load_buffer
+from storage.core.durable_files import sync_path
 
 from .data import forget
 from .harness import LIMIT, OURS, PEER, Case, Contender
@@ -46,7 +47,7 @@ def saving(buffer: DictBuffer, folder: Path) -> Case:
     def clear() -> None:
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        os.sync()
+        sync_path(folder)
 
     def bare() -> None:
         with open(folder / "bare", "wb", buffering=0) as file:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from rollout_data import RolloutWriter
+from storage.core.durable_files import sync_path
 
 from . import baselines, data, peers
 from .harness import LIMIT, OURS, PEER, Call, Case, Contender
@@ -67,7 +68,7 @@ def _emptied(folder: Path) -> Path:
     """Empty a folder and let the disk come to rest, so that no contender waits for the bytes of the one before."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    os.sync()
+    sync_path(folder)
     return folder
 
 
@@ -125,7 +126,7 @@ def _writer(name: str, rollout: data.Rollout, is_durable: bool, at_once: bool = 
     def before() -> None:
         for path in folder.glob("rollout_*.h5"):
             path.unlink()
-        os.sync()
+        sync_path(folder)
 
     return Contender(name, prepare, OURS, before=before, reach=REACH, close=lambda: writers.pop().close())
 

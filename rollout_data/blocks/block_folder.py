@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from storage.core import arguments
+from storage.core.durable_files import replace_file
 from storage.core.fields import Schema
 from storage.core.threads import each
 from storage.errors import (
@@ -651,16 +652,12 @@ def save_index_cache(data_dir: str | os.PathLike[str], writer: str = "tool") -> 
     path = folder.data_dir / INDEX_CACHE_NAME
     unique = f"{os.getpid()}_{id(folder):x}"
     temporary = path.with_name(f"{TEMPORARY_PREFIX}rollout_{writer}_index_{unique}")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(
-                file,
-                about=np.frombuffer(json.dumps(about).encode(), np.uint8),
-                fragments=joined_fragments(blocks),
-                places=np.array(located, np.int64),
-                # One array: reading twelve of them takes a millisecond more.
-                index=np.concatenate(list(index.values())),
-            )
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replace_file(path, temporary=temporary, durable=False) as new, open(new, "wb") as file:
+        np.savez(
+            file,
+            about=np.frombuffer(json.dumps(about).encode(), np.uint8),
+            fragments=joined_fragments(blocks),
+            places=np.array(located, np.int64),
+            # One array: reading twelve of them takes a millisecond more.
+            index=np.concatenate(list(index.values())),
+        )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable_files import read_text, sync_path
+from storage.core.durable_files import read_text, replace_file, sync_path
 from storage.core.fields import Schema
 from storage.errors import RolloutDataError, SchemaError, UsageError
 
@@ -120,11 +120,15 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
         if _schema_of(path) is not None:
             return present
     temporary = folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
+    if path.is_symlink() and not path.exists():
+        path.unlink(missing_ok=True)  # A link to no file is a free name.
+    if path.exists() and _schema_of(path) is None:  # A damaged file.
+        with replace_file(path, temporary=temporary, durable=durable) as new:
+            _write(new, metadata, durable=False)
+        return metadata
     try:
         _write(temporary, metadata, durable)
-        if os.path.lexists(path) and _schema_of(path) is None:
-            os.replace(temporary, path)  # a damaged one, or a link to nothing
-        elif not _link(temporary, path):
+        if not _link(temporary, path):
             return publish_metadata(folder, metadata, writer, durable)  # another writer was faster: match it
     finally:
         temporary.unlink(missing_ok=True)
@@ -143,11 +147,8 @@ def mark_noted_ends(folder: Path) -> None:
     """
     present = load_metadata(folder)
     assert present is not None
-    temporary = folder / f"{TEMPORARY_PREFIX}{METADATA_NAME}"
-    temporary.unlink(missing_ok=True)  # of a process that was killed
-    _write(temporary, replace(present, context={**present.context, ENDS: UNKNOWN}), durable=True)
-    os.replace(temporary, folder / METADATA_NAME)
-    sync_path(folder)
+    with replace_file(folder / METADATA_NAME) as new:
+        _write(new, replace(present, context={**present.context, ENDS: UNKNOWN}), durable=False)
 
 
 def _write(path: Path, metadata: Metadata, durable: bool) -> None:

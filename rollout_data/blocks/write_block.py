@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 import time
 from bisect import bisect_right
@@ -22,7 +21,7 @@ import h5py
 import numpy as np
 import torch
 
-from storage.core.durable_files import crc32, sync_path
+from storage.core.durable_files import crc32, replace_file
 from storage.core.threads import each
 from storage.errors import UsageError
 from storage.saving.hdf5_files import SparseFile, begin_file, kind_of, reserve, write_at
@@ -72,21 +71,29 @@ def write_block(folder: Path, content: BlockContent, durable: bool = True, num_t
     if path.exists():
         advice = "Use another writer name"
         raise UsageError("publish the block", repr(str(path)), "a free name", "an existing file", advice)
+    # `recover_dead_writers` finds the temporary file of a killed writer by this name.
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
-        _write_file(temporary, content, durable, num_threads)
-        os.rename(temporary, path)
-    except BaseException as error:  # Also after Ctrl-C no file is left.
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(path)
+        with replace_file(path, temporary=temporary, durable=durable) as new:
+            write_block_file(new, content, durable, num_threads)
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
-    if durable:
-        sync_path(folder)
     return path
 
 
-def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: int | None) -> None:
+def write_block_file(path: Path, content: BlockContent, starts_writeback: bool, num_threads: int | None = None) -> None:
+    """Write a block to a new file, which is not flushed.
+
+    Args:
+        path: A name that is free.
+        content: Not changed.
+        starts_writeback: Let the system begin to write rows to the disk while the next ones are coded.
+        num_threads: Threads that code, at most; None takes torch's number.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     coded, codings = code_tables(content, num_threads)
     content = replace(content, rows=coded)
     header = SparseFile()
@@ -100,15 +107,13 @@ def _write_file(path: Path, content: BlockContent, durable: bool, num_threads: i
         _write_tables(file, content, codings, plain)
         file.close()
         header.write_to(out.fileno())
-        tables = _write_rows(out.fileno(), content, offsets, durable, num_threads)
+        tables = _write_rows(out.fileno(), content, offsets, starts_writeback, num_threads)
         for name, values in (tables | plain).items():
             write_at(
                 out.fileno(),
                 np.ascontiguousarray(values).reshape(-1).view(np.uint8).data,
                 offsets[name],
             )
-        if durable:
-            os.fsync(out.fileno())
 
 
 def _write_rows(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import shutil
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -22,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from storage.core.durable_files import read_text, sync_path
+from storage.core.durable_files import read_text, replace_file
 from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 
@@ -299,11 +298,9 @@ class ForeignWriter(ABC):
         is_new = not place.exists()
         if not is_new and self.conversion.rows and _text_of(place) == text:
             return is_new
-        new = self.note_folder / f"{NOTE_NAME}.new"
-        new.write_text(text, "utf-8")
-        sync_path(new)
-        os.replace(new, place)
-        sync_path(self.note_folder)
+        # A folder that holds nothing but this temporary file counts as empty, see `note_in_folder`.
+        with replace_file(place, temporary=self.note_folder / f"{NOTE_NAME}.new") as new:
+            new.write_text(text, "utf-8")
         if not is_new and not self.conversion.rows:
             for pattern in self.MADE:
                 for path in self.note_folder.glob(pattern):

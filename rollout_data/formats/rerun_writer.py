@@ -8,7 +8,6 @@ they are joined to one file.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.core.durable_files import sync_path
+from storage.core.durable_files import replace_file
 from storage.core.fields import Field
 
 from ..writing.conversion_record import ConversionNote, files_line
@@ -83,13 +82,13 @@ class Writer(ForeignWriter):
 
     def add(self, episode: EpisodeToWrite) -> None:
         part = self._part(episode)
-        stream = self._stream(part.with_suffix(".tmp"))
-        try:
-            self._log(stream, episode)
-        finally:
-            stream.disconnect()
-        self.note(episode, {part.name: part.with_suffix(".tmp")})
-        os.replace(part.with_suffix(".tmp"), part)
+        with replace_file(part, durable=False) as new:
+            stream = self._stream(new)
+            try:
+                self._log(stream, episode)
+            finally:
+                stream.disconnect()
+            self.note(episode, {part.name: new})
         self.written.add(episode.id)
 
     def _stream(self, path: Path) -> Any:
@@ -196,8 +195,14 @@ class Writer(ForeignWriter):
     def close(self) -> None:
         if not self.is_complete or not self._folder.exists():
             return
-        temporary = self._folder / "whole.tmp"
-        stream = self._stream(temporary)
+        with replace_file(self.path, temporary=self._folder / "whole.tmp") as new:
+            stream = self._stream(new)
+            self._log_parts(stream)
+            stream.disconnect()
+        shutil.rmtree(self._folder)
+
+    def _log_parts(self, stream: Any) -> None:
+        """Copy the complete episodes into one recording, and the note as its last part."""
         metadata = json.dumps(plain(self.metadata))
         stream.log("/recording", self._rr.AnyValues(metadata=metadata), static=True)
         chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
@@ -207,10 +212,6 @@ class Writer(ForeignWriter):
                 stream.flush()
         note = self.conversion.text() + files_line({}, finish={})
         stream.log(_NOTE_ENTITY, self._rr.AnyValues(note=note), static=True)
-        stream.disconnect()
-        sync_path(temporary)
-        os.replace(temporary, self.path)
-        shutil.rmtree(self._folder)
 
 
 def _parts_of(path: Path) -> Path:

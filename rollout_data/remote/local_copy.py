@@ -20,6 +20,7 @@ from pathlib import Path, PosixPath, PurePath, PurePosixPath
 from typing import Any
 
 from storage.core.arguments import is_url
+from storage.core.durable_files import replace_file
 from storage.errors import DataFileError, ForeignFileError, UnsafeFileError, UsageError
 
 from .locations import NO_STAMP, Origin, RemoteFiles, RemoteOptions
@@ -289,12 +290,10 @@ def _copy(files: RemoteFiles, name: str, size: int, folder: Path, is_file: bool)
     target.parent.mkdir(parents=True, exist_ok=True)
     source = (files.path.parent if is_file else files.path) / name
     step = files.options.chunk_bytes * files.options.num_requests
-    part = target.with_name(f".{target.name}.part")
-    with open(part, "wb") as file:
+    with replace_file(target, durable=False) as new, open(new, "wb") as file:
         for start in range(0, size, step):
             try:
                 data = files.read(source, start, min(start + step, size)).data
             except OSError as cause:  # of the store, not of the folder of the copy
                 raise _changed(files, str(cause)) from cause
             file.write(data)
-    os.replace(part, target)

@@ -32,7 +32,7 @@ from ..blocks.block import Block
 from ..blocks.block_content import ArrayRows, BlockContent
 from ..blocks.block_header import DATA, FINAL, FIRST, FRAGMENT_DTYPE, OPEN, layouts_of, open_block
 from ..blocks.row_layout import RowLayout
-from ..blocks.write_block import write_block
+from ..blocks.write_block import write_block_file
 from .trajectory_rows import Leaves, Rows, layout_for, pack, take_apart, unpack
 
 FORMATS = ("h5", "pt", "pkl")
@@ -148,8 +148,7 @@ class Entry:
         """Write rows to a file, atomically, in the format of its ending."""
         with replace_file(path) as new:
             if path.suffix == ".h5":
-                block = write_block(new.parent, self._content(rows), durable=False, num_threads=1)
-                os.rename(block, new)
+                write_block_file(new, self._content(rows), starts_writeback=False, num_threads=1)
                 return
             trajectory = unflatten({**self.info, **unpack(self.layout, rows, self.shape)})
             with open(new, "wb") as file:

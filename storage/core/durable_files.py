@@ -1,9 +1,7 @@
-"""What must outlive a crash, and what is read of files that others wrote: flush, replace in one step, check.
+"""Replace files and folders so that a crash leaves the old or the new content; read small files of others safely.
 
-One rule: nothing is written in its place. What is new is written beside it, flushed, and renamed, so that a
-crash leaves the old content or the new one. What an interrupted process left beside is removed by the next one.
-Nothing is read of a file before its kind and size are known. A JSON object carries the CRC-32 of itself without its
-key `crc32`; older files have none.
+New content is written beside its place, flushed and renamed. The type and the size of a file are checked before it is
+read. A JSON object holds the CRC-32 of its other keys under `crc32`; older files have none.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from ..errors import CorruptFileError, DataFileError, RolloutDataError, SchemaEr
 from . import arguments
 
 try:
-    # zlib's own takes 3.6 GB/s; this one, of the extra `fast`, 24 GB/s, so that checking costs next to nothing.
+    # 24 GB/s, from the extra `fast`; zlib's own function reaches 3.6 GB/s.
     from zlib_ng.zlib_ng import crc32 as _crc32
 except ImportError:
     from zlib import crc32 as _crc32
 
 #: `crc32(data, start=0)`: the CRC-32 of zlib of a buffer, continued from that of the bytes before it.
 crc32: Callable[..., int] = _crc32
-#: A million episodes with a file name each take less.
+#: Limit of a JSON file in bytes. A million episodes with a file name each take less.
 MAX_JSON_BYTES = 64 << 20
 CHECKSUM = "crc32"
 
@@ -46,22 +44,40 @@ def sync_path(path: Path) -> None:
 
 
 @contextmanager
-def replace_file(path: str | os.PathLike[str], durable: bool = True) -> Iterator[Path]:
-    """Return a path to write a file to; it takes the place of `path` when the block ends without an error.
+def replace_file(
+    path: str | os.PathLike[str], *, temporary: Path | None = None, durable: bool = True
+) -> Iterator[Path]:
+    """Yield the path of a temporary file, which replaces `path` when the block ends without an error.
 
-    The folder of `path` is made where it is missing; a link is followed. After an error nothing has changed. If not
-    `durable`, the caller flushes it later; until then a power failure may cost it.
+    The block creates the file. After an error `path` is unchanged and the temporary file is removed.
+    If `path` is a link, the file that it names is replaced.
+
+    All code that writes a whole new file and then puts it in place calls this function. The other renames are not
+    replacements:
+
+    - `replace_folder` puts a whole folder in place.
+    - `publish_metadata` links a new file to a name that no other writer may have taken. On a file system without
+      hard links it renames the file.
+    - The writer of HDF5 targets fills a file during several runs of a conversion. The finished file gets its name.
+    - `repair`, `pack` and the Ray sink move finished files from one folder into another.
+
+    Args:
+        path: The file to replace or create. Without `temporary`, its folder is created if it is missing.
+        temporary: A name on the same file system. The caller removes the file that a killed process leaves there.
+            None writes into a new folder beside `path`, which the next replacement of `path` removes after a kill.
+        durable: Flush the file before the rename and the folder after it. Otherwise a power failure may lose the
+            file until the caller flushes it.
 
     Raises:
-        DataFileError: There is a folder, or anything else that is no regular file (a device, a pipe).
-        WriteError: The system does not let us write, as on a full disk.
+        DataFileError: `path` is a folder, a device, a pipe or a socket.
+        WriteError: `temporary` is None and the system refuses to write, as on a full disk.
+        OSError: As `WriteError`, with `temporary`.
     """
     target = arguments.path("save a file", "", path).resolve()
     if target.exists() and not target.is_file():
         got = "a folder" if target.is_dir() else "a device, a pipe or a socket"
         raise DataFileError("save to", repr(str(path)), "a file or nothing", got)
-    with _made_beside(target) as made:
-        new = made / target.name
+    with _file_in_new_folder(target) if temporary is None else _removed_at_end(temporary) as new:
         yield new
         if durable:
             sync_path(new)
@@ -71,128 +87,151 @@ def replace_file(path: str | os.PathLike[str], durable: bool = True) -> Iterator
 
 
 @contextmanager
-def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -> Iterator[Path]:
-    """Return an empty folder to write to; it takes the place of `folder` when the block ends without an error.
+def _file_in_new_folder(target: Path) -> Iterator[Path]:
+    with _new_folder_beside(target) as folder:
+        yield folder / target.name
 
-    A crash leaves the old content or the new one; between the two renames at the end the old content
-    stands beside its place, where `existing_folder` finds it. Several may replace the same folder: the last
-    one's content stays. Within the block no folder may be replaced this way.
+
+@contextmanager
+def _removed_at_end(path: Path) -> Iterator[Path]:
+    """Yield the path; remove the file at the end, if it is still there."""
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def replace_folder(folder: str | os.PathLike[str], own_names: Collection[str]) -> Iterator[Path]:
+    """Yield an empty folder, which replaces `folder` when the block ends without an error.
+
+    A crash leaves the old content or the new one. Between the two renames at the end the old content has another
+    name, where `existing_folder` finds it. If several processes replace a folder, the last content stays.
+    The block must not call `replace_folder`.
 
     Args:
-        folder: The folder; a link is followed.
-        own_names: What an earlier save may have left in it. Replacing is removing: a folder with anything
-            else stays what it is.
+        folder: The folder to replace or create. A link is followed.
+        own_names: Names that an earlier save may have left in `folder`. A folder with other names is not replaced.
 
     Raises:
-        DataFileError: There is a file, or a folder with anything else in it.
-        WriteError: The system does not let us write, as on a full disk.
+        DataFileError: `folder` is a file, or a folder with other names in it.
+        WriteError: The system refuses to write, as on a full disk.
     """
     target = arguments.path("save to the folder", "", folder).resolve()
     _check_replaceable(target, folder, own_names)
-    with _made_beside(target) as made:
-        yield made
-        for path in (*made.rglob("*"), made):
+    with _new_folder_beside(target) as new:
+        yield new
+        for path in (*new.rglob("*"), new):
             sync_path(path)
         previous = _previous(target)
-        with _only_one_in(target.parent):
+        with _locked_folder(target.parent):
             if target.exists():
                 shutil.rmtree(previous, ignore_errors=True)
-                os.replace(target, previous)  # a crash right here is mended by the reader
-            os.replace(made, target)
+                os.replace(target, previous)  # After a crash here, `existing_folder` returns `previous`.
+            os.replace(new, target)
             sync_path(target.parent)
             shutil.rmtree(previous, ignore_errors=True)
 
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return where the content of a folder is that `replace_folder` wrote, also if it was interrupted."""
+    """Return the path of the content that `replace_folder` wrote, also after an interrupted replacement."""
     target = arguments.path("load the folder", "", folder).resolve()
     previous = _previous(target)
     return previous if not target.exists() and previous.exists() else target
 
 
-def _check_replaceable(target: Path, named: str | os.PathLike[str], own_names: Collection[str]) -> None:
-    try:  # asked once: another saver may rename it at any time
-        others = sorted(set(os.listdir(target)) - set(own_names))
-        got = f"a folder with {others[0]!r} in it" if others else ""
+def _check_replaceable(target: Path, folder: str | os.PathLike[str], own_names: Collection[str]) -> None:
+    try:  # One call, as another process may rename the folder at any time.
+        other_names = sorted(set(os.listdir(target)) - set(own_names))
+        got = f"a folder with {other_names[0]!r} in it" if other_names else ""
     except FileNotFoundError:
         return
     except NotADirectoryError:
         got = "a file"
     if got:
-        raise DataFileError("save to", repr(str(named)), "a new folder or an earlier save", got, "Choose another place")
+        expected = "a new folder or an earlier save"
+        raise DataFileError("save to", repr(str(folder)), expected, got, "Choose another place")
 
 
 @contextmanager
-def _made_beside(target: Path) -> Iterator[Path]:
-    """Make a folder beside `target`, locked while it is in use, and remove it afterwards.
+def _new_folder_beside(target: Path) -> Iterator[Path]:
+    """Create a folder beside `target`, lock it during the block, and remove it afterwards.
 
     Raises:
-        WriteError: The system does not let us write there: a full disk, a read-only folder.
+        WriteError: The system refuses to write there, as on a full disk or in a read-only folder.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unwritten(target, error) from error
+        raise _write_error(target, error) from error
     _remove_abandoned(target)
-    while True:
-        made = target.with_name(f".{target.name}.new-{secrets.token_hex(4)}")
-        try:
-            made.mkdir()
-        except OSError as error:
-            raise _unwritten(target, error) from error
-        try:
-            handle = os.open(made, os.O_RDONLY)
-        except FileNotFoundError:  # taken for abandoned
-            continue
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if made.exists():  # not taken for abandoned meanwhile
-            break
-        os.close(handle)
+    folder, descriptor = _locked_new_folder(target)
     try:
-        yield made
+        yield folder
     except OSError as error:
-        is_of_system = error.errno is not None and not isinstance(error, RolloutDataError)
-        if not is_of_system or not (error.filename is None or str(error.filename).startswith(str(made))):
-            raise
-        raise _unwritten(target, error) from error
+        is_system_error = error.errno is not None and not isinstance(error, RolloutDataError)
+        is_about_folder = error.filename is None or str(error.filename).startswith(str(folder))
+        if is_system_error and is_about_folder:
+            raise _write_error(target, error) from error
+        raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
-        os.close(handle)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
 
-def _unwritten(target: Path, error: OSError) -> WriteError:
-    """Build the error for a file or folder that the system does not let us write; it names `target`."""
+def _locked_new_folder(target: Path) -> tuple[Path, int]:
+    """Create a folder beside `target`; return its path and the descriptor that holds its lock."""
+    while True:
+        folder = target.with_name(f".{target.name}.new-{secrets.token_hex(4)}")
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise _write_error(target, error) from error
+        # Before the lock, another process may remove the folder as an abandoned one.
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        with suppress(OSError):  # A file system without locks: nobody removes the folder.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if folder.exists():
+            return folder, descriptor
+        os.close(descriptor)
+
+
+def _write_error(target: Path, error: OSError) -> WriteError:
+    """Return an error that names `target` and the reason of the system."""
     got = error.strerror or str(error)
     return WriteError("write", repr(str(target)), "", got, error_number=error.errno, filename=str(target))
 
 
 @contextmanager
-def _only_one_in(folder: Path) -> Iterator[None]:
-    """Let one thread of all processes at a time into the block, where the file system has locks for that."""
-    handle = os.open(folder, os.O_RDONLY)
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Run the block in one thread of one process at a time, if the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what killed processes left beside `target`: its lock is free."""
+    """Remove the folders that killed processes left beside `target`. No process holds their locks."""
     for name in glob.glob(f".{glob.escape(target.name)}.new-*", root_dir=target.parent):
         path = target.parent / name
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # it is gone already, or is not ours
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # Another process removed it, or it is not a folder.
             continue
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # somebody is writing it
+        except OSError:  # Another process is writing in it.
             pass
         finally:
-            os.close(handle)
+            os.close(descriptor)
 
 
 def _previous(target: Path) -> Path:
@@ -200,19 +239,29 @@ def _previous(target: Path) -> Path:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Open a file for reading; give its descriptor. A pipe would be waited for, and a device has no end."""
+    """Open a regular file for reading and return its descriptor. Reading a pipe or a device may never end.
+
+    Raises:
+        CorruptFileError: `path` is no regular file.
+    """
     if stat.S_ISREG(os.stat(path).st_mode):
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if stat.S_ISREG(os.fstat(handle).st_mode):
-            return handle
-        os.close(handle)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Another process may have replaced the file since `stat`.
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
     raise CorruptFileError("open", repr(str(path)), "a file", "a folder, a pipe or a device")
 
 
 def read_text(path: str | os.PathLike[str], action: str = "read", max_bytes: int = MAX_JSON_BYTES) -> str:
-    """Read a text file in UTF-8 of at most `max_bytes`."""
+    """Read a text file in UTF-8.
+
+    Raises:
+        CorruptFileError: It is no regular file, is larger than `max_bytes`, or is not in UTF-8.
+    """
     with open(open_regular(path), "rb") as file:
-        if (num_bytes := os.fstat(file.fileno()).st_size) > max_bytes:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > max_bytes:
             raise CorruptFileError(action, repr(str(path)), f"at most {max_bytes} bytes", str(num_bytes))
         data = file.read(max_bytes)
     try:
@@ -222,7 +271,7 @@ def read_text(path: str | os.PathLike[str], action: str = "read", max_bytes: int
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON object with its checksum; checked for being JSON before the file is made."""
+    """Write a JSON object with its checksum. Content that is not JSON raises before the file is created."""
     text = json.dumps({**content, CHECKSUM: json_checksum(content)}, indent=1) + "\n"
     if len(text) > MAX_JSON_BYTES:
         raise SchemaError("write", repr(path.name), f"at most {MAX_JSON_BYTES} bytes", str(len(text)))
@@ -230,25 +279,26 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a JSON object of at most `max_bytes` and compare its checksum, if it has one.
+    """Read a JSON object and compare its checksum, if it has one.
 
     Raises:
-        FileNotFoundError: It is not there.
-        CorruptFileError: It is no regular file, too large, no JSON object, or was changed.
+        FileNotFoundError: There is no file.
+        CorruptFileError: It is no regular file, is larger than `max_bytes`, is no JSON object, or was changed.
     """
     try:
-        found = json.loads(read_text(path, max_bytes=max_bytes))
+        content = json.loads(read_text(path, max_bytes=max_bytes))
     except (ValueError, RecursionError) as cause:
         raise CorruptFileError("read", repr(str(path)), "JSON", str(cause)) from cause
-    if not isinstance(found, dict):
-        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(found).__name__)
-    stated = found.pop(CHECKSUM, None)
-    if stated is not None and stated != (checksum := json_checksum(found)):
+    if not isinstance(content, dict):
+        raise CorruptFileError("read", repr(str(path)), "a JSON object", type(content).__name__)
+    stored_checksum = content.pop(CHECKSUM, None)
+    checksum = json_checksum(content)
+    if stored_checksum is not None and stored_checksum != checksum:
         advice = f"It was damaged or changed; remove {CHECKSUM!r} from it to load it as it is"
-        raise CorruptFileError("read", repr(str(path)), f"checksum {stated}", checksum, advice)
-    return found
+        raise CorruptFileError("read", repr(str(path)), f"checksum {stored_checksum}", checksum, advice)
+    return content
 
 
 def json_checksum(content: Mapping[str, Any]) -> str:
-    """Return the checksum of a parsed JSON object, which is not of its layout."""
+    """Return the checksum of a parsed JSON object. It does not depend on spaces and line breaks in the file."""
     return f"{crc32(json.dumps(content).encode()):08x}"

@@ -31,14 +31,14 @@ def folder(folders: tuple[Path, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture
 def slow_disk() -> Iterator[threading.Event]:
-    """Blocks are published, which `os.rename` does, only when this event is set."""
+    """Blocks are published, by `os.replace`, only when this event is set."""
     gate = threading.Event()
 
-    def wait(rename: Callable[..., None], *paths: Path) -> None:
+    def wait(replace: Callable[..., None], *paths: Path) -> None:
         assert gate.wait(120)
-        rename(*paths)
+        replace(*paths)
 
-    with instead_of("rename", wait):
+    with instead_of("replace", wait):
         yield gate
 
 

@@ -61,7 +61,7 @@ def test_a_background_failure_is_raised_at_the_next_call_and_at_close(tmp_path, 
     assert str(caught.value) == (
         f"cannot publish a block in {str(data)!r}: expected a writable folder with room, "
         f"got [Errno 2] No such file or directory: '{data}/.tmp_rollout_{writer.name}_000001.h5'. "
-        "What was published before is intact; close this writer and start another one."
+        "Blocks that were published before are intact; close this writer and start another one."
     )
     writer.close()
     check_left(data, N)
@@ -306,11 +306,11 @@ def test_the_next_writer_tells_what_a_dead_one_lost(tmp_path, is_published):
     """It dies just before or just after its second block gets its name."""
     code = (
         "import os, sys\nimport numpy as np\nfrom rollout_data import RolloutWriter\n"
-        "writer, rename = RolloutWriter(sys.argv[1], 10, writer_name='dead'), os.rename\n"
+        "writer, replace = RolloutWriter(sys.argv[1], 10, writer_name='dead'), os.replace\n"
         "def add(): writer.add(observation=np.zeros((10, 1)), action=np.zeros((10, 1)))\n"
-        "def die(*paths):\n    if int(sys.argv[2]): rename(*paths)\n    os._exit(1)\n"
+        "def die(*paths):\n    if int(sys.argv[2]): replace(*paths)\n    os._exit(1)\n"
         "for _ in range(8): add()\n"
-        "writer.flush()\nos.rename = die\n[add() for _ in range(2)]\n"
+        "writer.flush()\nos.replace = die\n[add() for _ in range(2)]\n"
         "print(flush=True)\nsys.stdin.readline()\nwriter.flush()\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(int(is_published))]

@@ -10,11 +10,11 @@ from tests.recordings.conversions import TARGETS, calls_of, check_killed, conver
 WINDOWS = {
     "lerobot 3.0": ("replace info.json", "replace tasks.parquet", "replace stats.json"),
     "lerobot 2.1": ("replace info.json", "replace tasks.jsonl"),
-    "minari": ("replace metadata.json", "rename .main_data.hdf5.partial", "rename main_data.hdf5"),
+    "minari": ("replace metadata.json", "replace .main_data.hdf5.partial", "rename main_data.hdf5"),
     "rlinf": ("replace metadata.json", "replace trajectory_index.json"),
     "trajectory folders": ("replace metadata.json",),
     "rollout-data": ("link metadata.json",),
-    "robomimic": ("rename .set.hdf5.partial", "rename set.hdf5"),
+    "robomimic": ("replace .set.hdf5.partial", "rename set.hdf5"),
     "isaaclab": ("rename set.hdf5",),
     "d4rl": ("rename set.hdf5",),
 }

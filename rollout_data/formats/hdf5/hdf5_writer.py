@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import h5py
 import numpy as np
 
-from storage.core.durable_files import sync_path
+from storage.core.durable_files import replace_file, sync_path
 from storage.core.fields import Field
 from storage.errors import CorruptFileError, UsageError
 from storage.saving.hdf5_files import (
@@ -166,15 +166,10 @@ class EpisodeFile:
 
     def _begin(self, header: SparseFile, note: bytes) -> None:
         """Create the file with its structure and note, in one step."""
-        new = self.path.with_name(f".{self.path.name}.begun")
-        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            header.write_to(descriptor)
-            write_at(descriptor, memoryview(note), self._offsets[self._note_name])
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.rename(new, self._partial)
+        temporary = self.path.with_name(f".{self.path.name}.begun")
+        with replace_file(self._partial, temporary=temporary) as new, open(new, "wb", buffering=0) as file:
+            header.write_to(file.fileno())
+            write_at(file.fileno(), memoryview(note), self._offsets[self._note_name])
 
     def _check_other_layout(self, conversion: ConversionNote) -> None:
         """Raise `UsageError` if a file of the same episodes has another structure or size."""

@@ -8,7 +8,6 @@ the episodes that were written.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -694,8 +693,8 @@ class Writer(ForeignWriter):
         path = self.path / name
         new.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield new
-        os.replace(new, path)
+        with replace_file(path, temporary=new, durable=False):
+            yield new
 
     def _report(self, episode: EpisodeToWrite, absent: Sequence[str]) -> None:
         """Report the changes of an episode.

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from storage.core.durable_files import sync_path
+from storage.core.durable_files import replace_file
 from storage.core.fields import Field, Schema, unflatten
 from storage.errors import UsageError
 
@@ -209,13 +209,10 @@ class Writer(Hdf5Writer):
             super().finish()
             return
         path = self.path / _METADATA
-        temporary = path.with_name(f".{path.name}")
-        temporary.write_text(json.dumps(self._description(), indent=2), "utf-8")
-        sync_path(temporary)
-        files = {_METADATA: file_sum(temporary)}
-        self._file.finish(files, is_last=False)
-        os.replace(temporary, path)
-        sync_path(path.parent)
+        with replace_file(path, temporary=path.with_name(f".{path.name}")) as new:
+            new.write_text(json.dumps(self._description(), indent=2), "utf-8")
+            files = {_METADATA: file_sum(new)}
+            self._file.finish(files, is_last=False)
         self._file.finish(files, is_last=True)
 
     def _description(self) -> dict[str, Any]:

@@ -116,13 +116,11 @@ class Writer(ForeignWriter):
         folder = self._folders[episode.id]
         chunk = self._chunk(episode)
         temporary = self.path / f".tmp_{folder.name}.pickle"
-        with open(temporary, "wb") as out:
-            pickle.dump(chunk, out, protocol=4)
-            out.flush()
-            os.fsync(out.fileno())
-        self.note(episode, {self._name(episode): temporary})
-        folder.mkdir(exist_ok=True)
-        os.rename(temporary, self._file(episode))
+        with replace_file(self._file(episode), temporary=temporary) as new:
+            with open(new, "wb") as out:
+                pickle.dump(chunk, out, protocol=4)
+            self.note(episode, {self._name(episode): new})
+            folder.mkdir(exist_ok=True)
         self.written.add(episode.id)
         if episode.texts or episode.task or episode.metadata:
             self.changed("texts and metadata of episodes are left out", episode)
