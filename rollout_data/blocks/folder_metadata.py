@@ -147,13 +147,14 @@ def mark_noted_ends(folder: Path) -> None:
     """
     present = load_metadata(folder)
     assert present is not None
-    with replace_file(folder / METADATA_NAME) as new:
+    temporary = folder / f"{TEMPORARY_PREFIX}{METADATA_NAME}"
+    with replace_file(folder / METADATA_NAME, temporary=temporary) as new:
         _write(new, replace(present, context={**present.context, ENDS: UNKNOWN}), durable=False)
 
 
 def _write(path: Path, metadata: Metadata, durable: bool) -> None:
     num_bytes = 0
-    with open(path, "x", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8") as file:
         for part in json.JSONEncoder(indent=2, default=_plain).iterencode(metadata.to_json()):
             num_bytes += file.write(part)  # as JSON is ASCII
             if num_bytes > MAX_METADATA_BYTES:

@@ -82,7 +82,7 @@ class Writer(ForeignWriter):
 
     def add(self, episode: EpisodeToWrite) -> None:
         part = self._part(episode)
-        with replace_file(part, durable=False) as new:
+        with replace_file(part, temporary=part.with_suffix(".tmp"), durable=False) as new:
             stream = self._stream(new)
             try:
                 self._log(stream, episode)

@@ -1,7 +1,7 @@
-"""Whether a store refused access, by the errors of any file system: 401, 403, missing or expired credentials.
+"""Recognize errors of file systems that mean denied access: 401, 403, missing or expired credentials.
 
-File systems raise their own classes, and often a general one that was caused by them. No package of theirs is
-imported here: errors are recognized by their HTTP status, their code, their class name, or in the end by their text.
+File systems raise their own classes, or general errors caused by them. To avoid imports of their packages,
+errors are recognized by HTTP status, code, class name, and last by text.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from storage.errors import UnansweredError
 
 _STATUSES = (401, 403)
-#: Where classes of HTTP clients keep the status of a response: aiohttp, requests, Azure, Google, urllib.
+#: Attributes with the HTTP status in errors of aiohttp, requests, Azure, Google and urllib.
 _STATUS_NAMES = ("status", "status_code", "code")
-#: Codes of S3 and its relatives, besides "401" and "403".
+#: Error codes of S3 and compatible stores, in addition to "401" and "403".
 _CODES = {
     "accessdenied", "accessdeniedexception", "accountproblem", "allaccessdisabled", "authenticationfailed",
     "authfailure", "authorizationfailure", "authorizationpermissionmismatch", "expiredtoken", "expiredtokenexception",
@@ -24,12 +24,12 @@ _CODES = {
     "notsignedup", "requestexpired", "requesttimetooskewed", "signaturedoesnotmatch", "tokenrefreshrequired",
     "unauthorized", "unauthorizedaccess", "unrecognizedclientexception",
 }  # fmt: skip
-#: Classes of clients that found no credentials, or could not renew them.
+#: Names of error classes for missing or expired credentials and denied access.
 _CLASSES = re.compile(
     r"Credential|Unauthorized|Unauthenticated|Forbidden|AccessDenied|PermissionDenied|AuthenticationError"
     r"|RefreshError|LoginRefreshRequired|TokenRetrievalError|TokenLoadError|NoAuthToken|GatedRepo"
 )
-#: Texts of general errors. Words are asked for beside the numbers, which may be part of a name.
+#: Texts of general errors. A number alone does not match, as it may be part of a name.
 _TEXTS = re.compile(
     r"\b40[13]\b[\s,:(-]*(client error)?[\s,:]*(unauthorized|forbidden)|^\s*(unauthorized|forbidden)\b"
     r"|\b(status|code|http|error)\b[^a-z0-9]{0,4}40[13]\b|\b(access|permission) denied\b|\bexpiredtoken\b"
@@ -38,7 +38,7 @@ _TEXTS = re.compile(
     r"|\bdoes not have [a-z.]*\.objects\.\w+ access\b",
     re.IGNORECASE,
 )
-#: Where texts of boto have a code, or begin with one.
+#: Error code in a text of boto.
 _CODE_IN_TEXT = re.compile(r"\((\w+)\) when calling\b|^(\w+): ")
 _MAX_CAUSES = 16
 
@@ -48,12 +48,12 @@ class AccessError(UnansweredError):
 
 
 def denial(error: BaseException) -> BaseException | None:
-    """Return the error, or the cause of it, by which a store refused access; None if none did."""
+    """Return the first error in the chain of causes that means denied access; None without one."""
     return next((cause for cause in _causes(error) if _is_denial(cause)), None)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from, or while handling."""
+    """Yield an error and its chain of causes and contexts."""
     cause: BaseException | None = error
     for _ in range(_MAX_CAUSES):
         if cause is None:
@@ -80,7 +80,7 @@ def _is_denial(error: BaseException) -> bool:
 
 
 def _has_code_in_text(text: str) -> bool:
-    codes = {code.lower() for found in _CODE_IN_TEXT.findall(text) for code in found}
+    codes = {code.lower() for groups in _CODE_IN_TEXT.findall(text) for code in groups}
     return not codes.isdisjoint({*_CODES, *map(str, _STATUSES)})
 
 
@@ -93,9 +93,9 @@ def _has_status(holder: Any) -> bool:
 
 
 def _is_denied_response(response: Mapping[str, Any]) -> bool:
-    """Return whether an answer of boto's refuses access: by its code, or by the HTTP status."""
-    told: Any = response.get("Error")
-    code = told.get("Code") if isinstance(told, Mapping) else None
-    about: Any = response.get("ResponseMetadata")
-    status = about.get("HTTPStatusCode") if isinstance(about, Mapping) else None
+    """Return whether the code or HTTP status of a response of boto means denied access."""
+    error: Any = response.get("Error")
+    code = error.get("Code") if isinstance(error, Mapping) else None
+    metadata: Any = response.get("ResponseMetadata")
+    status = metadata.get("HTTPStatusCode") if isinstance(metadata, Mapping) else None
     return status in _STATUSES or str(code) in map(str, _STATUSES) or str(code).lower() in _CODES

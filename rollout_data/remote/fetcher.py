@@ -1,8 +1,7 @@
-"""Requests to a store, many at once, that end: with an answer, or with one error.
+"""Send many requests to a store at once, with time-outs and retries.
 
-One rule: no caller waits for a request longer than its time-out. A request that fails or hangs is sent again a bounded
-number of times; the thread of one that hangs is given up and keeps no other from being sent. What is requested, and
-of which store, is not known here.
+A request that fails or exceeds its time-out is sent again a bounded number of times. The thread of an
+attempt that hangs is abandoned and does not block other requests.
 """
 
 from __future__ import annotations
@@ -18,136 +17,168 @@ from storage.errors import RolloutDataError, UnansweredError
 
 from .access_errors import AccessError, denial
 
-#: Seconds before a request that failed is sent again, doubled each time.
+#: Seconds before the first retry of a request; doubled for each further retry.
 _FIRST_PAUSE_S = 0.05
-#: What no further attempt would change, besides an `AccessError`.
+#: Errors that a retry does not change, in addition to `AccessError`.
 _FINAL = (
     FileExistsError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, RolloutDataError,
 )  # fmt: skip
 
 
 class FetchError(UnansweredError):
-    """A store did not answer a request, however often it was sent."""
+    """A store did not answer any attempt of a request."""
 
 
 def access_error(action: str, where: str, error: BaseException, cause: BaseException) -> AccessError:
-    """Build the error for a request that a store refused, by what the file system raised and the cause of it."""
+    """Return the error for a request that a store denied.
+
+    Args:
+        action, where: As in other errors.
+        error: Error of the file system.
+        cause: Error in its chain of causes that means denied access.
+    """
     got = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-    advice = "Renew the credentials, or ask for the right, and continue"
-    denied = AccessError(action, where, "the right to do so", got, advice)
+    advice = "Check the credentials and the access rights, and continue"
+    denied = AccessError(action, where, "permission", got, advice)
     denied.__cause__ = error
     return denied
 
 
 class Request:
-    """A request on its way: `send` gives the answer, `action` and `where` tell what it is for."""
+    """A pending or completed request.
+
+    Args:
+        send: Sends the request and returns the answer.
+        action, where: As in errors.
+
+    Attributes:
+        is_done: Whether it is completed or cancelled.
+        value: The answer.
+        error: The error if it failed; None otherwise.
+        num_attempts: Attempts that have ended. The result of an abandoned attempt is ignored.
+        start_s: Monotonic time at which the current attempt starts.
+        process: Id of the process whose thread sends it.
+    """
 
     def __init__(self, send: Callable[[], Any], action: str, where: str) -> None:
         self.send = send
         self.action = action
         self.where = where
-        self.is_done, self.value, self.error = False, None, None  # type: bool, Any, BaseException | None
-        #: Counts attempts that have ended; what one that was given up brings is ignored.
+        self.is_done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
         self.num_attempts = 0
-        self.begun_s = 0.0
+        self.start_s = 0.0
         self.process = os.getpid()
 
     def forget(self) -> None:
-        """Do not send it any more, unless it is under way."""
+        """Do not send the request if no attempt is running."""
         self.is_done = True
 
 
 class Fetcher:
-    """Sends requests, `num_requests` at once, each attempt from a thread of its own.
+    """Send requests, each attempt in its own thread.
 
     Args:
-        num_requests: How many are under way at once.
-        timeout_s: How long an attempt may take.
-        num_retries: How often a request is sent again.
+        num_requests: Attempts that run at once.
+        timeout_s: Time-out of an attempt in seconds.
+        num_retries: Attempts after the first one.
     """
 
     def __init__(self, num_requests: int, timeout_s: float, num_retries: int) -> None:
         self._num_requests = num_requests
         self._timeout_s = timeout_s
         self._num_retries = num_retries
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
-        self._process, self._changed = os.getpid(), threading.Condition()
+    def _start(self) -> None:
+        """Initialize the state of this process."""
+        self._process = os.getpid()
+        self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         self._running: set[Request] = set()
 
     def submit(self, send: Callable[[], Any], action: str, where: str) -> Request:
-        """Queue a request; it is called in a thread, and again where an attempt is repeated."""
-        if self._process != os.getpid():  # a fork has no threads
-            self._begin()
+        """Queue a request. `send` is called in a thread, once per attempt."""
+        if self._process != os.getpid():  # A fork has no threads.
+            self._start()
         request = Request(send, action, where)
         with self._changed:
             self._send(request)
         return request
 
     def wait(self, request: Request) -> Any:
-        """Wait for a request and give its answer.
+        """Wait for a request and return its answer.
 
         Raises:
-            FetchError: It failed, or took too long, each time.
-            AccessError: The store refused access; it is not asked again, as its file system did that.
-            FileNotFoundError, RolloutDataError, ...: What no further attempt would change.
+            FetchError: All attempts failed or exceeded the time-out.
+            AccessError: The store denied access. There is no retry, as file systems retry themselves.
+            FileNotFoundError, RolloutDataError, ...: Errors that a retry does not change.
         """
         if self._process != os.getpid():
-            self._begin()
+            self._start()
         with self._changed:
-            if request.process != os.getpid() and not request.is_done:  # its thread is in another process
+            if request.process != os.getpid() and not request.is_done:  # Its thread is in another process.
                 request.process = os.getpid()
                 self._send(request)
             while not request.is_done:
                 self._changed.wait(min(0.5, self._timeout_s))
-                self._give_up_overdue()
+                self._abandon_overdue()
         if request.error is not None:
             raise request.error
         return request.value
 
     def _send(self, request: Request, pause_s: float = 0.0) -> None:
-        request.begun_s = time.monotonic() + pause_s
+        request.start_s = time.monotonic() + pause_s
         self._queue.append(request)
-        self._begin_attempts()
+        self._start_attempts()
 
-    def _begin_attempts(self) -> None:
+    def _start_attempts(self) -> None:
         while self._queue and len(self._running) < self._num_requests:
             request = self._queue.popleft()
             if not request.is_done:
-                request.begun_s = max(request.begun_s, time.monotonic())
+                request.start_s = max(request.start_s, time.monotonic())
                 self._running.add(request)
-                attempt = request, request.num_attempts
-                threading.Thread(target=self._attempt, args=attempt, name="rollout-data fetch", daemon=True).start()
+                threading.Thread(
+                    target=self._attempt,
+                    args=(request, request.num_attempts),
+                    name="rollout-data fetch",
+                    daemon=True,
+                ).start()
 
     def _attempt(self, request: Request, number: int) -> None:
-        time.sleep(max(0.0, request.begun_s - time.monotonic()))
-        value, error = None, None  # type: Any, BaseException | None
+        """Run attempt `number` of a request in this thread."""
+        time.sleep(max(0.0, request.start_s - time.monotonic()))
+        value: Any = None
+        error: BaseException | None = None
         try:
             value = request.send()
-        except BaseException as cause:  # noqa: BLE001 - whatever a store raises reaches who waits
+        except BaseException as cause:  # noqa: BLE001 - `wait` raises it
             error = cause
         with self._changed:
-            if request.num_attempts == number:  # it was not given up
+            if request.num_attempts == number:  # It was not abandoned.
                 self._end(request, value, error)
 
-    def _give_up_overdue(self) -> None:
+    def _abandon_overdue(self) -> None:
+        """End the attempts that exceed the time-out."""
         now_s = time.monotonic()
-        for request in [one for one in self._running if now_s - one.begun_s > self._timeout_s]:
+        overdue = [request for request in self._running if now_s - request.start_s > self._timeout_s]
+        for request in overdue:
             self._end(request, None, TimeoutError(f"no answer within {self._timeout_s} s"))
 
     def _end(self, request: Request, value: Any, error: BaseException | None) -> None:
-        """End an attempt: with an answer, with an error that is final, or to send the request again after a pause."""
+        """End an attempt. Completes the request, or queues a retry."""
         self._running.discard(request)
         request.num_attempts += 1
-        if isinstance(error, Exception) and not isinstance(error, RolloutDataError) and (cause := denial(error)):
-            error = access_error(request.action, request.where, error, cause)
+        if isinstance(error, Exception) and not isinstance(error, RolloutDataError):
+            denied = denial(error)
+            if denied is not None:
+                error = access_error(request.action, request.where, error, denied)
         if isinstance(error, Exception) and not isinstance(error, _FINAL):
             if request.num_attempts <= self._num_retries:
                 return self._send(request, _FIRST_PAUSE_S * 2 ** (request.num_attempts - 1))
             got = f"{type(error).__name__}: {error}".removesuffix(": ") + f", {request.num_attempts} times"
-            advice = "Try again, or see to the connection and the rights"
+            advice = "Try again, or check the connection and the access rights"
             cause = error
             error = FetchError(request.action, request.where, "an answer", got, advice)
             error.__cause__ = cause
@@ -155,4 +186,4 @@ class Fetcher:
         request.error = error
         request.is_done = True
         self._changed.notify_all()
-        self._begin_attempts()
+        self._start_attempts()

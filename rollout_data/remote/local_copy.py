@@ -1,7 +1,7 @@
-"""LeRobot sets and HDF5 files behind a network: copied once to a bounded folder of this machine and read there.
+"""Copy LeRobot sets and HDF5 files from a URL to a cache folder of limited size.
 
-Their readers need whole files, so the numbers and the checks of hostile files are those of local data. What a URL
-holds is told by the names of its files; a format that is not copied is refused by its name.
+Readers of these formats need whole files. The format of a URL is detected from its file names. A format
+that is not copied raises an error that names it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from storage.errors import DataFileError, ForeignFileError, UnsafeFileError, Usa
 
 from .locations import NO_STAMP, Origin, RemoteFiles, RemoteOptions
 
-#: Name of a file below the URL -> its size in bytes, and a number that changes with its content.
+#: Name of a file below the URL -> its size in bytes and its stamp, a number that changes with the content.
 Listing = Mapping[str, tuple[int, int]]
-#: Formats that are copied: LeRobot's, and those of HDF5 files.
+#: Formats that are copied.
 COPIED = (
     "lerobot", "minari", "libero", "isaaclab", "robomimic", "aloha", "maniskill", "humenv", "d4rl", "bfm_zero",
 )  # fmt: skip
 _HDF5 = (".h5", ".hdf5")
 _INFO_NAME = "meta/info.json"
-#: Formats that are refused, and whether the names of the files below a URL are theirs; the first one counts.
-_REFUSED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
+#: Formats that are not copied, with a test of a file name. The first match counts.
+_NOT_COPIED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
     ("zarr", lambda name: name.name in (".zarray", ".zgroup", "zarr.json") or ".zarr" in name.suffixes),
     ("rlds", lambda name: ".tfrecord" in name.name or name.name == "features.json"),
     ("mcap", lambda name: name.suffix == ".mcap"),
@@ -47,14 +47,14 @@ _REFUSED: tuple[tuple[str, Callable[[PurePosixPath], bool]], ...] = (
 _DONE_NAME = ".complete"
 _LOCK_ENDING = ".lock"
 _POLL_S = 0.1
-#: Locks of the copies that this process uses, which keep others from deleting them.
+#: Folder of a copy -> descriptor of its lock. While this process holds it, no process deletes the copy.
 _in_use: dict[Path, int] = {}
-#: Folder of a copy -> the URL that its files have as text.
+#: Folder of a copy -> URL that replaces it in the text of paths.
 _urls: dict[str, str] = {}
 
 
 class CopiedPath(PosixPath):
-    """A file or folder of a copy. `open` reads the copy; the text, as in errors, is the URL."""
+    """A file or folder of a copy. `open` reads the copy; its text, as in errors, is the URL."""
 
     def __str__(self) -> str:
         file = os.fspath(self)
@@ -66,7 +66,7 @@ class CopiedPath(PosixPath):
     def __fspath__(self) -> str:
         return os.path.join("", *self.parts)
 
-    # Some versions of Python compare and list paths by their text.
+    # Methods that some versions of Python base on the text of a path.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PurePath) and os.fspath(self) == os.fspath(other)
 
@@ -97,12 +97,14 @@ def _unpickled(file: str, urls: Mapping[str, str]) -> CopiedPath:
 
 
 def local_origin(origin: Origin, options: RemoteOptions) -> Origin:
-    """Return an origin on this machine for a LeRobot set or HDF5 files at a URL; others as they are.
+    """Copy a LeRobot set or HDF5 files from a URL and return the origin of the copy.
+
+    Origins of block folders and of this machine are returned unchanged.
 
     Raises:
-        ForeignFileError: The URL holds another format than those and block files.
+        ForeignFileError: The format of the URL is not copied.
         UsageError: The copy does not fit into `options.cache_bytes`.
-        DataFileError: It cannot be copied.
+        DataFileError: The files cannot be copied.
     """
     if origin.opened is not None:
         return replace(origin, path=origin.opened.path)
@@ -110,14 +112,16 @@ def local_origin(origin: Origin, options: RemoteOptions) -> Origin:
         return origin
     where = repr(str(origin.path))
     if origin.format not in (None, *COPIED):
-        raise _refused(where, str(origin.format))
+        raise _not_copied_error(where, str(origin.format))
     files = RemoteFiles(origin.path, options)
     listing, is_file = _listing(files)
     is_empty = set(listing) <= {"metadata.json"}
     if not is_file and origin.format is None and (is_empty or _holds_blocks(listing)):
         return origin
-    if (refused := _refused_format(listing)) is not None and origin.format is None:
-        raise _refused(where, refused)
+    if origin.format is None:
+        format_name = _format_not_copied(listing)
+        if format_name is not None:
+            raise _not_copied_error(where, format_name)
     folder = _copied(files, listing, is_file)
     _urls[os.fspath(folder)] = str(origin.path.parent if is_file else origin.path)
     return replace(origin, path=CopiedPath(folder / origin.path.name if is_file else folder))
@@ -129,83 +133,92 @@ def _holds_blocks(listing: Listing) -> bool:
     return any(name.startswith("rollout_") and name.endswith(_HDF5) for name in names)
 
 
-def _refused_format(listing: Listing) -> str | None:
-    """Name the format of a URL that is not copied; None if it is."""
+def _format_not_copied(listing: Listing) -> str | None:
+    """Return the format of a URL if it is not copied, else None."""
     if _INFO_NAME in listing:
         return None
-    visible = [PurePosixPath(name) for name in listing]
-    for form, is_of in _REFUSED[:4]:
-        if any(map(is_of, visible)):
-            return form
-    if any(name.suffix in _HDF5 for name in visible):
+    names = [PurePosixPath(name) for name in listing]
+    for format_name, matches in _NOT_COPIED[:4]:
+        if any(map(matches, names)):
+            return format_name
+    if any(name.suffix in _HDF5 for name in names):
         return None
-    found = [form for form, is_of in _REFUSED[4:] if any(map(is_of, visible))]
-    return found[0] if found else f"unknown, with files such as {', '.join(sorted(listing)[:3])}"
+    for format_name, matches in _NOT_COPIED[4:]:
+        if any(map(matches, names)):
+            return format_name
+    return f"unknown, with files such as {', '.join(sorted(listing)[:3])}"
 
 
-def _refused(where: str, form: str) -> ForeignFileError:
+def _not_copied_error(where: str, format_name: str) -> ForeignFileError:
     expected = "block files, a LeRobot set or HDF5 files at a URL"
     advice = "Copy the data to this machine first"
-    return ForeignFileError("open", where, expected, f"the format {form}", advice)
+    return ForeignFileError("open", where, expected, f"the format {format_name}", advice)
 
 
 def _listing(files: RemoteFiles) -> tuple[Listing, bool]:
-    """List all files below a URL, and say whether it is itself a file; a folder of blocks is not searched."""
-    url, where = str(files.path), f"of {str(files.path)!r}"
+    """Return all files below a URL, and whether the URL is a file.
+
+    Subfolders of a folder of blocks are not listed.
+    """
+    url = str(files.path)
     if files.path.suffix in _HDF5:
         about = _info(files, url)
         if about is not None and about.get("type") == "file":
-            beside = str(files.path.with_suffix(".json"))
-            entries = {files.path.name: about, PurePosixPath(beside).name: _info(files, beside)}
-            there = {name: entry for name, entry in entries.items() if entry is not None}
-            return dict(zip(there, files.sizes_and_stamps(list(there.values())), strict=True)), True
+            entries = {files.path.name: about}
+            metadata = files.path.with_suffix(".json")
+            metadata_entry = _info(files, str(metadata))
+            if metadata_entry is not None:
+                entries[metadata.name] = metadata_entry
+            return dict(zip(entries, files.sizes_and_stamps(list(entries.values())), strict=True)), True
     try:
-        near = files.listed()
-    except UsageError:  # nothing is there, or nothing yet: opening it tells
+        direct = files.listed()
+    except UsageError:  # Nothing is there yet. Opening the URL raises.
         return {}, False
-    if _holds_blocks(near):
-        return near, False
+    if _holds_blocks(direct):
+        return direct, False
 
     def find() -> Any:
         return files.system.find(url, detail=True)
 
-    found = files.fetcher.wait(files.fetcher.submit(find, "list the files", where))
+    entries = files.fetcher.wait(files.fetcher.submit(find, "list the files", f"of {url!r}"))
     root = url.partition("://")[2].strip("/")
     names = []
-    for path in found:
+    for path in entries:
         name = path.partition("://")[2] or path
         name = name.strip("/").removeprefix(root).strip("/")
         if ".." in name.split("/") or "\0" in name:
             raise UnsafeFileError("open", repr(url), "files below it", f"the name {name!r}")
         names.append(name)
-    return dict(zip(names, files.sizes_and_stamps(list(found.values())), strict=True)), False
+    return dict(zip(names, files.sizes_and_stamps(list(entries.values())), strict=True)), False
 
 
 def _info(files: RemoteFiles, url: str) -> Mapping[str, Any] | None:
-    """Return what the store says of a file; None if it is not there."""
+    """Return the entry of a file in the store; None if there is no such file."""
 
     def info() -> Any:
         files.system.invalidate_cache()
         return files.system.info(url)
 
     try:
-        found: Mapping[str, Any] = files.fetcher.wait(files.fetcher.submit(info, "look up the file", repr(url)))
+        entry: Mapping[str, Any] = files.fetcher.wait(files.fetcher.submit(info, "look up the file", repr(url)))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found
+    return entry
 
 
 def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
-    """Copy the listed files into a folder of their own, unless they are there; return it."""
+    """Copy the listed files into the cache unless they are there; return the folder of the copy."""
     listing = {name: about for name, about in listing.items() if not _is_hidden(name)}
     total = sum(size for size, _ in listing.values())
     limit = files.options.cache_bytes
     if total > limit:
-        advice = "Give RemoteOptions(cache_bytes=...), or copy the data to this machine"
+        advice = "Raise cache_bytes with RemoteOptions(cache_bytes=...), or copy the data to this machine"
         raise UsageError("open", repr(str(files.path)), f"at most cache_bytes = {limit} bytes", str(total), advice)
-    # Without stamps a change does not show, so no earlier copy is used.
-    only_now = [uuid.uuid4().hex] if any(stamp == NO_STAMP for _, stamp in listing.values()) else []
-    text = json.dumps([str(files.path), sorted(listing.items()), *only_now])
+    identity: list[Any] = [str(files.path), sorted(listing.items())]
+    if any(stamp == NO_STAMP for _, stamp in listing.values()):
+        # A change would not show without a stamp, so no earlier copy is used.
+        identity.append(uuid.uuid4().hex)
+    text = json.dumps(identity)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data" / "remote"
     folder = cache / hashlib.sha256(text.encode()).hexdigest()[:32]
     try:
@@ -226,7 +239,7 @@ def _copied(files: RemoteFiles, listing: Listing, is_file: bool) -> Path:
 
 
 def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None:
-    """Raise `DataFileError`, and delete the copy, if a file was changed while it was copied: parts may be mixed."""
+    """Delete the copy and raise `DataFileError` if a file was changed while it was copied."""
     now, _ = _listing(files)
     changed = [name for name, about in listing.items() if now.get(name) != about]
     if changed:
@@ -235,8 +248,9 @@ def _check_unchanged(files: RemoteFiles, listing: Listing, folder: Path) -> None
 
 
 def _changed(files: RemoteFiles, got: str) -> DataFileError:
-    """Build the error for a file that was replaced or removed while it was copied."""
-    return DataFileError("open", repr(str(files.path)), "files that stay while they are copied", got, "Open it again")
+    """Return the error for a file that was replaced or removed while it was copied."""
+    expected = "files that do not change while they are copied"
+    return DataFileError("open", repr(str(files.path)), expected, got, "Open it again")
 
 
 def _is_hidden(name: str) -> bool:
@@ -245,7 +259,10 @@ def _is_hidden(name: str) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a copy alone while it is made; then share it until this process ends, so that nobody deletes it."""
+    """Lock a copy exclusively during the block, then share the lock until this process ends.
+
+    A complete copy is only locked for sharing. A shared lock keeps other processes from deleting the copy.
+    """
     if folder not in _in_use:
         _in_use[folder] = os.open(folder.with_suffix(_LOCK_ENDING), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     lock = _in_use[folder]
@@ -253,10 +270,11 @@ def _locked(folder: Path) -> Iterator[None]:
         is_done = (folder / _DONE_NAME).exists()
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if is_done else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:  # another process makes it
+        except BlockingIOError:  # Another process is copying.
             time.sleep(_POLL_S)
             continue
-        if is_done == (folder / _DONE_NAME).exists():  # it may have been made, or deleted, just before
+        # Before the lock, another process may have completed or deleted the copy.
+        if is_done == (folder / _DONE_NAME).exists():
             break
     try:
         yield
@@ -265,35 +283,40 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_room(cache: Path, folder: Path, num_bytes: int) -> None:
-    """Delete the copies that were used longest ago, of no living process, until they take at most so many bytes."""
-    others = [one for one in cache.iterdir() if one.is_dir() and one != folder]
-    others.sort(key=lambda one: one.stat().st_mtime_ns, reverse=True)
-    for other in others:
-        num_bytes -= sum(path.stat().st_size for path in other.rglob("*") if path.is_file())
-        if num_bytes >= 0:
+    """Delete the least recently used copies until the others take at most `num_bytes`.
+
+    `folder` and copies that a living process uses are not deleted.
+    """
+    copies = [path for path in cache.iterdir() if path.is_dir() and path != folder]
+    copies.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    num_bytes_left = num_bytes
+    for copy in copies:
+        num_bytes_left -= sum(path.stat().st_size for path in copy.rglob("*") if path.is_file())
+        if num_bytes_left >= 0:
             continue
-        lock = os.open(other.with_suffix(_LOCK_ENDING), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(copy.with_suffix(_LOCK_ENDING), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (other / _DONE_NAME).unlink(missing_ok=True)
-                shutil.rmtree(other)
+                (copy / _DONE_NAME).unlink(missing_ok=True)
+                shutil.rmtree(copy)
         finally:
             os.close(lock)
 
 
 def _copy(files: RemoteFiles, name: str, size: int, folder: Path, is_file: bool) -> None:
-    """Copy one file, by several requests at once; it appears whole or not at all."""
+    """Copy one file by several requests at once, unless an interrupted copy already has it."""
     target = folder / name
-    if target.exists():  # it was copied before this process, or the one before it, was killed
+    if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     source = (files.path.parent if is_file else files.path) / name
     step = files.options.chunk_bytes * files.options.num_requests
-    with replace_file(target, durable=False) as new, open(new, "wb") as file:
+    temporary = target.with_name(f".{target.name}.part")
+    with replace_file(target, temporary=temporary, durable=False) as new, open(new, "wb") as file:
         for start in range(0, size, step):
             try:
                 data = files.read(source, start, min(start + step, size)).data
-            except OSError as cause:  # of the store, not of the folder of the copy
+            except OSError as cause:  # An error of the store, not of the cache folder.
                 raise _changed(files, str(cause)) from cause
             file.write(data)

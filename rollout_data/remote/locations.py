@@ -1,7 +1,6 @@
-"""Where data are: paths and URLs, the fsspec file systems behind those, and how they are asked.
+"""Paths and URLs of data, and requests to the fsspec file systems of URLs.
 
-One rule: a URL travels through the library as a `RemotePath`, and only this room opens it.
-`fetching.py` sends the requests.
+A URL is a `RemotePath` in the whole library. Only `remote/` opens it. `fetcher.py` sends the requests.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from .piece_checksums import PieceSums
 
 @dataclass(frozen=True)
 class Origin:
-    """Where data are, and which of them are meant.
+    """A place of data and the selected trajectories in it.
 
     Attributes:
-        path: A file or folder, or a `RemotePath`.
-        format: Its format; None where its content tells.
-        options: Of the format.
-        ids: Names of the trajectories that are read; None is all.
-        remote: How it is read if it is a URL; None leaves that to who reads it.
-        opened: The reader of an open recording, whose snapshot is read; None: what is there now.
+        path: A file, a folder or a `RemotePath`.
+        format: Name of the format; None detects it from the content.
+        options: Options of the format.
+        ids: Names of the trajectories to read; None for all.
+        remote: Options for a URL; None uses those of the reader.
+        opened: Reader of an open recording, whose snapshot is read; None reads the current content.
     """
 
     path: Path
@@ -50,17 +49,17 @@ class Origin:
 
 
 class HasOrigin(Protocol):
-    """What knows where its data are, such as a `Recording`."""
+    """An object with an origin of its data, such as a `Recording`."""
 
     @property
     def origin(self) -> Origin:
-        """Where they are."""
+        """The place of its data."""
 
 
 DataDir = str | os.PathLike[str] | HasOrigin | Origin
 DataDirs = DataDir | Sequence[DataDir]
-#: Names under which file systems list a checksum, a version or a time that changes with the content of a file: S3,
-#: Google, Azure and WebDAV, web servers, Hugging Face, git and GitHub, Drive and Box, HDFS, SMB, FTP, archives.
+#: Keys in entries of file systems whose values change with the content of a file: checksum, version or time. Of S3,
+#: Google, Azure and WebDAV, web servers, Hugging Face, git and GitHub, Drive and Box, HDFS, SMB, FTP and archives.
 _STAMPS = (
     "ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created", "generation", "modified",
     "Last-Modified", "Content-MD5", "Digest", "blob_id", "hex", "sha", "md5Checksum", "modifiedTime", "modified_at",
@@ -68,26 +67,27 @@ _STAMPS = (
 )  # fmt: skip
 
 _FETCH = "fetch the bytes"
-#: A listing of this age in seconds shows that access is granted.
+#: Seconds for which a listing shows that access is granted.
 _RECENT_S = 1.0
 
 
 @dataclass(frozen=True)
 class RemoteOptions:
-    """How files behind a network are read; local ones ignore it.
+    """Options for reading data at URLs. Local data ignore them.
 
-    Windows are shuffled among `num_chunks` chunks, while as many are on their way: both together take
-    2 * `num_chunks` * `chunk_bytes` of memory, 64 MiB by default, which is also what playback keeps.
+    Windows are shuffled among `num_chunks` chunks while the next `num_chunks` chunks are fetched. Both take
+    2 * `num_chunks` * `chunk_bytes` bytes of memory, 64 MiB by default. Playback keeps as much.
 
     Attributes:
-        chunk_bytes: How much is fetched by one request at most.
+        chunk_bytes: Bytes per request, at most.
         num_chunks: Chunks among which windows are shuffled, and chunks that are fetched ahead.
-        num_requests: Requests under way at once. Together they must cover bandwidth times latency.
-        timeout_s: How long an attempt may take.
-        num_retries: How often a request that failed or took too long is sent again.
-        cache_bytes: Disk space for copies of LeRobot sets and HDF5 files in the user's cache folder; block files are
-            never copied.
-        storage_options: For the file system, as fsspec takes them: keys, `endpoint_url`, ...
+        num_requests: Requests that run at once. `num_requests * chunk_bytes` should exceed bandwidth times
+            latency.
+        timeout_s: Time-out of an attempt in seconds.
+        num_retries: Retries of a request that failed or exceeded its time-out.
+        cache_bytes: Bytes of copies of LeRobot sets and HDF5 files in the user's cache folder, at most.
+            Block files are never copied.
+        storage_options: Options of the fsspec file system: keys, `endpoint_url`, ...
 
     Raises:
         UsageError: A value is out of range.
@@ -117,32 +117,38 @@ class RemoteOptions:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory for what was fetched and what is on its way."""
+        """Bytes of memory for fetched chunks and running requests."""
         return 2 * self.num_chunks * self.chunk_bytes
 
 
 def checked_remote(action: str, remote: Any) -> RemoteOptions:
-    """Check `remote`; None is the default options."""
+    """Return `remote`, or the default options for None; raise `UsageError` for other types."""
     if remote is not None and not isinstance(remote, RemoteOptions):
         raise UsageError(action, "", "remote as RemoteOptions or None", repr(remote))
     return remote or RemoteOptions()
 
 
 class RemotePath(PosixPath):
-    """A URL that travels through the library as a path; its text is the URL, and nothing of this machine is below."""
+    """A URL as a path. Its text is the URL. It names no file of this machine."""
 
     def __str__(self) -> str:
         return super().__str__().replace(":/", "://", 1)
 
 
 def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str = "data_dir") -> list[Origin]:
-    """Return what a `data_dir` argument names, so that it stays the same when the process goes elsewhere.
+    """Return the origins of a `data_dir` argument, with absolute paths.
 
-    Errors name the `action`, and the argument by its `name`.
+    Args:
+        data_dir: One place or several.
+        action: The call, for errors.
+        name: Name of the argument, for errors.
+
+    Raises:
+        UsageError: It is no path or list of paths, or an empty list.
     """
     try:
-        listed: Any = [data_dir] if is_one(data_dir) else data_dir
-        origins = [_origin(one, action, name) for one in listed]
+        places: Any = [data_dir] if is_one(data_dir) else data_dir
+        origins = [_origin(place, action, name) for place in places]
     except TypeError as cause:
         raise UsageError(action, "", f"{name} as a path or a list of paths", repr(data_dir)) from cause
     if not origins:
@@ -151,28 +157,30 @@ def origins_of(data_dir: DataDirs, action: str = "open the dataset", name: str =
 
 
 def present_origins_of(data_dir: DataDirs, action: str, name: str) -> list[Origin]:
-    """Return the origins of `origins_of`; the files of open recordings are checked.
+    """Return origins as `origins_of` and check the files of open recordings.
 
     Raises:
         DataFileError: A file of an episode of an open recording was removed or replaced since it was opened.
     """
     origins = origins_of(data_dir, action, name)
-    listed: Any = [data_dir] if is_one(data_dir) else data_dir
-    for one in listed:
-        if not isinstance(one, Origin) and hasattr(one, "origin"):
-            one.check_present()
+    places: Any = [data_dir] if is_one(data_dir) else data_dir
+    for place in places:
+        if not isinstance(place, Origin) and hasattr(place, "origin"):
+            place.check_present()
     return origins
 
 
 def is_one(data_dir: Any) -> bool:
-    """Return whether this is one place of data, not a list; a recording is one although it is a sequence."""
+    """Return whether this is one place of data, not a list. A recording is one place, although a sequence."""
     return isinstance(data_dir, (str, os.PathLike, Origin)) or hasattr(data_dir, "origin")
 
 
-def _origin(one: Any, action: str, name: str) -> Origin:
-    if not isinstance(one, Origin) and hasattr(one, "origin"):
-        one = one.origin
-    return one if isinstance(one, Origin) else Origin(_absolute(os.fspath(one), action, name))
+def _origin(place: Any, action: str, name: str) -> Origin:
+    if not isinstance(place, Origin) and hasattr(place, "origin"):
+        place = place.origin
+    if isinstance(place, Origin):
+        return place
+    return Origin(_absolute(os.fspath(place), action, name))
 
 
 def _absolute(path: str, action: str, name: str) -> Path:
@@ -183,37 +191,38 @@ def remote_path(url: str | os.PathLike[str], action: str = "open the dataset") -
     """Return a URL as a path.
 
     Raises:
-        UsageError: fsspec is not installed, or does not know the kind of URL.
+        UsageError: fsspec is not installed, or does not know the protocol.
     """
     text = os.fsdecode(url)
     if importlib.util.find_spec("fsspec") is None:
-        advice = "To read it: pip install rollout-data[remote]"
+        advice = "Install fsspec with: pip install rollout-data[remote]"
         raise UsageError(action, repr(text), "a path on this machine", "a URL, and no fsspec", advice)
     import fsspec
 
     protocol = text.partition(":/")[0]
     if protocol in ("file", "local") or protocol not in {*fsspec.available_protocols(), *fsspec.registry}:
         expected = "a path on this machine, or a URL that fsspec knows"
-        raise UsageError(action, repr(text), expected, f"a URL of kind {protocol!r}")
+        raise UsageError(action, repr(text), expected, f"the protocol {protocol!r}")
     return RemotePath(text)
 
 
 class RemoteFiles:
-    """The files below one URL; a pickled copy connects anew."""
+    """The files below one URL. An unpickled copy opens its own connections."""
 
     def __init__(self, path: Path, options: RemoteOptions) -> None:
         self.path = path
         self.options = options
         self.fetcher = Fetcher(options.num_requests, options.timeout_s, options.num_retries)
         self._system: tuple[int, Any] | None = None
-        self._listed_s = -math.inf  # of the monotonic clock
+        #: Monotonic time of the last listing.
+        self._listed_s = -math.inf
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RemoteFiles, (self.path, self.options)
 
     @property
     def system(self) -> Any:
-        """fsspec's file system; of this process, as its threads do not survive a fork."""
+        """File system of fsspec. One per process, as its threads do not survive a fork."""
         if self._system is None or self._system[0] != os.getpid():
             import fsspec
 
@@ -222,8 +231,8 @@ class RemoteFiles:
             try:
                 self._system = os.getpid(), fsspec.filesystem(protocol, **options)
             except ImportError as cause:
-                expected, got = "the file system of its kind", str(cause)
-                raise UsageError("open", repr(str(self.path)), expected, got, "Install it with pip") from cause
+                expected = f"the package of the file system {protocol!r}"
+                raise UsageError("open", repr(str(self.path)), expected, str(cause), "Install it with pip") from cause
         return self._system[1]
 
     def ask(
@@ -234,10 +243,17 @@ class RemoteFiles:
         use: Callable[[bytes], Any] = bytes,
         sums: PieceSums | None = None,
     ) -> Request:
-        """Ask for bytes of a file; `fetcher.wait` gives what `use` makes of them.
+        """Submit a request for bytes of a file.
 
-        It raises, besides: FileNotFoundError, there is no such file; CorruptFileError, the file is shorter, or a piece
-        of it has not the checksum of `sums`.
+        Args:
+            path: The file.
+            start, stop: Byte range.
+            use: Converts the bytes to the result of the request.
+            sums: Checksums to compare; None compares none.
+
+        Returns:
+            The request. In addition to its own errors, `fetcher.wait` raises `FileNotFoundError`, or
+            `CorruptFileError` if the file is too short or a checksum differs.
         """
 
         def fetch() -> Any:
@@ -247,7 +263,8 @@ class RemoteFiles:
             first, last = sums.place(low, high)
             kept = sums.kept(first, last)
             if len(kept) == last - first:
-                sums.check(data := self.load(path, low, high), low, kept)
+                data = self.load(path, low, high)
+                sums.check(data, low, kept)
             else:
                 data, more = self._load_both(path, (low, high), sums.path, (first + len(kept), last))
                 sums.check(data, low, kept + more)
@@ -257,11 +274,11 @@ class RemoteFiles:
         return self.fetcher.submit(fetch, _FETCH, where)
 
     def wait_for(self, send: Callable[[], Any], path: Path) -> Any:
-        """Return what `send` returns, which reads a file by `load`; errors as of `ask`."""
+        """Return the result of `send`, which reads a file with `load`. Errors are as in `ask`."""
         return self.fetcher.wait(self.fetcher.submit(send, _FETCH, f"of {str(path)!r}"))
 
     def load(self, path: Path, start: int, stop: int) -> bytes:
-        """Fetch bytes of a file at once, in the thread that asks: only inside a request, which repeats it.
+        """Fetch bytes of a file in this thread. Call it only inside a request, which retries it.
 
         Raises:
             CorruptFileError: The file is shorter.
@@ -269,11 +286,11 @@ class RemoteFiles:
         return _checked_length(self.system.cat_file(str(path), start=start, end=stop), path, start, stop)
 
     def load_sums(self, path: Path, sums_path: Path, start: int, stop: int) -> bytes:
-        """Fetch bytes of the file of checksums of a block; see `load`.
+        """Fetch bytes of the checksum file of a block, as `load`.
 
         Raises:
             FileNotFoundError: The block is missing.
-            FetchError: Only the file of checksums is missing.
+            FetchError: Only the checksum file is missing.
         """
         try:
             return self.load(sums_path, start, stop)
@@ -284,7 +301,7 @@ class RemoteFiles:
     def _load_both(
         self, path: Path, part: tuple[int, int], sums_path: Path, sums_part: tuple[int, int]
     ) -> tuple[bytes, bytes]:
-        """Fetch bytes of a block and of its file of checksums, at once where the file system can do that."""
+        """Fetch bytes of a block and of its checksum file, concurrently if the file system supports it."""
         if not getattr(self.system, "async_impl", False):
             return self.load(path, *part), self.load_sums(path, sums_path, *sums_part)
         starts, stops = zip(part, sums_part, strict=True)
@@ -298,41 +315,44 @@ class RemoteFiles:
         return _checked_length(data, path, *part), _checked_length(sums, sums_path, *sums_part)
 
     def read(self, path: Path, start: int, stop: int, sums: PieceSums | None = None) -> np.ndarray:
-        """Read bytes of a file, by several requests where they are many: a new uint8 array; errors as of `ask`."""
+        """Read bytes of a file by requests of `chunk_bytes`: a new uint8 array. Errors are as in `ask`."""
         step = self.options.chunk_bytes
         parts = [self.ask(path, low, min(low + step, stop), bytes, sums) for low in range(start, stop, step)]
         return np.frombuffer(b"".join(map(self.fetcher.wait, parts)), np.uint8)
 
     def listed(self) -> dict[str, tuple[int, int]]:
-        """Return the name, size and stamp of each file right below the URL, asked anew.
+        """List the files directly below the URL: name -> size and stamp. Not cached.
 
         Raises:
-            UsageError: There is nothing.
-            DataFileError: It cannot be listed; an `AccessError` where the store refuses it.
+            UsageError: The URL does not exist.
+            AccessError: The store denies access.
+            DataFileError: The folder cannot be listed.
         """
         url = str(self.path)
 
         def ls() -> list[Any]:
             self.system.invalidate_cache(url)
-            return [one for one in self.system.ls(url, detail=True) if one["type"] == "file"]
+            return [entry for entry in self.system.ls(url, detail=True) if entry["type"] == "file"]
 
         try:
-            found = self.fetcher.wait(self.fetcher.submit(ls, "list the files", f"of {url!r}"))
+            entries = self.fetcher.wait(self.fetcher.submit(ls, "list the files", f"of {url!r}"))
         except (FileNotFoundError, NotADirectoryError) as cause:
             raise MissingFolderError("open the data folder", repr(url), "a folder", "nothing there") from cause
         except OSError as cause:
             expected = "a folder that can be listed"
-            advice = "See to the connection and the rights to read"
+            advice = "Check the connection and the access rights"
             raise DataFileError("open the data folder", repr(url), expected, str(cause), advice) from cause
         self._listed_s = time.monotonic()
-        names = [one["name"].rpartition("/")[2] for one in found]
-        return dict(zip(names, self.sizes_and_stamps(found), strict=True))
+        names = [entry["name"].rpartition("/")[2] for entry in entries]
+        return dict(zip(names, self.sizes_and_stamps(entries), strict=True))
 
     def sizes_and_stamps(self, entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-        """Return the size and the stamp of each listed file; looks up files whose size a listing lacks, as over HTTP.
+        """Return the size and the stamp of each listed file.
+
+        Files without a size in the listing, as over HTTP, are looked up.
 
         Raises:
-            DataFileError: The store tells the size of a file nowhere, or does not answer.
+            DataFileError: The store reports no size of a file, or does not answer.
         """
 
         def ask(entry: Mapping[str, Any]) -> Request:
@@ -340,31 +360,33 @@ class RemoteFiles:
             return self.fetcher.submit(partial(self.system.info, name), "look up the file", repr(name))
 
         requests = {number: ask(entry) for number, entry in enumerate(entries) if entry.get("size") is None}
-        found = []
+        sizes_and_stamps = []
         for number, entry in enumerate(entries):
-            about = self.fetcher.wait(requests[number]) if number in requests else entry
-            if about.get("size") is None:
+            complete = self.fetcher.wait(requests[number]) if number in requests else entry
+            if complete.get("size") is None:
                 expected = "a size in the answer of the store"
                 got = "none"
                 raise DataFileError("look up the file", repr(entry["name"]), expected, got, "Copy the data first")
-            found.append((int(about["size"]), stamp_of_entry(about)))
-        return found
+            sizes_and_stamps.append((int(complete["size"]), stamp_of_entry(complete)))
+        return sizes_and_stamps
 
     def check_access(self) -> None:
-        """List the files, unless that was done a moment ago: some stores say of what they refuse that it is not there.
+        """List the files unless they were listed within the last second.
+
+        Some stores report files as missing if they deny access.
 
         Raises:
-            AccessError: The store refuses to list them.
-            FetchError: It does not answer.
+            AccessError: The store denies access.
+            FetchError: The store does not answer.
         """
         if time.monotonic() - self._listed_s > _RECENT_S:
-            with suppress(UsageError):  # all of it is gone
+            with suppress(UsageError):  # All files are gone.
                 self.listed()
 
 
 def _missing_sums(path: Path) -> FetchError:
-    """Build the error for checksums that were removed while their block stays; it is no block that vanished."""
-    advice = "Push the block again, or open the data again: it is then read without them"
+    """Return the error for a missing checksum file of an existing block."""
+    advice = "Push the block again, or open the data again to read it without checksums"
     return FetchError("compare the block", f"with {str(path)!r}", "the checksums that were listed", "no file", advice)
 
 
@@ -375,9 +397,9 @@ def _checked_length(data: bytes, path: Path, start: int, stop: int) -> bytes:
 
 
 def stamp_of_entry(entry: Mapping[str, Any]) -> int:
-    """Make a number of what tells a file's content from another one's; `NO_STAMP` if there is nothing."""
+    """Return a number that changes with the content of a file; `NO_STAMP` if the entry has no such value."""
     return crc32(repr([str(entry[name]) for name in _STAMPS if entry.get(name)]).encode())
 
 
-#: The stamp of a file of which a change does not show.
+#: Stamp of an entry without a checksum, version or time.
 NO_STAMP = stamp_of_entry({})

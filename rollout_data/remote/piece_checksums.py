@@ -1,11 +1,11 @@
-"""Checksums of the pieces of a block, in a file beside it: every piece that is fetched is compared with its own.
+"""Checksums of the pieces of a block in a file beside it. Readers compare every piece that they fetch.
 
-The file is `<block>.sums`: a head, a table of spans, then the checksum of each piece, little-endian. `push` writes it;
-a copy of a folder made by other tools may lack it. Pieces of rows begin and end with rows, and readers fetch only the
-checksums of the pieces that they fetch, so that both cost little where single rows are read.
+The file is `<block>.sums`: a head, a table of spans, then the checksum of each piece, little-endian. `push`
+writes it. Copies of a folder by other tools may lack it. Pieces of rows begin and end with rows, and readers
+fetch only the checksums of the fetched pieces, so reading single rows costs little.
 
-A checksum is the CRC-32 of the piece, combined by XOR with the CRC-32 of all of them, the key. Readers keep the key of
-the file that they opened, so that pieces of a block that was replaced do not pass with the checksums of the new one.
+A checksum is the CRC-32 of the piece XOR the key, which is the CRC-32 of all checksums. Readers keep the key of
+the file that they opened, so pieces of a replaced block do not match checksums of the new block.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from ..blocks.block import Block
 from ..blocks.block_header import layouts_of
 
 ENDING = ".sums"
-#: Magic, bytes of the block, number of spans, the key, CRC-32 of the head up to here and of the spans.
+#: Magic, bytes of the block, number of spans, key, CRC-32 of these values and of the spans.
 _HEAD = struct.Struct("<8sQIII")
 _MAGIC = b"RDSUMS03"
 _SPAN = np.dtype([("start", "<u8"), ("stop", "<u8"), ("unit_bytes", "<u4"), ("piece_bytes", "<u4")])
-#: Least bytes of whole rows that share a checksum: it takes at most 4 of 96 bytes more.
+#: Bytes of whole rows with one checksum, at least. Checksums of 4 bytes then add at most 4 %.
 _LEAST_BYTES = 96
-#: Bytes of a piece at most; the least `chunk_bytes` that `RemoteOptions` takes.
+#: Bytes of a piece, at most. Equals the smallest `chunk_bytes` of `RemoteOptions`.
 _MOST_BYTES = 4096
 #: Bytes of a piece outside rows.
 _OTHER_BYTES = 1024
 _PART_BYTES = 1 << 20
 _MAX_SPANS = 1 << 16
-#: Bytes of the file that are fetched first: the table of spans, and all checksums of a small block.
+#: Bytes of the first request to the file: the table of spans, and all checksums of a small block.
 FIRST_BYTES = 4096
-_DAMAGED = "Push the block again: its checksums are made anew"
+_DAMAGED = "Push the block again to replace its checksums"
 
 
 class Span(NamedTuple):
     """A part of a block with pieces of one size.
 
     Attributes:
-        start, stop: Bytes of the block.
-        unit_bytes: Bytes that are cut into pieces, one unit after the other: whole rows.
-        piece_bytes: Bytes of a piece; the last one of a unit may be shorter.
+        start, stop: Byte range in the block.
+        unit_bytes: Bytes of a unit. Each unit is whole rows and is divided into pieces.
+        piece_bytes: Bytes of a piece. The last piece of a unit may be shorter.
     """
 
     start: int
@@ -60,26 +60,28 @@ class Span(NamedTuple):
 
     @property
     def pieces_per_unit(self) -> int:
+        """Pieces of a unit."""
         return -(-self.unit_bytes // self.piece_bytes)
 
     @property
     def num_pieces(self) -> int:
+        """Pieces of the span."""
         units, rest = divmod(self.stop - self.start, self.unit_bytes)
         return units * self.pieces_per_unit + -(-rest // self.piece_bytes)
 
     def piece_at(self, place: int) -> int:
-        """Return the number of the piece with a byte of the block."""
+        """Return the number of the piece that holds byte `place` of the block."""
         unit, rest = divmod(place - self.start, self.unit_bytes)
         return unit * self.pieces_per_unit + rest // self.piece_bytes
 
     def first_byte(self, piece: int) -> int:
-        """Return the byte of the block with which a piece begins; the end for the piece behind the last."""
+        """Return the first byte of a piece in the block; `stop` for the number after the last piece."""
         unit, rest = divmod(piece, self.pieces_per_unit)
         return min(self.start + unit * self.unit_bytes + rest * self.piece_bytes, self.stop)
 
 
 def spans_of(block: Block, schema: Schema) -> list[Span]:
-    """Choose the pieces of a block with these fields."""
+    """Return the spans of a block with these fields."""
     layouts = layouts_of(schema)
     tables = []
     for (table, name), (start, num_rows) in block.places.items():
@@ -98,7 +100,7 @@ def spans_of(block: Block, schema: Schema) -> list[Span]:
 
 
 def rows_of_a_unit(row_bytes: int) -> int:
-    """Return how many rows share a checksum; 1 where a row has one or several."""
+    """Return the number of rows of a unit: 1 if a row has 96 bytes or more."""
     return -(-_LEAST_BYTES // row_bytes)
 
 
@@ -107,7 +109,7 @@ def _plain(start: int, stop: int) -> list[Span]:
 
 
 def sums_of(path: Path, spans: list[Span]) -> bytes:
-    """Compute the content of the file of checksums of a block on this machine."""
+    """Compute the content of the checksum file of a local block."""
     sums: list[int] = []
     with open(path, "rb") as file:
         for span in spans:
@@ -126,16 +128,19 @@ def sums_of(path: Path, spans: list[Span]) -> bytes:
 
 
 def _combined(sums: np.ndarray, key: int) -> np.ndarray:
-    """Combine checksums with the key of their file, or undo that."""
+    """Return checksums XOR the key of their file. The function is its own inverse."""
     combined: np.ndarray = sums ^ np.array(key, "<u4")
     return combined
 
 
 def parse(content: bytes, where: str) -> tuple[list[Span], np.ndarray]:
-    """Check a whole file of checksums; return the pieces, and the CRC-32 of each, uint32.
+    """Check a whole checksum file.
+
+    Returns:
+        The spans, and the CRC-32 of each piece, uint32 `[num_pieces]`.
 
     Raises:
-        CorruptFileError: It is damaged.
+        CorruptFileError: The file is damaged.
     """
     spans, place = _parse_spans(content, where)
     listed = content[place:]
@@ -150,13 +155,13 @@ def parse(content: bytes, where: str) -> tuple[list[Span], np.ndarray]:
 
 
 def _key_of(content: bytes) -> int:
-    """Return the key in the beginning of a file of checksums."""
+    """Return the key in the head of a checksum file."""
     key: int = _HEAD.unpack_from(content)[3]
     return key
 
 
 def _parse_spans(content: bytes, where: str) -> tuple[list[Span], int]:
-    """Check the beginning of a file of checksums; return the spans, and where the checksums begin."""
+    """Check the beginning of a checksum file; return the spans and the offset of the checksums."""
     stop = _stop_of_spans(content, where)
     head = content[: _HEAD.size]
     table = content[_HEAD.size : stop]
@@ -166,8 +171,9 @@ def _parse_spans(content: bytes, where: str) -> tuple[list[Span], int]:
     spans = [Span(*map(int, row)) for row in np.frombuffer(table, _SPAN).tolist()]
     ends = [0, *(span.stop for span in spans)]
     for span, end in zip(spans, ends, strict=False):
-        is_sound = span.start == end < span.stop and 0 < span.piece_bytes <= min(span.unit_bytes, _PART_BYTES)
-        if not is_sound:
+        is_adjacent = span.start == end < span.stop
+        has_valid_sizes = 0 < span.piece_bytes <= min(span.unit_bytes, _PART_BYTES)
+        if not is_adjacent or not has_valid_sizes:
             raise _damaged(where)
     if ends[-1] != num_bytes:
         raise _damaged(where)
@@ -175,7 +181,7 @@ def _parse_spans(content: bytes, where: str) -> tuple[list[Span], int]:
 
 
 def _stop_of_spans(content: bytes, where: str) -> int:
-    """Return the byte behind the table of spans, as the head declares it."""
+    """Return the offset after the table of spans from the head of a checksum file."""
     if len(content) < _HEAD.size:
         raise _damaged(where)
     magic, _, num_spans, _, _ = _HEAD.unpack_from(content)
@@ -185,19 +191,50 @@ def _stop_of_spans(content: bytes, where: str) -> int:
 
 
 def _damaged(where: str) -> CorruptFileError:
-    return CorruptFileError("read the checksums", where, "an intact file of checksums", "a damaged one", _DAMAGED)
+    return CorruptFileError("read the checksums", where, "an intact checksum file", "a damaged file", _DAMAGED)
+
+
+class _Header(NamedTuple):
+    """The beginning of a checksum file.
+
+    Attributes:
+        spans: Spans of the block.
+        first_pieces: Number of the first piece of each span, counted over all spans, and the total.
+        offset: Offset of the checksums in the file.
+        content: First bytes of the file.
+    """
+
+    spans: list[Span]
+    first_pieces: list[int]
+    offset: int
+    content: bytes
+
+
+class _Pieces(NamedTuple):
+    """Pieces `start:stop` of a span.
+
+    Attributes:
+        span: The span.
+        first_piece: Number of its first piece, counted over all spans.
+        start, stop: Pieces, counted in the span.
+    """
+
+    span: Span
+    first_piece: int
+    start: int
+    stop: int
 
 
 class PieceSums:
-    """The checksums of one block, fetched in parts when they are needed; for several threads.
+    """The checksums of one block, fetched in parts on demand. Thread-safe.
 
-    Only the beginning of the file is kept, `FIRST_BYTES`.
+    Only the first `FIRST_BYTES` of the file are kept.
 
     Args:
         path: The block.
-        num_bytes: Its size, as it was listed.
-        file_bytes: Size of the file of checksums.
-        load: Fetches bytes `start:stop` of the file of checksums.
+        num_bytes: Listed size of the block.
+        file_bytes: Size of the checksum file.
+        load: Fetches bytes `start:stop` of the checksum file.
     """
 
     def __init__(self, path: Path, num_bytes: int, file_bytes: int, load: Callable[[int, int], bytes]) -> None:
@@ -206,50 +243,57 @@ class PieceSums:
         self._file_bytes = file_bytes
         self._load = load
         self._lock = threading.Lock()
-        self._known: tuple[list[Span], list[int], int, bytes] | None = None
+        self._header: _Header | None = None
 
     @property
     def path(self) -> Path:
-        """The file of checksums."""
+        """The checksum file."""
         return self._path.with_name(self._path.name + ENDING)
 
-    def _opened(self) -> tuple[list[Span], list[int], int, bytes]:
-        """Return the spans, the number of the first piece of each, where the checksums begin, and the first bytes."""
+    def _opened(self) -> _Header:
+        """Return the header of the checksum file; fetch it at the first call.
+
+        Raises:
+            CorruptFileError: The file is damaged, or belongs to a block of another size.
+        """
         with self._lock:
-            if self._known is None:
+            if self._header is None:
                 where = repr(str(self.path))
                 content = self._load(0, min(FIRST_BYTES, self._file_bytes))
-                if (stop := min(_stop_of_spans(content, where), self._file_bytes)) > len(content):
+                stop = min(_stop_of_spans(content, where), self._file_bytes)
+                if stop > len(content):
                     content += self._load(len(content), stop)
-                spans, place = _parse_spans(content, where)
-                firsts = np.cumsum([0, *(span.num_pieces for span in spans)]).tolist()
-                if self._file_bytes != place + 4 * firsts[-1]:
+                spans, offset = _parse_spans(content, where)
+                first_pieces = np.cumsum([0, *(span.num_pieces for span in spans)]).tolist()
+                if self._file_bytes != offset + 4 * first_pieces[-1]:
                     raise _damaged(where)
                 if spans[-1].stop != self._num_bytes:
-                    expected = f"those of a block of {self._num_bytes} bytes"
-                    got = f"of {spans[-1].stop}"
+                    expected = f"checksums of a block of {self._num_bytes} bytes"
+                    got = f"checksums of {spans[-1].stop} bytes"
                     raise CorruptFileError("read the checksums", where, expected, got, "Push the block again")
-                self._known = spans, firsts, place, content
-            return self._known
+                self._header = _Header(spans, first_pieces, offset, content)
+            return self._header
 
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[Span, int, int, int]]:
-        """Yield each span that shares bytes with a range: the number of its first piece, and those that share bytes."""
-        spans, firsts, _, _ = self._opened()
-        for span, first in zip(spans, firsts, strict=False):
+    def _pieces(self, start: int, stop: int) -> Iterator[_Pieces]:
+        """Yield the pieces of each span that overlap a byte range of the block."""
+        header = self._opened()
+        for span, first_piece in zip(header.spans, header.first_pieces, strict=False):
             low = max(start, span.start)
             high = min(stop, span.stop)
             if low < high:
-                yield span, first, span.piece_at(low), span.piece_at(high - 1) + 1
+                yield _Pieces(span, first_piece, span.piece_at(low), span.piece_at(high - 1) + 1)
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Widen a range of bytes to whole pieces."""
-        found = list(self._pieces(start, stop))
-        if not found:
+        """Return the byte range of all pieces that overlap a byte range."""
+        parts = list(self._pieces(start, stop))
+        if not parts:
             return start, stop
-        return found[0][0].first_byte(found[0][2]), found[-1][0].first_byte(found[-1][3])
+        first = parts[0]
+        last = parts[-1]
+        return first.span.first_byte(first.start), last.span.first_byte(last.stop)
 
     def inner(self, start: int, stop: int) -> tuple[int, int]:
-        """Narrow a range of bytes to whole pieces; both numbers are the same if there is none."""
+        """Return the byte range of all pieces inside a byte range; an empty range without any."""
         low = self.bounds(start, start + 1)[0]
         high = self.bounds(stop - 1, stop)[1]
         first = low if low == start else self.bounds(start, start + 1)[1]
@@ -257,31 +301,38 @@ class PieceSums:
         return first, max(first, end)
 
     def place(self, start: int, stop: int) -> tuple[int, int]:
-        """Return where the checksums of whole pieces lie in the file of checksums."""
-        found = list(self._pieces(start, stop))
-        begin = self._opened()[2]
-        return begin + 4 * (found[0][1] + found[0][2]), begin + 4 * (found[-1][1] + found[-1][3])
+        """Return the byte range in the checksum file of the checksums of whole pieces."""
+        parts = list(self._pieces(start, stop))
+        first = parts[0]
+        last = parts[-1]
+        offset = self._opened().offset
+        return offset + 4 * (first.first_piece + first.start), offset + 4 * (last.first_piece + last.stop)
 
     def kept(self, low: int, high: int) -> bytes:
-        """Return those of the bytes `low:high` of the file of checksums that are kept: none, or the first of them."""
-        return self._opened()[3][low:high]
+        """Return the leading bytes of `low:high` of the checksum file that are in memory."""
+        return self._opened().content[low:high]
 
     def check(self, data: bytes, start: int, sums: bytes) -> None:
-        """Compare whole pieces that begin at byte `start` of the block with their checksums.
+        """Compare whole pieces with their checksums.
+
+        Args:
+            data: Bytes of the pieces.
+            start: First byte of `data` in the block.
+            sums: Bytes of their checksums in the checksum file.
 
         Raises:
-            CorruptFileError: One has another checksum, or the checksums are damaged.
+            CorruptFileError: A checksum differs, or the checksum file is damaged.
         """
         view = memoryview(data)
-        key = _key_of(self._opened()[3])
-        expected = iter(_combined(np.frombuffer(sums, "<u4"), key).tolist())
-        for span, _, first, last in self._pieces(start, start + len(data)):
-            bounds = [span.first_byte(piece) for piece in range(first, last + 1)]
+        key = _key_of(self._opened().content)
+        stored_checksums = iter(_combined(np.frombuffer(sums, "<u4"), key).tolist())
+        for part in self._pieces(start, start + len(data)):
+            bounds = [part.span.first_byte(piece) for piece in range(part.start, part.stop + 1)]
             for low, high in pairwise(bounds):
-                got = crc32(view[low - start : high - start])
-                known = next(expected)
-                if got != known:
+                checksum = crc32(view[low - start : high - start])
+                stored = next(stored_checksums)
+                if checksum != stored:
                     parse(self._load(0, self._file_bytes), repr(str(self.path)))
                     where = f"in bytes {low}:{high} of {str(self._path)!r}"
-                    advice = "Read it again; if that does not help, publish the block again from where it is intact"
-                    raise CorruptFileError("read the block", where, f"checksum {known:08x}", f"{got:08x}", advice)
+                    advice = "Read it again. If the error stays, push the block again from an intact copy"
+                    raise CorruptFileError("read the block", where, f"checksum {stored:08x}", f"{checksum:08x}", advice)

@@ -1,8 +1,8 @@
-"""Publishing: the blocks of a folder of this machine, uploaded to a URL from which they are read.
+"""Upload the blocks of a folder to a URL from which they are read.
 
-One rule: an object appears whole or not at all, and no block is replaced; metadata.json comes last, or first where it
-is replaced as notes of new blocks say how episodes ended. So a killed upload leaves whole blocks, and the next one goes
-on. Stores that show half-written files are not for this.
+Blocks are never replaced, and metadata.json is uploaded last, so a killed upload leaves complete blocks and the
+next call continues it. If notes of new blocks have the ends of episodes, metadata.json is replaced first. The store
+must not show partial objects.
 """
 
 from __future__ import annotations
@@ -28,26 +28,36 @@ from .locations import RemoteFiles, RemoteOptions, checked_remote, remote_path
 from .piece_checksums import ENDING, Span, parse, spans_of, sums_of
 from .remote_folder import HEAD_BYTES, RemoteFolder
 
-#: Threads that upload, and bytes of a block that add the time-out of one request to its own.
-_NUM_THREADS, _BYTES = 4, 4 << 20
+#: Threads that upload.
+_NUM_THREADS = 4
+#: Bytes of a block that are uploaded within the time-out of one request.
+_TIMEOUT_BYTES = 4 << 20
 
 
 def push(
     data_dir: str | os.PathLike[str], url: str, *, remote: RemoteOptions | None = None, progress: bool = False
 ) -> int:
-    """Upload the blocks of a folder that are not there yet, then metadata.json; give the number of blocks uploaded.
+    """Upload the blocks of a folder that are not at the URL yet, then metadata.json.
 
-    Beside each block, before it, go the checksums of its pieces, with which readers compare all that they fetch.
-        Each is put on the condition that nothing has its name, where the store can do that; otherwise it is looked up
-    before. An upload that fails, or takes longer than `remote.timeout_s` for every 4 MiB of the largest block, is
-    repeated `remote.num_retries` times. With `progress`, a bar shows how far it is.
+    Before each block, a file with checksums of its pieces is uploaded; readers compare the pieces that they
+    fetch. Objects are created on the condition that the name is free, if the store supports that.
+
+    Args:
+        data_dir: Data folder.
+        url: Target, such as "s3://bucket/walk".
+        remote: Options of requests. The time-out of an upload is `timeout_s` for every 4 MiB of the largest
+            block. Failed uploads are retried `num_retries` times.
+        progress: Show a progress bar.
+
+    Returns:
+        Number of uploaded blocks.
 
     Raises:
-        UsageError: There is no block, or `url` is none.
-        DataFileError: A block is damaged (nothing is uploaded then), or another one has its name there, or there is
-            no such bucket, or no right to write to it.
-        SchemaError: The URL holds data of other fields.
-        FetchError: An upload failed each time.
+        UsageError: The folder has no blocks, or `url` is no URL.
+        DataFileError: A block is damaged (nothing is uploaded), another block has its name at the URL, the
+            bucket does not exist, or the store denies access.
+        SchemaError: The URL has data with other fields.
+        FetchError: All attempts of an upload failed.
     """
     action = "call rollout_data.push"
     path = arguments.path(action, "data_dir", data_dir)
@@ -62,38 +72,42 @@ def push(
             raise problem
     if not folder.blocks or folder.schema is None:
         raise UsageError("push", repr(str(data_dir)), "blocks", "none")
-    there = RemoteFolder(files).metadata_there()
-    if there is not None and (difference := there.schema.difference(folder.schema)):
-        raise SchemaError("push", f"to {url!r}", "the fields that it already holds", difference, "Push elsewhere")
-    context = found.context if (found := load_metadata(folder.data_dir)) is not None else {}
+    remote_metadata = RemoteFolder(files).metadata_there()
+    if remote_metadata is not None:
+        difference = remote_metadata.schema.difference(folder.schema)
+        if difference:
+            expected = "the fields that it already holds"
+            raise SchemaError("push", f"to {url!r}", expected, difference, "Push to another URL")
+    local_metadata = load_metadata(folder.data_dir)
+    context = {} if local_metadata is None else local_metadata.context
     text = _json(Metadata.of_schema(folder.schema, context))
     largest = max(block.file_bytes for block in folder.blocks.values())
-    options = files.options
-    fetcher = Fetcher(_NUM_THREADS, options.timeout_s * (1 + largest // _BYTES), options.num_retries)
+    timeout_s = remote.timeout_s * (1 + largest // _TIMEOUT_BYTES)
+    fetcher = Fetcher(_NUM_THREADS, timeout_s, remote.num_retries)
     target = str(files.path / METADATA_NAME)
-    if there is not None and ENDS in context and ENDS not in there.context:
-        marked = replace(there, context={**there.context, ENDS: context[ENDS]})
-        first = partial(files.system.pipe_file, target, _json(marked), mode="overwrite")
-        fetcher.wait(fetcher.submit(first, "push", f"to {target!r}"))
+    if remote_metadata is not None and ENDS in context and ENDS not in remote_metadata.context:
+        marked = replace(remote_metadata, context={**remote_metadata.context, ENDS: context[ENDS]})
+        overwrite = partial(files.system.pipe_file, target, _json(marked), mode="overwrite")
+        fetcher.wait(fetcher.submit(overwrite, "push", f"to {target!r}"))
     listed = there_now(files)
-    puts = []
+    uploads = []
     for name, block in sorted(folder.blocks.items()):
         path = folder.data_dir / name
         spans = spans_of(block, folder.schema)
         send = partial(_put_block, files, path, spans, name in listed)
-        puts.append(fetcher.submit(send, "push", f"{str(path)!r} to {url!r}"))
+        uploads.append(fetcher.submit(send, "push", f"{str(path)!r} to {url!r}"))
     try:
-        num_new: int = sum(map(fetcher.wait, tqdm(puts, desc="push", unit=" blocks", disable=not progress)))
+        num_new: int = sum(map(fetcher.wait, tqdm(uploads, desc="push", unit=" blocks", disable=not progress)))
         with suppress(FileExistsError):
-            last = partial(files.system.pipe_file, target, text, mode="create")
-            fetcher.wait(fetcher.submit(last, "push", f"to {target!r}"))
+            create = partial(files.system.pipe_file, target, text, mode="create")
+            fetcher.wait(fetcher.submit(create, "push", f"to {target!r}"))
     except OSError as cause:
         where = f"{str(data_dir)!r} to {url!r}"
-        expected = "blocks that stay, and a place where they may be put"
+        expected = "blocks that are not deleted, and a writable URL"
         raise DataFileError("push", where, expected, f"{type(cause).__name__}: {cause}") from cause
     finally:
-        for put in puts:
-            put.forget()
+        for upload in uploads:
+            upload.forget()
     return num_new
 
 
@@ -102,7 +116,7 @@ def _json(metadata: Metadata) -> bytes:
 
 
 def there_now(files: RemoteFiles) -> set[str]:
-    """Name the files at a URL; none if there is no folder yet."""
+    """Return the names of the files at a URL; an empty set without a folder."""
     try:
         return set(files.listed())
     except UsageError:
@@ -110,9 +124,13 @@ def there_now(files: RemoteFiles) -> set[str]:
 
 
 def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: bool) -> bool:
-    """Upload the checksums of a block, then the block; False if it is there already, as by an unanswered attempt."""
+    """Upload the checksums of a block, then the block.
+
+    Returns:
+        False if the same block is there already, such as after an attempt without an answer.
+    """
     target = files.path / path.name
-    if is_listed:  # first: no checksums of ours beside another file
+    if is_listed:  # Before the checksums, which must not be beside another block.
         _check_same(files, path)
     _put_sums(files, path, spans)
     try:
@@ -124,7 +142,7 @@ def _put_block(files: RemoteFiles, path: Path, spans: list[Span], is_listed: boo
 
 
 def _check_same(files: RemoteFiles, path: Path) -> None:
-    """Raise unless the block of this name at the URL is the same."""
+    """Raise `DataFileError` if the block of this name at the URL differs in size or header."""
     target = files.path / path.name
     head = np.fromfile(path, np.uint8, HEAD_BYTES)
     is_same = files.system.size(str(target)) == path.stat().st_size
@@ -133,19 +151,20 @@ def _check_same(files: RemoteFiles, path: Path) -> None:
 
 
 def _put_sums(files: RemoteFiles, path: Path, spans: list[Span]) -> None:
-    """Upload the checksums of the pieces of a block; those of the same block that are there are kept."""
+    """Upload the checksums of the pieces of a block unless valid checksums of this block are there."""
     target = str(files.path / (path.name + ENDING))
     content = sums_of(path, spans)
     try:
         files.system.pipe_file(target, content, mode="create")
         return
     except FileExistsError:
-        before = bytes(files.system.cat_file(target, start=0, end=files.system.size(target)))
-    if before == content:
+        existing = bytes(files.system.cat_file(target, start=0, end=files.system.size(target)))
+    if existing == content:
         return
     with suppress(CorruptFileError):
-        there, _ = parse(before, repr(target))
-        if there[-1].stop == spans[-1].stop and sums_of(path, there) == before:
+        existing_spans, _ = parse(existing, repr(target))
+        is_of_same_size = existing_spans[-1].stop == spans[-1].stop
+        if is_of_same_size and sums_of(path, existing_spans) == existing:
             return
-    # Damaged, of an earlier layout, or left by an upload of another block that was killed before the block was there.
+    # Damaged, of an earlier layout, or of another block whose upload was killed before the block itself.
     files.system.pipe_file(target, content, mode="overwrite")

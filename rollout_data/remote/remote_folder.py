@@ -1,7 +1,6 @@
-"""A folder of block files behind a network: which blocks are there, and their headers by two requests each.
+"""A folder of block files at a URL. Headers of blocks are read by two requests each.
 
-One rule: what is read goes through the checks that files of this machine go through, in `blocks/block_header.py` and
-`blocks/block_folder.py`; here they only get their bytes.
+`blocks/block_header.py` and `blocks/block_folder.py` check the content as that of local files.
 """
 
 from __future__ import annotations
@@ -26,20 +25,23 @@ from ..blocks.folder_metadata import BAD_METADATA, Metadata
 from .locations import RemoteFiles, RemotePath
 from .piece_checksums import ENDING, PieceSums
 
-#: What opens a block of up to 1,300 fragments; of larger ones the rest is asked for when the library wants it.
-HEAD_BYTES, TAIL_BYTES = 128 << 10, 64 << 10
-#: The least that is asked for then.
+#: Bytes at the beginning of a block that are fetched first. Head and tail have the whole header of a block of up to
+#: 1,300 fragments; the rest of larger headers is fetched on demand.
+HEAD_BYTES = 128 << 10
+#: Bytes at the end of a block that are fetched first.
+TAIL_BYTES = 64 << 10
+#: Bytes per further request, at least.
 _MORE_BYTES = 64 << 10
 
 
 class RemoteFile(Guarded):
-    """A file behind a network as HDF5 reads it: its head and its tail at once, what else is wanted by more requests.
+    """A remote file for HDF5. Its head and tail are fetched when it is opened, other bytes on demand.
 
     Args:
-        files: Where it is.
-        path: Which one.
-        num_bytes: Its size, as it was listed.
-        sums: Checksums of its pieces; None if there are none.
+        files: Files of the URL.
+        path: The file.
+        num_bytes: Listed size of the file.
+        sums: Checksums of its pieces; None without.
     """
 
     def __init__(self, files: RemoteFiles, path: Path, num_bytes: int, sums: PieceSums | None = None) -> None:
@@ -53,10 +55,14 @@ class RemoteFile(Guarded):
         tail = max(HEAD_BYTES, num_bytes - TAIL_BYTES)
         if sums is not None:
             head, tail = files.wait_for(partial(_narrowed, sums, head, tail, num_bytes), sums.path)
-        bounds = ((0, head), (tail, num_bytes))
-        requests = {start: files.ask(path, start, stop, bytes, sums) for start, stop in bounds if start < stop}
-        #: First byte and bytes of each part that was fetched.
-        self._parts: list[tuple[int, bytes]] = [(start, files.fetcher.wait(one)) for start, one in requests.items()]
+        requests = {}
+        for start, stop in ((0, head), (tail, num_bytes)):
+            if start < stop:
+                requests[start] = files.ask(path, start, stop, bytes, sums)
+        #: First byte and content of each fetched part.
+        self._parts: list[tuple[int, bytes]] = []
+        for start, request in requests.items():
+            self._parts.append((start, files.fetcher.wait(request)))
 
     @property
     def num_bytes(self) -> int:
@@ -90,24 +96,24 @@ class RemoteFile(Guarded):
         return more[start - low : stop - low]
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        return len(self.read_at(num_bytes, start)) == num_bytes  # what the store sends is there
+        return len(self.read_at(num_bytes, start)) == num_bytes  # A store has no holes.
 
 
 def _narrowed(sums: PieceSums, head: int, tail: int, num_bytes: int) -> tuple[int, int]:
-    """Move the end of the head and the beginning of the tail to bounds of pieces, so that no more bytes are fetched."""
+    """Return the end of the head and the start of the tail at bounds of pieces, fetching no more bytes."""
     _, stop = sums.inner(0, head)
-    if head == tail or tail >= num_bytes:  # nothing lies between
+    if head == tail or tail >= num_bytes:  # No bytes are between head and tail.
         return stop, stop
     return stop, sums.inner(tail, num_bytes)[0]
 
 
 class RemoteFolder(BlockFolder):
-    """The blocks below a URL; see `BlockFolder`. Headers are read by many requests at once.
+    """The blocks at a URL, see `BlockFolder`. Headers are read by many requests at once.
 
     Args:
-        files: Where they are.
-        verify_on_open: Check every checksum of a block when it is first seen, which fetches all of it.
-        label: Goes before the writers' names.
+        files: Files of the URL.
+        verify_on_open: Check all checksums of a block when it is first opened, which fetches the whole block.
+        label: Prefix of the names of writers.
     """
 
     def __init__(self, files: RemoteFiles, verify_on_open: bool = False, label: str = "") -> None:
@@ -116,17 +122,18 @@ class RemoteFolder(BlockFolder):
         self._num_openers = files.options.num_requests
         self._use_cache = False
         self._listed: dict[str, FileStamp] = {}
-        self._unlisted: set[str] = set()  # blocks that a listing lacked, for which none is asked for again
+        #: Blocks that a new listing did not have. They cause no further listing.
+        self._unlisted: set[str] = set()
         self._sums: dict[str, tuple[FileStamp, PieceSums]] = {}
 
     def _place_of(self, data_dir: str | os.PathLike[str]) -> Path:
         return RemotePath(data_dir)
 
     def refresh(self) -> bool:
-        """Look at the folder again; see `BlockFolder`.
+        """Scan the folder again, see `BlockFolder`.
 
         Raises:
-            AccessError, FetchError: A block cannot be reached; the next call asks for it again.
+            AccessError, FetchError: A block cannot be fetched. The next call tries again.
         """
         has_changed = super().refresh()
         for name, problem in list(self.problems.items()):
@@ -140,8 +147,11 @@ class RemoteFolder(BlockFolder):
         return has_changed
 
     def found_now(self) -> Mapping[str, FileStamp]:
-        found = self._listed_now()
-        return {name: stamp for name, stamp in found.items() if name.endswith((".h5", ".hdf5")) and name[0] != "."}
+        stamps = {}
+        for name, stamp in self._listed_now().items():
+            if name.endswith((".h5", ".hdf5")) and not name.startswith("."):
+                stamps[name] = stamp
+        return stamps
 
     def _open_block(self, path: Path, stamp: FileStamp) -> BlockHeader:
         header = self.read_header(path, stamp[0])
@@ -166,23 +176,27 @@ class RemoteFolder(BlockFolder):
         return self._listed
 
     def sums_of(self, path: Path, num_bytes: int) -> PieceSums | None:
-        """Return the checksums of the pieces of a block of this folder; None if there were none beside it."""
-        if path.name not in self._listed and path.name not in self._unlisted:  # another process has found it
+        """Return the checksums of the pieces of a block; None if the block has no checksum file.
+
+        Checksums that were removed since they were listed make the next request fail.
+        """
+        if path.name not in self._listed and path.name not in self._unlisted:  # Another process listed it.
             self._listed_now()
             self._unlisted |= {path.name} - self._listed.keys()
         name = path.name + ENDING
-        about = self._listed.get(name)
-        known = self._sums.get(name)
-        if about is not None and (known is None or known[0] != about):
+        stamp = self._listed.get(name)
+        opened = self._sums.get(name)
+        if stamp is not None and (opened is None or opened[0] != stamp):
             load = partial(self.files.load_sums, path, self.data_dir / name)
-            known = self._sums[name] = about, PieceSums(path, num_bytes, about[0], load)
-        return None if known is None else known[1]  # those that were removed meanwhile are an error of the next request
+            opened = stamp, PieceSums(path, num_bytes, stamp[0], load)
+            self._sums[name] = opened
+        return None if opened is None else opened[1]
 
     @property
     def num_without_sums(self) -> int:
-        """Blocks that were found without checksums of pieces beside them."""
-        have_sums = self._listed.keys() | self._sums.keys()
-        return sum(name + ENDING not in have_sums for name in self.blocks)
+        """Number of blocks without a checksum file."""
+        with_sums = self._listed.keys() | self._sums.keys()
+        return sum(name + ENDING not in with_sums for name in self.blocks)
 
     def read_document(self) -> dict[str, Any]:
         path = self.data_dir / METADATA_NAME
@@ -191,13 +205,13 @@ class RemoteFolder(BlockFolder):
             raise FileNotFoundError(str(path))
         if num_bytes > MAX_METADATA_BYTES:
             raise CorruptFileError("read", repr(str(path)), f"at most {MAX_METADATA_BYTES} bytes", str(num_bytes))
-        found = json.loads(self.files.read(path, 0, num_bytes).tobytes())
-        if not isinstance(found, dict):
+        document = json.loads(self.files.read(path, 0, num_bytes).tobytes())
+        if not isinstance(document, dict):
             raise ValueError("no JSON object")
-        return found
+        return document
 
     def metadata_there(self) -> Metadata | None:
-        """Return the contents of metadata.json; None if there is none, or no folder."""
+        """Return the content of metadata.json; None without the file or folder."""
         try:
             return Metadata.from_json(self.read_document())
         except (FileNotFoundError, UsageError):
@@ -205,12 +219,15 @@ class RemoteFolder(BlockFolder):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Contents of metadata.json with the totals counted in the blocks; made of the blocks where it is damaged."""
+        """Content of metadata.json with totals that are counted in the blocks.
+
+        If the file is damaged, the content is rebuilt from the blocks.
+        """
         try:
-            found = Metadata.from_json(self.read_document())
+            metadata = Metadata.from_json(self.read_document())
         except UnansweredError:
             raise
         except BAD_METADATA:
-            found = Metadata.of_schema(Schema([]))
+            metadata = Metadata.of_schema(Schema([]))
         self.refresh()
-        return counted_metadata(self, found)
+        return counted_metadata(self, metadata)

@@ -1,7 +1,6 @@
-"""Notes: what a caller says of whole episodes, and texts of frames, checked and brought into the form of a block.
+"""Check metadata of episodes and texts of frames, and convert them to the form of a block.
 
-One rule: everything is checked before anything is kept. What is said of episodes becomes JSON, a text becomes its
-number (`blocks/annotation_table.py`).
+Metadata of an episode become JSON. A text becomes its id (`blocks/annotation_table.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from storage.errors import FieldTypeError, SchemaError, UsageError
 from ..blocks.annotation_table import MAX_NOTE_BYTES, text_id
 from ..blocks.block_header import ENDS
 
-#: Names in the notes of an episode whose values have a type that readers rely on.
+#: Metadata of an episode whose types readers rely on.
 _TYPES: dict[str, type] = {"task": str, "success": bool}
 
 
@@ -37,12 +36,13 @@ class StepNotes:
     texts: Mapping[int, bytes] = field(default_factory=dict)
 
     def steps(self, start: int, stop: int) -> StepNotes:
-        """Return those of the steps `start:stop`."""
-        inside = tuple((step - start, env, data) for step, env, data in self.episodes if start <= step < stop)
-        return StepNotes(inside, self.texts)
+        """Return the notes of the steps `start:stop`, with all texts."""
+        episodes = tuple((step - start, env, data) for step, env, data in self.episodes if start <= step < stop)
+        return StepNotes(episodes, self.texts)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all notes and texts."""
         return sum(len(data) for *_, data in self.episodes) + sum(map(len, self.texts.values()))
 
 
@@ -58,11 +58,19 @@ def is_texts(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def as_ids(action: str, name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]) -> np.ndarray:
-    """Return the numbers of texts, int64 of shape `lead`, and note the texts; one text is that of all frames.
+def text_ids(action: str, name: str, value: Any, lead: tuple[int, ...], texts: dict[int, bytes]) -> np.ndarray:
+    """Return the ids of texts, int64 of shape `lead`.
+
+    Args:
+        action: The call, for errors.
+        name: Name of the field.
+        value: One text for all frames, or texts of shape `lead` or `[*lead, 1]`.
+        lead: Leading shape of the record.
+        texts: Receives id -> UTF-8 of each text.
 
     Raises:
-        SchemaError, UsageError: Another shape, something else among the texts, or a text that is too long.
+        SchemaError: The shape differs.
+        UsageError: A value is no text, or a text is too long.
     """
     listed = np.empty((), object)
     if isinstance(value, str):
@@ -89,58 +97,74 @@ def as_ids(action: str, name: str, value: Any, lead: tuple[int, ...], texts: dic
     return np.broadcast_to(numbers[0], lead).copy() if listed.shape == () else numbers.reshape(lead)
 
 
-def check_kinds(action: str, schema: Schema, texts: Container[str]) -> None:
-    """Raise `FieldTypeError` where texts are given for a field of numbers, or numbers for one of texts."""
-    for name, item in schema.items():
-        if item.is_text != (name in texts):
-            expected, got = ("texts", "numbers")[:: 1 if item.is_text else -1]
+def check_text_fields(action: str, schema: Schema, texts: Container[str]) -> None:
+    """Raise `FieldTypeError` if a numeric field has texts or a text field has numbers."""
+    for name, declared in schema.items():
+        is_text = name in texts
+        if declared.is_text != is_text:
+            expected = "texts" if declared.is_text else "numbers"
+            got = "texts" if is_text else "numbers"
             raise FieldTypeError(action, f"with the field {name!r}", f"{expected}, as in the first record", got)
 
 
-def episode_notes(action: str, given: Any, marks: np.ndarray, is_step: bool) -> tuple[tuple[int, int, bytes], ...]:
-    """Check what is said of episodes in a record whose marks are `[T, N]`; see `RolloutWriter.add`.
+def episode_notes(action: str, episode: Any, marks: np.ndarray, is_step: bool) -> tuple[tuple[int, int, bytes], ...]:
+    """Check the metadata of episodes in a record and return (step, env, JSON object) of each.
+
+    Args:
+        action: The call, for errors.
+        episode: Argument `episode` of `RolloutWriter.add`, or of `add_rollout`.
+        marks: `[T, N]` uint8, 0 without a frame.
+        is_step: Whether the record is a step.
 
     Raises:
-        UsageError: It has another form, cannot be JSON, or is said of an env that has no frame.
+        UsageError: The form is invalid, a value is not JSON, or an env has no frame.
     """
     num_envs = marks.shape[1]
-    found = []
-    for step, of_step in enumerate([given] if is_step else _listed(action, given, len(marks), "step")):
-        one_by_one = [of_step] if num_envs == 1 and isinstance(of_step, Mapping) else of_step
-        for env, said in enumerate(() if of_step is None else _listed(action, one_by_one, num_envs, "environment")):
-            if said is None or (isinstance(said, Mapping) and not said):
+    notes = []
+    steps = [episode] if is_step else _checked_list(action, episode, len(marks), "step")
+    for step, step_values in enumerate(steps):
+        if step_values is None:
+            continue
+        if num_envs == 1 and isinstance(step_values, Mapping):
+            step_values = [step_values]
+        for env, metadata in enumerate(_checked_list(action, step_values, num_envs, "environment")):
+            if metadata is None or (isinstance(metadata, Mapping) and not metadata):
                 continue
             if not marks[step, env]:
                 where = f"with episode= of environment {env}"
                 raise UsageError(action, where, "a frame of it in the same step", "none, by env_mask")
-            found.append((step, env, episode_json(said, action, "with episode=")))
-    return tuple(found)
+            notes.append((step, env, episode_json(metadata, action, "with episode=")))
+    return tuple(notes)
 
 
-def _listed(action: str, given: Any, count: int, of: str) -> Sequence[Any]:
-    is_list = isinstance(given, (list, tuple)) or (isinstance(given, np.ndarray) and given.dtype == object)
-    if not is_list or len(given) != count:
-        got = f"{len(given)} values" if is_list else type(given).__name__
-        one = " (one mapping for a single environment)" if of == "environment" else ""
-        raise UsageError(action, "with episode=", f"a list with a mapping or None for each {of}, {count}{one}", got)
-    found: Sequence[Any] = given
-    return found
+def _checked_list(action: str, values: Any, count: int, item: str) -> Sequence[Any]:
+    """Return `values` if they are a list, tuple or object array with `count` items, one per `item`."""
+    is_object_array = isinstance(values, np.ndarray) and values.dtype == object
+    is_list = isinstance(values, (list, tuple)) or is_object_array
+    if not is_list or len(values) != count:
+        got = f"{len(values)} values" if is_list else type(values).__name__
+        hint = " (one mapping for a single environment)" if item == "environment" else ""
+        expected = f"a list with a mapping or None for each {item}, {count}{hint}"
+        raise UsageError(action, "with episode=", expected, got)
+    checked: Sequence[Any] = values
+    return checked
 
 
-def episode_json(said: Any, action: str, where: str) -> bytes:
-    """Check what is said of an episode, and write it as JSON.
+def episode_json(metadata: Any, action: str, where: str) -> bytes:
+    """Check metadata of an episode and return them as a JSON object.
 
     Raises:
-        UsageError: It has another form, or cannot be JSON.
+        UsageError: They are no mapping with names of type str, or not JSON.
     """
-    if not isinstance(said, Mapping) or not all(isinstance(name, str) for name in said):
-        raise UsageError(action, where, "mappings with names that are texts", repr(said)[:80])
-    said = {name: value.item() if isinstance(value, np.bool_) else value for name, value in said.items()}
-    for name, kind in _TYPES.items():
-        if not isinstance(said.get(name), (kind, type(None))):
-            raise UsageError(action, where, f"{name!r} as a {kind.__name__} or None", repr(said[name])[:80])
+    if not isinstance(metadata, Mapping) or not all(isinstance(name, str) for name in metadata):
+        raise UsageError(action, where, "mappings with names that are texts", repr(metadata)[:80])
+    values = {name: value.item() if isinstance(value, np.bool_) else value for name, value in metadata.items()}
+    for name, type_of_value in _TYPES.items():
+        if not isinstance(values.get(name), (type_of_value, type(None))):
+            expected = f"{name!r} as a {type_of_value.__name__} or None"
+            raise UsageError(action, where, expected, repr(values[name])[:80])
     try:
-        data = json.dumps(said, default=_plain).encode()
+        data = json.dumps(values, default=_plain).encode()
     except (TypeError, ValueError, RecursionError) as cause:
         expected = "texts, numbers, lists and mappings of them"
         raise UsageError(action, where, expected, f"{type(cause).__name__}: {cause}") from cause
@@ -156,7 +180,7 @@ def _plain(value: Any) -> Any:
 
 
 class NoteCount:
-    """How much was said of the episodes in progress, so that a reader can refuse more.
+    """Bytes of metadata of the episodes in progress, which are limited for readers.
 
     Args:
         num_envs: N.
@@ -170,7 +194,7 @@ class NoteCount:
         """Count the notes of a rollout with these marks `[T, N]`.
 
         Raises:
-            UsageError: They are too many; nothing is counted then.
+            UsageError: An episode has too many bytes. Nothing was counted.
         """
         self._is_used |= bool(notes.episodes)
         if not self._is_used:
@@ -183,12 +207,12 @@ class NoteCount:
             start = step
             counts[env] += len(data)
             if counts[env] > MAX_NOTE_BYTES:
-                expected = f"at most {MAX_NOTE_BYTES} bytes said of an episode"
+                expected = f"at most {MAX_NOTE_BYTES} bytes of metadata per episode"
                 got = f"{counts[env]} of env {env}"
-                raise UsageError(action, "with episode=", expected, got, "Record what is large as a field")
+                raise UsageError(action, "with episode=", expected, got, "Record large values as a field")
         counts[is_end[start:].any(axis=0)] = 0
         self._num_bytes = counts
 
     def end(self, env_ids: np.ndarray) -> None:
-        """Begin anew with the next episodes of these envs."""
+        """Reset the counts of these envs, whose episodes have ended."""
         self._num_bytes[env_ids] = 0

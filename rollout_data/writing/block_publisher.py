@@ -1,15 +1,14 @@
-"""Publishing: staged frames become blocks, one after another, in a background thread.
+"""Publish staged frames as blocks, one after another, in a background thread.
 
-One rule: the state that goes from block to block (sequence, trajectories in progress) is touched
-by that thread only. A failure is kept and raised at every later call: after it nothing more is
-published, because what follows would have a gap.
+Only that thread uses the state between blocks (sequence, trajectories in progress). After a failure
+nothing more is published, as later blocks would have a gap; every later call raises the failure.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,23 +32,24 @@ from .writer_journal import Journal
 
 #: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
 _MIN_UNCACHED_BLOCKS = 8
-#: HDF5 keeps attributes and types in entries of 64 KiB.
+#: Bytes of an attribute or type at most. HDF5 stores them in entries of 64 KiB.
 _MAX_ENTRY_BYTES = 60_000
 
 
 class BlockPublisher:
-    """Write the blocks of one writer, behind those that its name has already.
+    """Write the blocks of one writer. Their numbers continue those of earlier blocks of its name.
 
     Args:
-        journal: Of the writer; told what is published.
+        journal: Journal of the writer. Notes which frames are published.
         num_envs: Envs of every staging.
-        max_pending: How many blocks may be in memory, the one being filled included; 1 makes `submit` wait.
+        max_pending: Blocks in memory at most, including the block that is being filled. With 1,
+            `submit` waits until the block is published.
         is_tentative: Mark fragments as valid only once their trajectory has ended.
-        durable, frames_per_chunk, retention: As of `RolloutWriter`.
+        durable, frames_per_chunk, retention: As in `RolloutWriter`.
 
     Attributes:
-        last_ns: When the last frame of the writer's earlier blocks was added.
-        failure: Why a block could not be written; None if all could.
+        last_ns: Time of the last frame in earlier blocks of the writer.
+        failure: Error of the block that could not be written; None without a failure.
 
     Raises:
         UsageError: The earlier blocks of that name cannot be read.
@@ -74,23 +74,24 @@ class BlockPublisher:
         self._is_tentative = is_tentative
         self._frames_per_chunk = frames_per_chunk
         self._retention = retention
-        #: What "auto" chose for each field on the first block.
+        #: Field -> codec that "auto" chose for the first block.
         self._codecs: dict[str, str] = {}
         self.failure: BaseException | None = None
         self._is_awaited = False
-        self._num_blocks = self._num_uncached = 0
+        self._num_blocks = 0
+        self._num_uncached = 0
         self._sequence, self._carry, self.last_ns = _resume(self._folder, self._writer, num_envs)
         self._worker = Worker(f"writer {self._writer!r}", max_pending)
         self.owner = self._worker.owner
 
     def submit(self, staging: Staging, num_accepted: int) -> None:
-        """Queue a staging; wait while too many blocks are pending.
+        """Queue a staging. Waits while too many blocks are pending.
 
         Args:
-            staging: Sealed by this; submitting it twice publishes it once.
-            num_accepted: How many frames are settled when it is published.
+            staging: Is sealed by this call. A staging that is submitted twice is published once.
+            num_accepted: Accepted frames up to the end of this staging.
         """
-        with self._waiting():  # a Ctrl-C in here changes nothing: the steps stay staged
+        with self._waiting():  # After a Ctrl-C here, the steps are still staged.
             self._worker.wait_for_room(max(0, self._max_pending - 2))
         self.check()
         staging.is_sealed = True
@@ -99,21 +100,26 @@ class BlockPublisher:
             self.settle()
 
     def settle(self) -> None:
-        """Wait until everything submitted is published or has failed."""
+        """Wait until all submitted blocks are published or one has failed."""
         with self._waiting():
             self._worker.drain()
 
     def check(self) -> None:
-        """Raise what made a block fail, if one did; again at every call. Raise in a forked child."""
+        """Raise an error if a block failed, at every call.
+
+        Raises:
+            BackgroundError: A block could not be written.
+            UsageError: This process is a fork of the writer's process.
+        """
         self.owner.check()
         if self.failure is not None:
             where = f"in {str(self._folder)!r}"
             expected = "a writable folder with room"
-            advice = "What was published before is intact; close this writer and start another one"
+            advice = "Blocks that were published before are intact; close this writer and start another one"
             raise BackgroundError("publish a block", where, expected, str(self.failure), advice) from self.failure
 
     def close(self) -> None:
-        """Publish what was submitted, renew the index cache, stop. Raises nothing: ask `check`."""
+        """Publish the submitted blocks, rewrite the index cache and stop. `check()` raises errors."""
         with self._waiting():
             self._worker.close()
         if self._num_uncached and self.failure is None:
@@ -121,7 +127,7 @@ class BlockPublisher:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """While a caller waits, which needs no processor, a block may be coded by several threads."""
+        """Let several threads code a block during this block of code, as the caller only waits."""
         self._is_awaited = True
         try:
             yield
@@ -149,27 +155,29 @@ class BlockPublisher:
         except BaseException as failure:  # noqa: BLE001 - raised at every later call
             self.failure = failure
             return
-        if (limits := self._retention) is not None:  # if that fails, it is tried again after the next block
-            self._try("old blocks of {} were not deleted", lambda: prune(self._folder, **limits))
+        if self._retention is not None:
+            # The next block tries again after a failure.
+            with self._warn_on_failure("old blocks of {} were not deleted"):
+                prune(self._folder, **self._retention)
         if self._num_uncached > max(_MIN_UNCACHED_BLOCKS, self._num_blocks // 4):
             self._save_index()
 
     def _save_index(self) -> None:
-        if self._try("the index cache of {} was not renewed", lambda: save_index_cache(self._folder, self._writer)):
+        with self._warn_on_failure("the index cache of {} was not renewed"):
+            save_index_cache(self._folder, self._writer)
             self._num_uncached = 0
 
-    def _try(self, text: str, call: Callable[[], object]) -> bool:
-        """Do what the recording does not depend on: a failure only warns."""
+    @contextmanager
+    def _warn_on_failure(self, text: str) -> Iterator[None]:
+        """Warn instead of raising if the block of code fails, as the recording does not depend on it."""
         try:
-            call()
+            yield
         except (OSError, RolloutDataError) as error:
             warnings.warn(f"{text.format(repr(str(self._folder)))}: {error}", RolloutDataWarning)
-            return False
-        return True
 
 
 def check_storable(schema: Schema) -> None:
-    """Raise `SchemaError` if a block cannot hold these fields: HDF5 limits a header entry to 64 KiB."""
+    """Raise `SchemaError` if a block cannot hold these fields. HDF5 limits a header entry to 64 KiB."""
     for name in schema:
         parts = name.split("/")
         is_text = "\0" not in name and not any("\ud800" <= letter <= "\udfff" for letter in name)
@@ -177,7 +185,8 @@ def check_storable(schema: Schema) -> None:
             expected = f"a name other than {PACKED!r}, of Unicode text without NUL, no part of it empty or only dots"
             raise SchemaError("store the field", ascii(name), expected, ascii(name), "Rename the field")
         for end in range(1, len(parts)):
-            if (parent := "/".join(parts[:end])) in schema:
+            parent = "/".join(parts[:end])
+            if parent in schema:
                 raise SchemaError("store the field", repr(name), "no field above it", repr(parent))
     longest = {field.name: Coding(field.codec, 1 / 3, 8) for field in schema.values() if field.codec != "raw"}
     sizes = [len(json.dumps(schema.to_json())), len(codings_text(longest))]
@@ -191,14 +200,14 @@ def check_storable(schema: Schema) -> None:
 
 
 def _resume(folder: Path, writer: str, num_envs: int) -> tuple[int, Carry, int]:
-    """Find where the numbering of a writer goes on: sequence, trajectories, time in ns."""
+    """Return the next block number, the first carry and the last time in ns of a writer's earlier blocks."""
     sequence = 0
     trajectory = 0
     last_ns = 0
     for path in sorted(folder.glob(f"rollout_{writer}_*.h5")):
         try:
             header = read_header(path)
-        except (RolloutDataError, OSError) as cause:  # a link that leads nowhere is no block either
+        except (RolloutDataError, OSError) as cause:  # OSError for a link without a target.
             advice = "Use another writer_name"
             raise UsageError("continue the writer", repr(writer), "readable blocks", str(path), advice) from cause
         if not Block(path, writer, header.sequence, header.fragments).is_edit:

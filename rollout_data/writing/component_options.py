@@ -1,7 +1,4 @@
-"""Components: the options of a writer that name the parts of an observation, and how a flat one is cut into them.
-
-One rule: `obs_segments` gives the order and the shapes; nothing is copied.
-"""
+"""Options of a writer for the components of an observation, and the split of flat observations."""
 
 from __future__ import annotations
 
@@ -18,28 +15,36 @@ from storage.errors import SchemaError, UsageError, nearest
 _MAKE = "create a RolloutWriter"
 
 
-def _checked_components(what: str, given: Any) -> dict[str, Any]:
-    if not (given is None or isinstance(given, Mapping)):
-        raise UsageError(_MAKE, f"with {what}", "a mapping of component names", repr(given))
-    return dict(given or {})
+def _checked_components(name: str, components: Any) -> dict[str, Any]:
+    if not (components is None or isinstance(components, Mapping)):
+        raise UsageError(_MAKE, f"with {name}", "a mapping of component names", repr(components))
+    return dict(components or {})
 
 
-def checked_segments(given: Any) -> dict[str, tuple[int, ...]]:
-    """Check `obs_segments`; empty takes the observation as it comes."""
-    shapes = _checked_components("obs_segments", given)
+def checked_segments(segments: Any) -> dict[str, tuple[int, ...]]:
+    """Return `obs_segments` as component -> shape; empty for None.
+
+    Raises:
+        UsageError: It is no mapping, or a name or shape is invalid.
+    """
+    shapes = _checked_components("obs_segments", segments)
     for name, shape in shapes.items():
         try:
             shapes[name] = (int(shape),) if is_whole(shape) else tuple(map(operator.index, shape))
         except (TypeError, ValueError):
-            raise UsageError(_MAKE, "with obs_segments", "a shape for each component", repr(given)) from None
+            raise UsageError(_MAKE, "with obs_segments", "a shape for each component", repr(segments)) from None
         if not name or min(shapes[name], default=1) < 1:
             raise UsageError(_MAKE, "with obs_segments", "named, non-empty shapes", f"{name!r}: {shapes[name]}")
     return shapes
 
 
-def checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
-    """Check `obs_disassemble_mapping` as far as that goes without data."""
-    codecs = _checked_components("obs_disassemble_mapping", given)
+def checked_codecs(mapping: Any, segments: Mapping[str, Any]) -> dict[str, str]:
+    """Return `obs_disassemble_mapping` as component -> codec; empty for None.
+
+    Raises:
+        UsageError: It is no mapping, a codec cannot be written, or a component is not in `segments`.
+    """
+    codecs = _checked_components("obs_disassemble_mapping", mapping)
     for name, codec in codecs.items():
         try:
             check_writable(str(codec))
@@ -55,9 +60,17 @@ def checked_codecs(given: Any, segments: Mapping[str, Any]) -> dict[str, str]:
 def split_components(
     action: str, leaves: dict[str, Any], head: str, segments: Mapping[str, tuple[int, ...]], *num_leads: int
 ) -> dict[str, Any]:
-    """Replace a flat observation by a view for each segment; check components that were given one by one.
+    """Replace a flat observation by one view per segment, or check the shapes of its components.
 
-    `num_leads` are the numbers of axes that may stand before a component's shape, the likelier one first.
+    Args:
+        action: The call, for errors.
+        leaves: Values of a record by flat name.
+        head: Name of the observation.
+        segments: Component -> shape, in order.
+        num_leads: Possible numbers of axes before the shape of a component. The first that fits is used.
+
+    Raises:
+        SchemaError: The width or a shape differs, or the components are others.
     """
     wanted = {f"{head}/{name}": shape for name, shape in segments.items()}
     parts = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] == head}
@@ -66,7 +79,7 @@ def split_components(
         flat = parts[head]
         width = sum(map(prod, wanted.values()))
         if flat.ndim < 2 or flat.shape[-1] != width:
-            expected = f"{width} values in the last dimension, as obs_segments add up to"
+            expected = f"{width} values in the last dimension, the sum of obs_segments"
             raise SchemaError(action, f"with the field {head!r}", expected, f"shape {tuple(flat.shape)}")
         parts = {}
         start = 0

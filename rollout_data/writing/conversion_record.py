@@ -1,7 +1,7 @@
-"""The note of a conversion, kept inside its target: of what source, with which options, and checksums of all rows.
+"""The note of a conversion inside its target: the source, the options, and checksums of all rows.
 
-A note is text: a first line about the whole, a line for each episode that was written, and lines about files. Nothing
-is compared here: `formats/conversion_resume.py` compares a note with a source, and `ForeignWriter.check_files` compares
+A note is text: a first line about the whole, a line for each episode that was written, and lines about
+files. `formats/conversion_resume.py` compares a note with a source. `ForeignWriter.check_files` compares
 it with a target.
 """
 
@@ -27,16 +27,17 @@ from .target_files import FileSum, file_sum, sums_as_json, sums_from_json
 #: Name of the note in a folder, and of the dataset in an HDF5 file.
 NOTE_NAME, NOTE_DATASET = "rollout_conversion.jsonl", "rollout_conversion"
 _KEY = "rollout_conversion"
-#: Values of metadata that are longer as JSON are noted as their checksum.
+#: Bytes of a value of metadata as JSON. Longer values are noted as their checksum.
 _MAX_VALUE_BYTES = 200
-#: Longer tasks are noted as their checksum.
+#: Characters of a task. Longer tasks are noted as their checksum.
 _MAX_TASK = 1 << 16
-#: Bytes read at a time of a field that the writer of the target did not read itself.
+#: Bytes per read of a field that the writer of the target did not read.
 _PART_BYTES = 8 << 20
-#: Nested lists and objects in the first line. Values are noted up to 200 bytes, so a deeper line is not ours.
+#: Depth of lists and objects in the first line. Values have at most 200 bytes, so a deeper line is damaged.
 _MAX_DEPTH = 128
-#: In place of the checksum of a field that cannot be read, and that the target does not have.
+#: Replaces the checksum of a field that cannot be read and that the target does not have.
 UNREAD = "--------"
+#: Suffix of a field name for the checksum of its value after the last step.
 AFTER_LAST = " after the last step"
 
 
@@ -55,7 +56,7 @@ class UnreadableEpisode(DataFileError):
 class SummedEpisode:
     """An episode whose rows are added to checksums as a writer reads them.
 
-    Errors of the source become `UnreadableEpisode`. Everything else is as of the episode.
+    Errors of the source become `UnreadableEpisode`. All attributes are those of the episode.
     """
 
     def __init__(self, episode: Any) -> None:
@@ -71,27 +72,28 @@ class SummedEpisode:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         """Read steps of a field, as `Episode.read`."""
         rows = self._of_source(lambda: self._episode.read(name, start, stop))
-        known = self._stops.get(name, 0)
+        summed = self._stops.get(name, 0)
         end = self._episode.length if stop is None else stop
-        if start <= known < end:
-            self._sums[name] = _checksum(rows[known - start :], self._sums.get(name, 0))
+        if start <= summed < end:
+            self._sums[name] = _checksum(rows[summed - start :], self._sums.get(name, 0))
             self._stops[name] = end
         return rows
 
     def sums(self) -> dict[str, str]:
-        """Return the checksum of each field as 8 hexadecimal digits; fields that nobody has read yet are read now."""
+        """Return the checksum of each field as 8 hexadecimal digits. Reads the rows that were not read yet."""
         episode = self._episode
-        found = {name: self._sum_of(name) for name in (*episode.schema, *episode.texts)}
+        sums = {name: self._sum_of(name) for name in (*episode.schema, *episode.texts)}
         if episode.final:
             final = self._of_source(lambda: episode.final_observation)
             parts = final if isinstance(final, dict) else {"": final}
             for name in episode.final:
                 values = parts.get(name.partition("/")[2])
-                found[name + AFTER_LAST] = UNREAD if values is None else f"{_checksum(np.asarray(values)[None]):08x}"
-        return found
+                checksum = UNREAD if values is None else f"{_checksum(np.asarray(values)[None]):08x}"
+                sums[name + AFTER_LAST] = checksum
+        return sums
 
     def check_readable(self) -> None:
-        """Read all that has not been read yet.
+        """Read the rows that were not read yet.
 
         Raises:
             UnreadableEpisode: A field cannot be read.
@@ -102,11 +104,17 @@ class SummedEpisode:
             self._of_source(lambda: self._episode.final_observation)
 
     def _sum_of(self, name: str, must_be_read: bool = False) -> str:
+        """Return the checksum of a field; `UNREAD` if the writer did not read it and it cannot be read.
+
+        Raises:
+            UnreadableEpisode: The rest of a field cannot be read, or `must_be_read` and it cannot be read.
+        """
         length = self._episode.length
         start = self._stops.get(name, 0)
         is_read_by_writer = start > 0
-        known = self._episode.schema
-        step = max(1, _PART_BYTES // max(1, known[name].row_bytes if name in known else 1 << 10))
+        schema = self._episode.schema
+        row_bytes = schema[name].row_bytes if name in schema else 1 << 10
+        step = max(1, _PART_BYTES // max(1, row_bytes))
         try:
             for first in range(start, length, step):
                 self.read(name, first, min(first + step, length))
@@ -117,6 +125,7 @@ class SummedEpisode:
         return f"{self._sums.get(name, 0):08x}"
 
     def _of_source(self, read: Any) -> Any:
+        """Call `read`; convert errors of the source to `UnreadableEpisode`."""
         try:
             return read()
         except (UnreadableEpisode, UnansweredError):
@@ -143,23 +152,23 @@ def _checksum(rows: Any, start: int = 0) -> int:
 
 @dataclass
 class ConversionNote:
-    """What a target knows of its conversion.
+    """The description of a conversion in its target.
 
     Attributes:
         format, version: Of the writer.
-        options: Of the conversion, with defaults.
-        metadata: Of the recording.
+        options: Options of the conversion, with defaults.
+        metadata: Metadata of the recording.
         episodes: A description of each episode of the source, in its order.
-        source: Digest of the path, size and time of change of every file of the source; "" if they are not known.
+        source: Digest of path, size and modification time of every file of the source; "" if unknown.
         left_out: Ids of the episodes that could not be read.
         rows: Id of each episode that was written -> field -> checksum.
-        files: Id of an episode -> name in the target -> size and checksum. The first file makes the episode present.
+        files: Id of an episode -> name in the target -> size and checksum. The first file is renamed last.
         stored: Id of an episode -> dataset in an HDF5 target -> checksum of its rows there.
         files_of_all: Other files: name in the target -> size and checksum; {} while they are written.
-        unplaced: Id of the last episode if its files may not have taken their places; "" if they have.
-        published: Ids of the episodes in the blocks of a target of ours, also if they were dropped or pruned since.
-        finish: Facts of the last line of a complete target; None if the target was never complete.
-        has_damaged_lines: Whether lines could not be read, as that of an episode at which a conversion was killed.
+        unplaced: Id of the last episode if its files may not be renamed yet; "" otherwise.
+        published: Ids of the episodes in the blocks of a block folder, including dropped and pruned ones.
+        finish: Content of the last line of a complete target; None if the target was never complete.
+        has_damaged_lines: Whether lines could not be read, such as a line that a killed conversion cut.
     """
 
     format: str
@@ -178,23 +187,23 @@ class ConversionNote:
     finish: Mapping[str, Any] | None = field(default=None, compare=False)
     has_damaged_lines: bool = field(default=False, compare=False)
 
-    def resume(self, there: ConversionNote) -> None:
-        """Copy the episodes of an earlier note; files of all episodes only where they are blocks of ours."""
-        self.rows = there.rows
-        self.files = there.files
-        self.stored = there.stored
-        self.published = there.published
-        self.unplaced = there.unplaced
-        self.files_of_all = there.files_of_all if there.published else {}
+    def resume(self, earlier: ConversionNote) -> None:
+        """Copy the episodes of an earlier note. `files_of_all` is copied only from notes of block folders."""
+        self.rows = earlier.rows
+        self.files = earlier.files
+        self.stored = earlier.stored
+        self.published = earlier.published
+        self.unplaced = earlier.unplaced
+        self.files_of_all = earlier.files_of_all if earlier.published else {}
 
     def is_whole(self) -> bool:
-        """Return whether this may be the note of a complete target: of all episodes and all files, without damage."""
+        """Return whether the note has all episodes and files of a complete target, without damaged lines."""
         is_ended = self.finish is not None or bool(self.files_of_all)
         is_of_all = {*self.rows} | self.left_out == {episode["id"] for episode in self.episodes}
         return is_ended and is_of_all and not self.has_damaged_lines
 
     def written_ids(self) -> list[str]:
-        """Return the ids of the episodes that are written or to be written, in order."""
+        """Return the ids of all episodes that are not left out, in order."""
         return [episode["id"] for episode in self.episodes if episode["id"] not in self.left_out]
 
     def forget(self) -> None:
@@ -239,7 +248,7 @@ class ConversionNote:
         return line_of(episode, self.rows[episode], self.files.get(episode, {}), self.stored.get(episode, {}))
 
     def blank_lines(self, stored: Mapping[str, Iterable[str]]) -> dict[str, str]:
-        """Return a line for each episode to come, of the length that `line_of` returns for it.
+        """Return a placeholder line for each episode, with the length of its later line.
 
         Args:
             stored: Id of an episode -> its datasets.
@@ -255,56 +264,75 @@ class ConversionNote:
 
     @classmethod
     def parse(cls, text: str) -> ConversionNote | None:
-        """Read a note; None if it is none, or its first line is damaged. Damaged lines of episodes are left out."""
+        """Parse a note. Damaged lines of episodes are skipped.
+
+        Returns:
+            None if the text is no note or its first line is damaged.
+        """
         first, *lines = text.split("\n")
         about = _object(first)
         if about is None or about.get(_KEY) != 1:
             return None
         try:
-            episodes = [{**one, "fields": about["fields"][one["fields"]]} for one in about["episodes"]]
+            fields = about["fields"]
+            episodes = [{**episode, "fields": fields[episode["fields"]]} for episode in about["episodes"]]
             note = cls(
-                about["format"], about["version"], about["options"], about["metadata"], episodes, about["source"],
-                set(about["left_out"]),
-            )  # fmt: skip
+                format=about["format"],
+                version=about["version"],
+                options=about["options"],
+                metadata=about["metadata"],
+                episodes=episodes,
+                source=about["source"],
+                left_out=set(about["left_out"]),
+            )
         except (LookupError, TypeError):
             return None
-        if not note._is_sound():
+        if not note._has_valid_types():
             return None
-        known = {episode["id"] for episode in note.episodes}
+        ids = {episode["id"] for episode in note.episodes}
         for line in lines:
-            if line.strip() and not note._take(_object(line) or {}, known):
+            if line.strip() and not note._read_line(_object(line) or {}, ids):
                 note.has_damaged_lines = True
         return note
 
-    def _take(self, line: Mapping[str, Any], known: Collection[str]) -> bool:
-        """Add the facts of a line; return whether the line is sound.
+    def _read_line(self, line: Mapping[str, Any], ids: Collection[str]) -> bool:
+        """Add the content of a line; return whether the line is valid.
 
         Args:
-            line: The line.
-            known: Ids of the episodes of the source.
+            line: The line as an object; {} if it is no JSON object.
+            ids: Ids of the episodes of the source.
         """
-        files, published, removed = (line.get(name) for name in ("files", "published", "removed"))
+        files = line.get("files")
         sums = sums_from_json({} if files is None else files)
         if sums is None:
             return False
         if line.get("placed") is True:
             self.unplaced = ""
             return True
-        if "episode" not in line and "left_out" not in line:
-            if line.get("open") is True:
-                self.files_of_all.clear()
-            lists = [[] if names is None else names for names in (published, removed)]
-            if not all(_are_texts(names) for names in lists) or not {*lists[0]} <= {*known}:
-                return False
-            for name in lists[1]:
-                self.files_of_all.pop(name, None)
-            self.files_of_all |= sums
-            self.published.update(lists[0])
-            if "finish" in line:
-                self.finish = line["finish"] if isinstance(line["finish"], dict) else {}
-            return bool(line)
+        if "episode" in line or "left_out" in line:
+            return self._read_episode_line(line, ids, sums)
+        return self._read_files_line(line, ids, sums)
+
+    def _read_files_line(self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]) -> bool:
+        """Add a line about files, whose sums are parsed."""
+        if line.get("open") is True:
+            self.files_of_all.clear()
+        published: Any = [] if line.get("published") is None else line["published"]
+        removed: Any = [] if line.get("removed") is None else line["removed"]
+        if not _are_texts(published) or not _are_texts(removed) or not {*published} <= {*ids}:
+            return False
+        for name in removed:
+            self.files_of_all.pop(name, None)
+        self.files_of_all |= sums
+        self.published.update(published)
+        if "finish" in line:
+            self.finish = line["finish"] if isinstance(line["finish"], dict) else {}
+        return bool(line)
+
+    def _read_episode_line(self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]) -> bool:
+        """Add a line about an episode; `sums` are those of its files."""
         name = line.get("episode", line.get("left_out"))
-        if not isinstance(name, str) or name not in known:
+        if not isinstance(name, str) or name not in ids:
             return False
         if "left_out" in line:
             self.left_out.add(name)
@@ -313,14 +341,15 @@ class ConversionNote:
         stored: Any = line.get("stored", {})
         if not _are_sums(rows) or not _are_sums(stored):
             return False
-        self.rows.pop(name, None)  # the last line in the note is the last one in `rows`
+        self.rows.pop(name, None)  # `rows` is in the order of the last lines.
         self.rows[name] = rows
         self.unplaced = name
-        self.files[name], self.stored[name] = sums, stored
+        self.files[name] = sums
+        self.stored[name] = stored
         return True
 
-    def _is_sound(self) -> bool:
-        """Return whether all parts are of their types: a note may be damaged or made by others."""
+    def _has_valid_types(self) -> bool:
+        """Return whether all parts have their types, as a note may be damaged or written by other programs."""
         if not isinstance(self.options, dict) or not isinstance(self.metadata, dict):
             return False
         if not isinstance(self.source, str) or not all(isinstance(name, str) for name in self.left_out):
@@ -349,31 +378,32 @@ def files_line(
     """Return a line about files of all episodes."""
     about: dict[str, Any] = {"files": sums_as_json(files)}
     for name, names in (("published", published), ("removed", removed)):
-        if listed := sorted(names):
-            about[name] = listed
+        sorted_names = sorted(names)
+        if sorted_names:
+            about[name] = sorted_names
     if finish is not None:
         about["finish"] = finish
     return json.dumps(about) + "\n"
 
 
 def placed_line() -> str:
-    """Return the line after an episode whose files have taken their places."""
+    """Return the line after an episode whose files are renamed."""
     return json.dumps({"placed": True}) + "\n"
 
 
 def open_line() -> str:
-    """Return the line before files of all episodes are written again."""
+    """Return the line before the files of all episodes are rewritten."""
     return json.dumps({"open": True}) + "\n"
 
 
 def note_replaced(folder: Path, removed: Iterable[Path], added: Iterable[Path] = ()) -> None:
-    """Note that blocks of a folder are removed on purpose; called before they are removed.
+    """Note, before blocks of a folder are removed, that they are removed on purpose.
 
-    Does nothing in a folder that is no target of a conversion.
+    Does nothing if the folder is no target of a conversion.
 
     Args:
         folder: The folder.
-        removed: Blocks to be removed.
+        removed: Blocks that will be removed.
         added: New blocks with their episodes.
     """
     place = folder / NOTE_NAME
@@ -383,7 +413,7 @@ def note_replaced(folder: Path, removed: Iterable[Path], added: Iterable[Path] =
 
 
 def append_line(place: Path, line: str, is_durable: bool = False) -> None:
-    """Append a line to a note; with `is_durable` flush it to the disk."""
+    """Append a line to a note. With `is_durable`, flush the note to the disk."""
     descriptor = os.open(place, os.O_WRONLY | os.O_APPEND)
     data = line.encode()
     try:
@@ -401,29 +431,34 @@ def left_out_line(episode: str) -> str:
 
 
 def _object(line: str) -> dict[str, Any] | None:
+    """Parse a JSON object; None if the line is no valid object."""
     try:
-        found = json.loads(line, object_pairs_hook=_without_repeated, parse_constant=_refuse)
+        value = json.loads(line, object_pairs_hook=_unique_names, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _is_shallow(value: Any, depth: int = _MAX_DEPTH) -> bool:
-    """Return whether lists and objects are nested less than `depth` times, so that they can be compared as JSON."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    """Return whether lists and objects have less than `depth` levels, so that they can be compared as JSON."""
+    parts: Iterable[Any] = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, list):
+        parts = value
     return depth > 0 and all(_is_shallow(part, depth - 1) for part in parts)
 
 
-def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; raise ValueError if a name is repeated."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise `ValueError` if a name is repeated."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError("a repeated name")
-    return found
+    return values
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)  # NaN and infinities are texts in a note
+def _reject_constant(constant: str) -> None:
+    raise ValueError(constant)  # In a note, NaN and infinities are texts.
 
 
 def _are_texts(values: Any) -> bool:
@@ -435,7 +470,7 @@ def _are_sums(values: Any) -> bool:
 
 
 def _is_description(episode: Mapping[str, Any]) -> bool:
-    """Return whether a description has the parts of `described`."""
+    """Return whether a description has the parts that `described` returns, with valid types."""
     fields = episode["fields"]
     if not isinstance(fields, dict) or not isinstance(episode.get("id"), str):
         return False
@@ -449,7 +484,7 @@ def _is_description(episode: Mapping[str, Any]) -> bool:
 
 
 def described(episode: Any) -> dict[str, Any]:
-    """Describe an episode as a note has it, without reading a row."""
+    """Return the description of an episode for a note. Reads no rows."""
     return {
         "id": episode.id,
         "length": episode.length,
@@ -468,11 +503,12 @@ def described(episode: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _forms(schema: Schema) -> Mapping[str, str]:
-    return {name: f"{one.dtype}{list(one.shape)}" for name, one in schema.items()}
+    """Return field -> dtype and shape as text."""
+    return {name: f"{declared.dtype}{list(declared.shape)}" for name, declared in schema.items()}
 
 
 def shortened(metadata: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Return metadata as JSON has them; long values as their checksum."""
+    """Return metadata as JSON values. Long values become their checksum; `without` names are left out."""
     return {str(name): _shortened(plain(value)) for name, value in metadata.items() if name not in without}
 
 
@@ -480,8 +516,10 @@ def _shortened(value: Any) -> Any:
     if not isinstance(value, (dict, list)):
         text = json.dumps(value)
         return value if len(text) <= _MAX_VALUE_BYTES else f"crc32 {crc32(text.encode()):08x}"
-    num_bytes = checksum = 0
-    for part in json.JSONEncoder().iterencode(value):  # a text may be in many places of a value that is one in memory
+    num_bytes = 0
+    checksum = 0
+    # In parts, as one text in memory may occur many times in a value.
+    for part in json.JSONEncoder().iterencode(value):
         num_bytes += len(part)
         checksum = crc32(part.encode(), checksum)
     return value if num_bytes <= _MAX_VALUE_BYTES else f"crc32 {checksum:08x}"

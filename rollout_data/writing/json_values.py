@@ -1,4 +1,4 @@
-"""Values as JSON has them."""
+"""Conversion of values to JSON values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it: arrays as lists, bytes as text, what is not finite as text."""
+    """Return a value as JSON value: arrays become lists; bytes, NaN and infinities become texts."""
     if isinstance(value, Mapping):
         return {str(name): plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -22,11 +22,13 @@ def plain(value: Any) -> Any:
         return value.decode(errors="replace")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return str(value)
 
 
 def json_bytes(value: Any, most: int, indent: int | None = None) -> int:
-    """Return the bytes of a value as JSON; counting ends beyond `most`, and nothing is kept."""
+    """Return the number of bytes of a value as JSON. Counting stops above `most`."""
     if isinstance(value, (str, int, float)):
         return len(json.dumps(value))
     num_bytes = 0

@@ -1,7 +1,7 @@
-"""Recording: `RecordingWrapper` around an env in any loop, and `record_demonstrations`, which is such a loop.
+"""Record environments: `RecordingWrapper` for any loop, and `record_demonstrations`, a loop with a policy.
 
-One rule: what an env's step means is `environments.py`'s; here is decided which episodes are kept; the rest is the
-writer's.
+`environments.py` reads the results of an env. This module decides which episodes are kept, and
+`RolloutWriter` records them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from storage.errors import RolloutDataWarning, UsageError
 from ..blocks.annotation_table import TASK
 from ..blocks.block_folder import BlockFolder
 from ..blocks.block_header import TERMINATED, TRUNCATED
-from .environments import Simulator, joined, mapped, told
+from .environments import Simulator, info_flags, joined, mapped
 from .rollout_writer import RolloutWriter
 from .step_infos import needed_infos
 
@@ -40,12 +40,15 @@ _RECORDED = ("reset", "reset_async", "reset_wait", "get_observations", "step", "
 
 @dataclass(frozen=True)
 class EpisodeSummary:
-    """An episode that has ended, as `keep` is asked about it.
+    """An episode that has ended, the argument of `keep`.
 
     Attributes:
-        total_reward: The sum of its rewards (of the first reward).
-        success: What infos told of its last step; None if nothing.
-        success_once: Whether they told a success of any of its steps.
+        env_id: Index of the env.
+        length: Steps of the episode.
+        total_reward: Sum of its rewards (of the first reward if there are several).
+        terminated, truncated: How it ended.
+        success: Success in the infos of its last step; None if they have none.
+        success_once: Whether the infos of any step had a success.
     """
 
     env_id: int
@@ -59,17 +62,17 @@ class EpisodeSummary:
 
 @dataclass(frozen=True)
 class RecordingSummary:
-    """What a call of `record_demonstrations` did.
+    """Result of `record_demonstrations`.
 
     Attributes:
-        data_dir: Where the data are.
-        num_frames, num_trajectories: In the dataset now, what was there before included.
+        data_dir: Data folder.
+        num_frames, num_trajectories: Size of the dataset, including earlier recordings.
         num_new_frames, num_new_trajectories: Recorded and kept by this call.
-        num_steps: Steps of all envs that it took.
-        num_nonfinite_rewards: NaN or infinite rewards among them.
-        mean_return: Mean sum of rewards (of the first reward) over all trajectories that ended, kept
-            or not; NaN if none did.
-        duration_s: Wall-clock time.
+        num_steps: Steps of all envs in this call.
+        num_nonfinite_rewards: NaN or infinite rewards in this call.
+        mean_return: Mean sum of rewards (of the first reward) over all trajectories that ended, kept or
+            dropped; NaN without any.
+        duration_s: Wall-clock time in seconds.
     """
 
     data_dir: Path
@@ -83,37 +86,38 @@ class RecordingSummary:
     duration_s: float
 
 
-#: Arguments of the writer and its recorder that are not options.
+#: Arguments of the writer and the recorder that are not options.
 _NO_OPTIONS = ("simulator", "num_envs", "is_in_loop")
 
 
 class RecordingWrapper(Owned):
-    """An env whose resets and steps are recorded, for any loop, which sees exactly what the env returns.
+    """An env whose resets and steps are recorded. The results of the env are returned unchanged.
 
-    All other attributes and methods are the env's, and `isinstance` takes it for the env. A reset in the middle of an
-    episode leaves an open trajectory. Actions are recorded in the dtype of the env's space. Noted of an episode are the
-    `seed` of its reset, as it was given, the first text that infos have as `task` beside one of its observations, and
-    the `success` that they tell of its last step. `close()` closes `rollout_writer`, the writer, then the env.
+    All other attributes and methods are those of the env, and `isinstance` treats it as the env. A reset in
+    the middle of an episode leaves an open trajectory. Actions are recorded in the dtype of the env's space.
+    Metadata of an episode are the `seed` of its reset, the first text `task` in its infos, and the `success`
+    in the infos of its last step. `close()` closes the writer `rollout_writer`, then the env.
 
-    Steps of a simulator on a GPU are recorded without waiting for it, see `RolloutWriter.add`: a later call raises
-    their errors.
+    Steps of a simulator on a GPU are copied asynchronously. A later call raises their errors, see
+    `RolloutWriter.add`.
 
     Args:
-        env: As for `record_demonstrations`.
-        data_dir: The data folder.
-        autoreset: When an env is reset whose episode has ended: "next_step" (its next step only resets it),
-            "same_step" (infos have the final observation, or none is recorded) or "disabled" (the loop resets it).
-            None reads it from `metadata["autoreset_mode"]`, or from what is returned when an episode ends; a single
-            env is "disabled" then.
-        options: Of `RolloutWriter`, and these:
-            `success_only`: keep only episodes of whose last step infos tell a success.
-            `keep`: keep only episodes of whose `EpisodeSummary` this is true.
-            `success_key="success"`: what tells success in infos, or `is_<key>`; in `final_info`, where that is.
-            `max_dropped`: raise when this many episodes in a row were dropped. Left out, it is 1000, or 10 per env if
-            that is more; a `RecordingWrapper` then warns once and goes on, unless infos never told a success.
+        env: As in `record_demonstrations`.
+        data_dir: Data folder.
+        autoreset: When an env is reset after the end of an episode. "next_step": its next step only resets
+            it. "same_step": in the last step, whose infos may have the final observation. "disabled": the
+            loop resets it. None detects the mode from `metadata["autoreset_mode"]` or from the results when
+            an episode ends; for a single env it is then "disabled".
+        options: Options of `RolloutWriter`, and these:
+            `success_only`: keep only episodes whose last infos have a success.
+            `keep`: keep only episodes for which `keep(EpisodeSummary)` is true.
+            `success_key="success"`: name of the success in infos or `final_info`; `is_<key>` is read too.
+            `max_dropped`: raise after this number of dropped episodes in a row. The default is 1000, or 10
+            per env if that is more; a `RecordingWrapper` then only warns once, unless infos never had a
+            success.
 
     Raises:
-        UsageError: An argument is wrong; from a step: it cannot be recorded, or `max_dropped` episodes were dropped.
+        UsageError: An argument is invalid, a step cannot be recorded, or `max_dropped` episodes were dropped.
     """
 
     __class__ = property(lambda self: type(self.env))
@@ -134,7 +138,7 @@ class RecordingWrapper(Owned):
         return partial(self._recorded_call, name) if name in _RECORDED else value
 
     def _recorded_call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the env and record what it does; errors name this method."""
+        """Call a method of the env and record its result. Errors name this method."""
         try:
             return self._recorder.call(name, *args, **kwargs)
         except UsageError as error:
@@ -145,9 +149,10 @@ class RecordingWrapper(Owned):
         setattr(self.env, name, value)
 
     def close(self, *args: Any, **kwargs: Any) -> Any:
-        """Close the writer, then the env. May be called twice."""
+        """Close the writer, then the env. Idempotent."""
         self._owner.check()
-        is_open, self.__dict__["_is_open"] = self._is_open, False
+        is_open = self._is_open
+        self.__dict__["_is_open"] = False
         try:
             self.rollout_writer.close()
         finally:
@@ -169,32 +174,34 @@ def record_demonstrations(
     autoreset: str | None = None,
     **options: Any,
 ) -> RecordingSummary:
-    """Record a policy until a dataset holds a number of frames and trajectories.
+    """Record a policy until a dataset has enough frames and trajectories.
 
-    A folder that holds data already is continued: its frames and the trajectories that ended count. The parts of a
-    `spaces.Tuple` are recorded under the names "0", "1", ...
+    If the folder has data, the recording continues it: its frames and complete trajectories count. Parts of
+    a `spaces.Tuple` are recorded under the names "0", "1", ...
 
     Args:
-        env: A vectorized env of gymnasium (any autoreset mode), stable-baselines3, ManiSkill, Isaac Lab, rsl_rl or
-            Isaac Gym, or of such an interface: `num_envs`, and `step(actions)` that returns gymnasium's five values,
-            `obs, rewards, dones, infos` or `obs, privileged_obs, rewards, dones, infos`, as arrays or tensors. The
-            groups `critic` and `privileged` of a dict observation are the privileged observation; a group `policy`
-            that is alone beside them is the observation. Or a single `gymnasium.Env`, recorded as one env: the policy
-            gets its observation and gives its action, both without an axis for envs.
-        policy: Observation -> actions; or an object with `act_inference` or `act`. A torch module gets
-            tensors, anything else the observation as the environment gives it.
-        data_dir: The data folder.
-        min_timesteps: Frames that the dataset holds at least when this returns.
-        min_trajectories: Trajectories that it holds at least, those in progress not counted.
+        env: A vectorized env of gymnasium (any autoreset mode), stable-baselines3, ManiSkill, Isaac Lab,
+            rsl_rl or Isaac Gym, or a single `gymnasium.Env`. Other envs need `num_envs` and a
+            `step(actions)` that returns gymnasium's five values, `obs, rewards, dones, infos` or
+            `obs, privileged_obs, rewards, dones, infos`, as arrays or tensors. The groups `critic` and
+            `privileged` of a dict observation are the privileged observation. If only a group `policy`
+            remains, it is the observation. The policy of a single env gets an observation and returns an
+            action without an axis for envs.
+        policy: Observation -> actions, or an object with `act_inference` or `act`. A torch module gets
+            tensors; another policy gets the observation as the env returns it.
+        data_dir: Data folder.
+        min_timesteps: Frames of the dataset at the end, at least.
+        min_trajectories: Complete trajectories of the dataset at the end, at least.
         keep_unfinished: Keep the trajectories in progress at the end as open ones.
-        metadata: More context for metadata.json.
-        seed: Of the environments' first reset. A folder that is continued makes another seed of it and of the
-            number of trajectories that it holds, so that the same call does not record the same episodes again.
-        show_progress: Draw a progress bar.
-        autoreset, options: As of `RecordingWrapper`. Where `autoreset` is "disabled", this function resets the envs.
+        metadata: Additional context for metadata.json.
+        seed: Seed of the first reset. If the folder has trajectories, the seed is combined with their
+            number, so that the same call records other episodes.
+        show_progress: Show a progress bar.
+        autoreset, options: As in `RecordingWrapper`. If `autoreset` is "disabled", this function resets
+            the envs.
 
     Returns:
-        A summary. `Ctrl-C` publishes what was recorded and then raises `KeyboardInterrupt` as usual; so does an error.
+        A summary. After an error or a Ctrl-C, the recorded steps are published before the exception is raised.
     """
     takers = (record_demonstrations, _Recorder, RolloutWriter)
     arguments.options_of("record_demonstrations", options, *takers, but=_NO_OPTIONS)
@@ -207,32 +214,48 @@ def record_demonstrations(
     data_dir = arguments.path(_RECORD, "data_dir", data_dir)
     if min_timesteps <= 0 and min_trajectories <= 0:
         raise UsageError(_RECORD, "", "min_timesteps or min_trajectories above 0", "neither")
-    simulator, (act, policy_name) = Simulator(_RECORD, env, autoreset), _policy(policy)
+    simulator = Simulator(_RECORD, env, autoreset)
+    act, policy_name = _policy(policy)
     start_s = time.monotonic()
     frames_before, trajectories_before, ended_before = _count(Path(data_dir))
-    goals = (min_timesteps - frames_before, min_trajectories - ended_before)
-    if max(goals) <= 0:
-        before = Path(data_dir), frames_before, trajectories_before
-        return RecordingSummary(*before, 0, 0, 0, 0, math.nan, time.monotonic() - start_s)
+    frames_goal = min_timesteps - frames_before
+    trajectories_goal = min_trajectories - ended_before
+    if frames_goal <= 0 and trajectories_goal <= 0:
+        return RecordingSummary(
+            data_dir=Path(data_dir),
+            num_frames=frames_before,
+            num_trajectories=trajectories_before,
+            num_new_frames=0,
+            num_new_trajectories=0,
+            num_steps=0,
+            num_nonfinite_rewards=0,
+            mean_return=math.nan,
+            duration_s=time.monotonic() - start_s,
+        )
     if seed is not None and seed >= 0 and trajectories_before:
         seed = int(np.random.SeedSequence((seed, trajectories_before)).generate_state(1)[0] >> 1)
     observation = simulator.start(seed)
     context = {"policy": policy_name, "min_timesteps": min_timesteps, "min_episodes": min_trajectories}
     context |= {"use_critic_obs": "privileged_observation" in simulator.seen, **(metadata or {})}
     recorder = _Recorder(simulator, data_dir, metadata=context, **options)
-    recorder.hear(seed, np.ones(simulator.num_envs, bool))
-    num_steps, shown, unit = (0, 1, " trajectories") if goals[1] > 0 else (0, 0, " frames")
-    bar = tqdm(total=goals[shown], desc="recording", unit=unit, disable=not show_progress)
+    recorder.start_episodes(seed, np.ones(simulator.num_envs, bool))
+    num_steps = 0
+    counts_trajectories = trajectories_goal > 0
+    goal = trajectories_goal if counts_trajectories else frames_goal
+    unit = " trajectories" if counts_trajectories else " frames"
+    bar = tqdm(total=goal, desc="recording", unit=unit, disable=not show_progress)
     with recorder.writer as writer, bar:
         while True:
-            have = writer.num_frames if keep_unfinished else writer.num_finished_frames, writer.num_trajectories
-            bar.update(min(have[shown], goals[shown]) - bar.n)
-            if have[0] >= goals[0] and have[1] >= goals[1]:
+            num_frames = writer.num_frames if keep_unfinished else writer.num_finished_frames
+            num_trajectories = writer.num_trajectories
+            bar.update(min(num_trajectories if counts_trajectories else num_frames, goal) - bar.n)
+            if num_frames >= frames_goal and num_trajectories >= trajectories_goal:
                 break
             observation, *_ = recorder.call("step", simulator.executed(act(observation)))
-            writer.settle()  # the loop asks what has ended and how much there is
-            if (waiting := simulator.reset_arguments) is not None:
-                observation, *_ = recorder.call("reset", **waiting)
+            writer.settle()  # The loop needs the ends and counts of this step.
+            reset_arguments = simulator.reset_arguments
+            if reset_arguments is not None:
+                observation, *_ = recorder.call("reset", **reset_arguments)
             num_steps += 1
         if not keep_unfinished:
             writer.discard(np.arange(simulator.num_envs))
@@ -250,7 +273,7 @@ def record_demonstrations(
 
 
 class _Recorder:
-    """Write what an env shows between resets and steps. Arguments are those of `RecordingWrapper`."""
+    """Record the resets and steps of an env. Arguments are as in `RecordingWrapper`."""
 
     def __init__(
         self,
@@ -272,7 +295,7 @@ class _Recorder:
         self._default_limit = max(1000, 10 * num_envs)
         self._limit = self._default_limit if max_dropped is None else max_dropped
         arguments.real(action, "max_dropped", self._limit, "a number >= 1 or None", lambda limit: limit >= 1)
-        self._goes_on = is_in_loop and max_dropped is None
+        self._only_warns = is_in_loop and max_dropped is None
         self._has_warned = False
         self.simulator = simulator
         self._success_only = success_only
@@ -286,32 +309,36 @@ class _Recorder:
         self._lengths = np.zeros(num_envs, np.int64)
         self._rewards = np.zeros(num_envs)
         self._has_succeeded = np.zeros(num_envs, bool)
-        self._is_success_told = False
+        #: Whether any infos had a success flag.
+        self._knows_success = False
         self._sum_of_rewards = 0.0
         self._num_ended = 0
         self._num_dropped_in_a_row = 0
-        #: Steps with tensors on a GPU that were taken, and the number of the last one that was recorded.
+        #: Number of steps with tensors on a GPU, and number of the last one that was recorded.
         self._num_late = 0
         self._last_recorded_late = 0
-        #: What the env showed before the next step to be recorded, and the same of a step to come after a reset.
+        #: Observations before the next step that will be recorded.
         self._before = simulator.seen
+        #: Observations of a reset before the next step of the env; empty if no reset was before it.
         self._fresh = simulator.seen
         self._action: Any = None
         self._reset: Any = slice(None)
         self._seed: Any = None
         self._lacks_task = np.ones(num_envs, bool)
-        #: Env -> what is to be noted with its next frame.
-        self._said: dict[int, dict[str, Any]] = {}
+        #: Env -> metadata to record with its next frame.
+        self._metadata: dict[int, dict[str, Any]] = {}
 
     @property
     def mean_return(self) -> float:
+        """Mean sum of rewards of all episodes that ended; NaN without any."""
         return self._sum_of_rewards / self._num_ended if self._num_ended else math.nan
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call one of the env's methods in `_RECORDED` and record what it does."""
+        """Call a method of the env in `_RECORDED` and record its result."""
         if name in ("step", "step_async"):
-            given = (*args, *kwargs.values())[0]
-            self._action = self.simulator.copied(self.simulator.executed(given))  # a simulator may clip them in place
+            actions = (*args, *kwargs.values())[0]
+            # A copy before the call, as a simulator may clip actions in place.
+            self._action = self.simulator.copied(self.simulator.executed(actions))
         elif name != "reset_wait":
             options = kwargs.get("options") or {}
             chosen = (options.get("reset_mask"), options.get("env_idx"), kwargs.get("env_ids"))
@@ -319,27 +346,28 @@ class _Recorder:
             self._seed = kwargs.get("seed")
         result = getattr(self.simulator.env, name)(*args, **kwargs)
         if name in ("step", "step_wait"):
-            self._take(result)
+            self._record_step(result)
         elif not name.endswith("_async"):
             try:
                 self.writer.settle()
-            finally:  # an error of an earlier step costs that step alone
-                self._see(name, result)
+            finally:  # After an error of an earlier step, the reset is recorded.
+                self._record_reset(name, result)
         return result
 
-    def _see(self, name: str, result: Any) -> None:
-        """Take what a reset or `get_observations` returned."""
+    def _record_reset(self, name: str, result: Any) -> None:
+        """Handle the result of a reset or of `get_observations`."""
         is_reset = np.zeros(len(self._lengths), bool)
         is_reset[self._reset] = name != "get_observations"
-        if (cut := is_reset & (self._lengths > 0)).any():
-            self.writer.discard(np.flatnonzero(cut), leave_open=True)
-            self._clear(cut)
+        is_interrupted = is_reset & (self._lengths > 0)
+        if is_interrupted.any():
+            self.writer.discard(np.flatnonzero(is_interrupted), leave_open=True)
+            self._clear(is_interrupted)
         self.simulator.see(result, is_reset)
-        self.hear(self._seed, is_reset)
+        self.start_episodes(self._seed, is_reset)
         self._fresh = self.simulator.seen
 
-    def _take(self, result: Any) -> None:
-        """Record a step; one with tensors on a GPU when it has arrived on the host."""
+    def _record_step(self, result: Any) -> None:
+        """Record a step. A step with tensors on a GPU is recorded when it has arrived on the host."""
         fresh = self._fresh
         self._fresh = {}
         *values, infos = result
@@ -350,12 +378,12 @@ class _Recorder:
             return
         try:
             self.writer.settle()
-        finally:  # an error of an earlier step costs that step alone
+        finally:  # After an error of an earlier step, this step is recorded.
             self._add(step)
 
     def _add_late(self, number: int, step: tuple[dict[str, Any], Any, Any]) -> None:
-        """Record a step from a GPU, which the writer gives again after a Ctrl-C: nothing is counted twice."""
-        if number == self._last_recorded_late:  # the Ctrl-C came after it
+        """Record a step from a GPU. The writer calls this again after a Ctrl-C; nothing is counted twice."""
+        if number == self._last_recorded_late:  # It was recorded before the Ctrl-C.
             return
         parts = (self, self.simulator)
         states = [{name: _copied(value) for name, value in vars(part).items()} for part in parts]
@@ -369,16 +397,21 @@ class _Recorder:
                 vars(part).update(state)
             raise
 
-    def hear(self, seed: Any, is_reset: np.ndarray) -> None:
-        """Keep what a reset of these envs, `[N]` bool, tells of the episodes that begin."""
-        for env in np.flatnonzero(is_reset).tolist():
-            own = seed[env] if isinstance(seed, (list, tuple, np.ndarray)) else seed
-            self._said[env] = {} if own is None else {"seed": own}
-        self._lacks_task |= is_reset
-        self._hear_tasks(self.simulator.infos)
+    def start_episodes(self, seed: Any, is_reset: np.ndarray) -> None:
+        """Start episodes and keep their metadata.
 
-    def _hear_tasks(self, infos: Mapping[str, Any]) -> None:
-        """Keep the tasks that infos tell beside observations of episodes of which none is known."""
+        Args:
+            seed: Seed of the reset: one for all envs, one per env, or None.
+            is_reset: `[N]` bool, envs that were reset.
+        """
+        for env in np.flatnonzero(is_reset).tolist():
+            env_seed = seed[env] if isinstance(seed, (list, tuple, np.ndarray)) else seed
+            self._metadata[env] = {} if env_seed is None else {"seed": env_seed}
+        self._lacks_task |= is_reset
+        self._keep_tasks(self.simulator.infos)
+
+    def _keep_tasks(self, infos: Mapping[str, Any]) -> None:
+        """Keep the tasks in infos of episodes that have no task yet."""
         tasks: Any = infos.get(TASK)
         is_listed = isinstance(tasks, (list, tuple, np.ndarray)) and len(tasks) == len(self._lacks_task)
         if not (is_listed or isinstance(tasks, str)):
@@ -386,20 +419,24 @@ class _Recorder:
         for env in np.flatnonzero(self._lacks_task & ~self.simulator.is_over).tolist():
             task = tasks if isinstance(tasks, str) else tasks[env]
             if isinstance(task, str):
-                self._said.setdefault(env, {})[TASK] = str(task)
+                self._metadata.setdefault(env, {})[TASK] = str(task)
                 self._lacks_task[env] = False
 
-    def _taken(self, present: Any) -> list[dict[str, Any] | None] | None:
-        """Return what is to be noted of the envs that have a frame now, `[N]` bool; None if nothing is."""
+    def _pop_metadata(self, present: Any) -> list[dict[str, Any] | None] | None:
+        """Remove and return the metadata of the envs with a frame, `[N]` bool; None if there are none."""
         is_present = np.broadcast_to(present, self._lengths.shape)
-        taken = {env: self._said.pop(env) for env in [*self._said] if is_present[env]}
-        return [taken.get(env) for env in range(len(is_present))] if any(taken.values()) else None
+        envs = [env for env in self._metadata if is_present[env]]
+        metadata = {env: self._metadata.pop(env) for env in envs}
+        if not any(metadata.values()):
+            return None
+        return [metadata.get(env) for env in range(len(is_present))]
 
     def _add(self, step: tuple[dict[str, Any], Any, Any]) -> None:
         fresh, action, result = step
         if fresh:
             self._before = fresh
-        before, self._before = self._before, {}  # so that after an error no frame is missing in the middle
+        before = self._before
+        self._before = {}  # After an error, the next step must follow a reset, so that no frame is missing.
         if not before:
             raise UsageError("record a step", "", "reset() or get_observations() before it", "neither")
         record, done, infos = self.simulator.read(result)
@@ -409,78 +446,105 @@ class _Recorder:
         self._sum_of_rewards += float(self._rewards[done].sum())
         self._num_ended += int(done.sum())
         if self._is_choosing or done.any():
-            success, is_told = self._told_success(done, infos)
-            for env in np.flatnonzero(done & is_told).tolist():
-                self._said.setdefault(env, {})["success"] = bool(success[env])
+            success, has_flag = self._success_flags(done, infos)
+            for env in np.flatnonzero(done & has_flag).tolist():
+                self._metadata.setdefault(env, {})["success"] = bool(success[env])
         if self._is_choosing:
-            record["success"] = self._chosen(record, done, success, is_told)
+            record["success"] = self._kept_episodes(record, done, success, has_flag)
         self._clear(done)
-        if (lacking := record.pop("lacks_final", None)) is not None:  # a record has them of all its ends or of none
-            without = {name: value for name, value in record.items() if not name.startswith("final_")}
-            self.writer.add(**before, action=action, **without, env_mask=lacking, episode=self._taken(lacking))
-            record["env_mask"] = ~lacking
-        self.writer.add(**before, action=action, **record, episode=self._taken(record.get("env_mask", True)))
-        self._hear_tasks(infos)
+        lacks_final = record.pop("lacks_final", None)
+        if lacks_final is not None:  # A record has final observations of all its ends or of none.
+            without_finals = {name: value for name, value in record.items() if not name.startswith("final_")}
+            self.writer.add(
+                **before,
+                action=action,
+                **without_finals,
+                env_mask=lacks_final,
+                episode=self._pop_metadata(lacks_final),
+            )
+            record["env_mask"] = ~lacks_final
+        metadata = self._pop_metadata(record.get("env_mask", True))
+        self.writer.add(**before, action=action, **record, episode=metadata)
+        self._keep_tasks(infos)
         self._before = self.simulator.seen
         if self._is_choosing and done.any():
             self._check_dropped(infos, 0 if record["success"].any() else int(done.sum()))
 
-    def _told_success(self, done: np.ndarray, infos: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return where infos of a step have a success, and where they have that key: `[N]` bool both."""
-        success, is_told = told(infos, self._names, len(done))
-        if (final := infos.get("final_info")) is not None:
-            last, is_last_told = told(joined(final), self._names, len(done))  # the rest is of the next episode
-            success = np.where(done, last, success)
-            is_told = np.where(done, is_last_told, is_told)
-        return success, is_told
+    def _success_flags(self, done: np.ndarray, infos: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return `[N]` bool: envs with a success in infos, and envs that have the flag."""
+        success, has_flag = info_flags(infos, self._names, len(done))
+        final_infos = infos.get("final_info")
+        if final_infos is not None:
+            # Other infos of the envs that ended belong to the next episode.
+            final_success, has_final_flag = info_flags(joined(final_infos), self._names, len(done))
+            success = np.where(done, final_success, success)
+            has_flag = np.where(done, has_final_flag, has_flag)
+        return success, has_flag
 
-    def _chosen(
-        self, record: Mapping[str, Any], done: np.ndarray, success: np.ndarray, is_told: np.ndarray
+    def _kept_episodes(
+        self, record: Mapping[str, Any], done: np.ndarray, success: np.ndarray, has_flag: np.ndarray
     ) -> np.ndarray:
         """Return which of the episodes that end in a step are kept: `[N]` bool."""
         self._has_succeeded |= success & record.get("env_mask", True)
-        self._is_success_told |= bool(is_told.any())
-        columns = (self._lengths, self._rewards, record["terminated"], record["truncated"])
-        values = (np.arange(len(done)), *columns, np.where(is_told, success, np.array(None)), self._has_succeeded)
-        kept = np.zeros(len(done), bool)
-        for one in map(EpisodeSummary, *(column[done].tolist() for column in values)):
-            kept[one.env_id] = (one.success or not self._success_only) and (self._keep is None or self._keep(one))
-        return kept
+        self._knows_success |= bool(has_flag.any())
+        is_kept = np.zeros(len(done), bool)
+        for env in np.flatnonzero(done).tolist():
+            summary = EpisodeSummary(
+                env_id=env,
+                length=int(self._lengths[env]),
+                total_reward=float(self._rewards[env]),
+                terminated=bool(record["terminated"][env]),
+                truncated=bool(record["truncated"][env]),
+                success=bool(success[env]) if has_flag[env] else None,
+                success_once=bool(self._has_succeeded[env]),
+            )
+            is_wanted = bool(summary.success) or not self._success_only
+            is_kept[env] = is_wanted and (self._keep is None or self._keep(summary))
+        return is_kept
 
-    def _clear(self, envs: np.ndarray) -> None:
-        for running in (self._lengths, self._rewards, self._has_succeeded):
-            running[envs] = 0
-        self._lacks_task[envs] = True
+    def _clear(self, is_over: np.ndarray) -> None:
+        """Reset the sums of envs whose episode is over, `[N]` bool."""
+        self._lengths[is_over] = 0
+        self._rewards[is_over] = 0
+        self._has_succeeded[is_over] = False
+        self._lacks_task[is_over] = True
 
     def _check_dropped(self, infos: Mapping[str, Any], num_dropped: int) -> None:
+        """Raise or warn if too many episodes in a row were dropped.
+
+        Args:
+            infos: Infos of the step.
+            num_dropped: Episodes that ended in the step, or 0 if one of them is kept.
+        """
         self._num_dropped_in_a_row = num_dropped and self._num_dropped_in_a_row + num_dropped
-        is_told = self._is_success_told or not self._success_only
-        limit = self._limit if is_told else min(self._limit, self._default_limit)
-        if self._num_dropped_in_a_row < limit or (is_told and self._has_warned):
+        can_succeed = self._knows_success or not self._success_only
+        limit = self._limit if can_succeed else min(self._limit, self._default_limit)
+        if self._num_dropped_in_a_row < limit or (can_succeed and self._has_warned):
             return
-        why = "keep is false of them"
         advice = "Change the policy or keep, or raise max_dropped"
-        if self._success_only and is_told:
-            why = "they ended without success" + (" or keep is false of them" if self._keep else "")
-        elif not is_told:
+        if not can_succeed:
             names = sorted(map(str, joined(infos.get("final_info", infos))))
-            why = f"infos never have {' or '.join(map(repr, self._names))}, but {names}"
-            advice = "Say with success_key what tells success"
-        got = f"{self._num_dropped_in_a_row} in a row to drop: {why}"
-        error = UsageError("go on recording", "", "episodes to keep", got, advice)
-        if not (is_told and self._goes_on):
+            reason = f"infos never have {' or '.join(map(repr, self._names))}, but {names}"
+            advice = "Name the success flag of the infos with success_key"
+        elif self._success_only:
+            reason = "they ended without success" + (" or keep returned False" if self._keep else "")
+        else:
+            reason = "keep returned False"
+        got = f"{self._num_dropped_in_a_row} dropped in a row: {reason}"
+        error = UsageError("continue to record", "", "episodes to keep", got, advice)
+        if not (can_succeed and self._only_warns):
             raise error
         self._has_warned = True
         warnings.warn(f"nothing is recorded: {got}. {advice}", RolloutDataWarning, stacklevel=6)
 
 
 def _copied(state: Any) -> Any:
-    """Copy an attribute of which a step changes elements in place; return any other as it is."""
+    """Copy an array or dict, which a step changes in place. Return other values unchanged."""
     return state.copy() if isinstance(state, (np.ndarray, dict)) else state
 
 
 def _count(data_dir: Path) -> tuple[int, int, int]:
-    """Count what a folder holds: frames, trajectories, and those of them that ended; nothing if it is not there."""
+    """Return the number of frames, trajectories and complete trajectories of a folder; 0 without a folder."""
     if not data_dir.is_dir():
         return 0, 0, 0
     index = BlockFolder.at(data_dir).index
@@ -490,8 +554,8 @@ def _count(data_dir: Path) -> tuple[int, int, int]:
 def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
     """Return a policy as a function of the observation, and its name.
 
-    A `torch.nn.Module` is given tensors on its device and of its dtype; anything else gets the observation as the
-    environment gave it. Objects are asked for `act_inference`, then `act`.
+    A `torch.nn.Module` gets tensors on its device and of its dtype; another policy gets the observation of
+    the env. Of an object, `act_inference` is used, or `act`.
     """
     methods = (getattr(policy, name, None) for name in ("act_inference", "act"))
     act = next((method for method in methods if callable(method)), policy)
@@ -506,6 +570,11 @@ def _policy(policy: Any) -> tuple[Callable[[Any], Any], str]:
     def to_tensor(value: Any) -> torch.Tensor:
         tensor = as_given(value)
         parameter = next(policy.parameters(), torch.zeros((), device="cpu"))
-        return tensor.to(parameter.device, parameter.dtype if tensor.is_floating_point() else tensor.dtype)
+        dtype = parameter.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(parameter.device, dtype)
 
-    return torch.no_grad()(lambda observation: act(mapped(to_tensor, observation))), name
+    @torch.no_grad()
+    def act_on_tensors(observation: Any) -> Any:
+        return act(mapped(to_tensor, observation))
+
+    return act_on_tensors, name

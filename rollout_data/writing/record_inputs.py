@@ -1,7 +1,6 @@
-"""The records that a writer takes, under our names: dicts, named tuples, dataclasses, objects, batches, storages.
+"""Records of many types under our names: dicts, named tuples, dataclasses, objects, batches, storages.
 
-One rule: a batch of a dataset gives what was recorded, without what only its reader added, and one table holds the
-names of other libraries. Values are checked elsewhere.
+Fields that only a reader adds to a batch are removed. `rollout_records.py` checks the values.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from storage.onpolicy.transition_columns import rollout_columns
 from ..playback.transition import Transition
 from .step_infos import are_infos
 
-#: Our name -> the names of Minari, gymnasium, stable-baselines3, torchrl, D4RL, RLlib, tianshou and rsl_rl.
+#: Our name -> names of Minari, gymnasium, stable-baselines3, torchrl, D4RL, RLlib, tianshou and rsl_rl.
 _OTHER_NAMES = {
     "observation": "observations obs",
     "privileged_observation": "privileged_observations privileged_obs critic_observations critic_obs",
@@ -42,84 +41,94 @@ _OTHER_NAMES = {
 }
 _ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _ENDS = {"done", "terminated", "truncated", "timeout"}
-#: Parts of other records that a recording does not repeat, and what to do instead.
+#: Values of other records that are not recorded -> the reason.
 _FOLLOWS = "it follows from the frames, and from final_observation where they end"
 _DERIVED = dict.fromkeys(("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS)
 _DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
-#: What transitions of other storages carry besides, in shapes of their own; given by keyword it is a field like others.
+#: Values of other storages with other shapes, which are ignored. As a keyword, a value is a usual field.
 _CARRIED = {"hidden_states"}
 _NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "extras", "next"}
 
 
 def is_taken(name: str) -> bool:
-    """Return whether a value of this name is no extra field of a record."""
+    """Return whether this name has a meaning in a record, so that it cannot be an extra field."""
     return name in _NOT_OURS or name in _OTHER_NAMES or name in Transition._fields
 
 
-def keywords_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword values of `RolloutWriter.add` that were given, from its locals; None is not given."""
-    extras = given.pop("extras")
-    del given["self"], given["transition"]
-    given.pop("include", None)
-    return {name: value for name, value in (given | extras).items() if value is not None}
+def keywords_of(arguments_by_name: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword values of `RolloutWriter.add` that are not None, from its `locals()`."""
+    extras = arguments_by_name.pop("extras")
+    del arguments_by_name["self"], arguments_by_name["transition"]
+    arguments_by_name.pop("include", None)
+    return {name: value for name, value in (arguments_by_name | extras).items() if value is not None}
 
 
-def given_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a record (mapping, named tuple, dataclass, object with attributes) and keyword values.
 
-    Names are brought to ours ("actions" -> "action"); None means not given. What follows from the rest is left out,
-    with a warning if it was given by keyword. Infos stay as they are, for `InfoReader`.
+    Names of other libraries are translated ("actions" -> "action"). None values are left out. Values that
+    follow from other values are left out, with a warning if they are keywords. Infos are not changed.
 
     Raises:
-        UsageError: One thing is given twice, by one name or by two; or a batch has marks not to be told from ends.
+        UsageError: A value has two names or occurs twice, or marks of a batch could also be ends.
     """
-    if transition is None and _NOT_OURS.isdisjoint(keywords):  # as in most steps of most loops
+    if transition is None and _NOT_OURS.isdisjoint(keywords):  # The usual case.
         return dict(keywords)
     merged: dict[str, tuple[str, Any]] = {}
-    for source, carried in ((_items_of(action, transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
-        for given, value in _with_next(source).items():
-            name = _ALIASES.get(given, given)
-            if given == "extras" and are_infos(value):
+    for source, ignored in ((_items_of(action, transition), _DERIVED.keys() | _CARRIED), (keywords, set())):
+        for original, value in _with_next(source).items():
+            name = _ALIASES.get(original, original)
+            if original == "extras" and are_infos(value):
                 name = "infos"
-            if value is None or name in carried:
+            if value is None or name in ignored:
                 continue
-            if reason := _DERIVED.get(name):
-                text = f"{name!r} is not recorded: {reason}; to keep it give it another name"
+            if name in _DERIVED:
+                text = f"{name!r} is not recorded: {_DERIVED[name]}. To keep it, give it another name"
                 warnings.warn(text, RolloutDataWarning, stacklevel=4)
             elif name in merged:
-                got = f"{merged[name][0]!r} and {given!r}"
+                got = f"{merged[name][0]!r} and {original!r}"
                 raise UsageError(action, f"with {name!r}", "each value once", got)
             else:
-                merged[name] = given, value
+                merged[name] = original, value
     return {name: value for name, (_, value) in merged.items()}
 
 
 def _with_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take torchrl's "next" apart: its ends are those of the step, the ends beside it those of the step before."""
+    """Return values with torchrl's nested "next" as flat names "next/...".
+
+    Ends in "next" belong to this step. Ends beside it belong to the previous step and are left out.
+    """
     if not isinstance(values.get("next"), Mapping):
         return values
-    inner = {f"next/{_ALIASES.get(name, name)}": value for name, value in values["next"].items()}
-    inner = {name: value for name, value in inner.items() if name in _ALIASES}
-    left_out = {"next"} | (_ENDS if _ENDS & {_ALIASES[name] for name in inner} else set())
-    return {name: value for name, value in values.items() if _ALIASES.get(name, name) not in left_out} | inner
+    next_values = {}
+    for name, value in values["next"].items():
+        flat_name = f"next/{_ALIASES.get(name, name)}"
+        if flat_name in _ALIASES:
+            next_values[flat_name] = value
+    left_out = {"next"}
+    if _ENDS & {_ALIASES[name] for name in next_values}:
+        left_out |= _ENDS
+    others = {name: value for name, value in values.items() if _ALIASES.get(name, name) not in left_out}
+    return others | next_values
 
 
 def warn_of_misspellings(values: Mapping[str, Any]) -> None:
-    """Warn of extra fields whose names are nearly the name of something that was not given."""
-    missing = {known: name for known, name in (_ALIASES | {n: n for n in _OTHER_NAMES}).items() if name not in values}
+    """Warn if the name of an extra field resembles the name of a missing value."""
+    names = _ALIASES | {name: name for name in _OTHER_NAMES}
+    missing = {known: name for known, name in names.items() if name not in values}
     for name in sorted(values.keys() - _OTHER_NAMES.keys()):
         for known, meant in missing.items():
             ratio = SequenceMatcher(None, name.lower(), known).ratio()
             length = len(name) + len(known)
             is_close = (ratio >= 0.8 and (1 - ratio) * length < 3.5) or sorted(name) == sorted(known)
             if is_close and known not in name.split("_"):
-                text = f"{name!r} is recorded as an extra field: if {meant!r} was meant, give it by that name"
+                text = f"{name!r} is recorded as an extra field. If it is {meant!r}, give it by that name"
                 warnings.warn(text, RolloutDataWarning, stacklevel=5)
                 break
 
 
 def _items_of(action: str, transition: Any) -> dict[str, Any]:
-    """Return the values of a record by the names that it has for them."""
+    """Return the values of a record by its own names."""
     if transition is None:
         return {}
     if isinstance(transition, Mapping):
@@ -139,13 +148,21 @@ def _items_of(action: str, transition: Any) -> dict[str, Any]:
 
 
 def _recorded_done(action: str, batch: Transition) -> Any:
-    """Return `done` of a batch as it was recorded: without the marks of first frames that are not the last as well."""
+    """Return `done` of a batch as it was recorded, without the marks of first frames.
+
+    A reader marks first frames in `done`. A first frame that is also a last frame keeps its mark.
+
+    Raises:
+        SchemaError: A flag has another shape than `done`.
+        UsageError: Without `is_last`, a mark may be a first frame or an end.
+    """
     if batch.done is None or batch.is_first is None:
         return batch.done
     done = as_given(batch.done)
     flags = {}
     for name in ("is_first", "is_last", "timeout", "valid"):
-        if (value := getattr(batch, name)) is not None:
+        value = getattr(batch, name)
+        if value is not None:
             flag = as_given(value)
             if flag.numel() != done.numel():
                 expected = f"shape {tuple(done.shape)} as of 'done'"
@@ -154,19 +171,23 @@ def _recorded_done(action: str, batch: Transition) -> Any:
     if "is_last" in flags:
         return done.masked_fill(flags["is_first"] & ~flags["is_last"], 0)
     is_unclear = done.bool() & flags["is_first"]
-    if "timeout" in flags:  # only an end is a timeout
+    if "timeout" in flags:  # A time-out is always an end.
         is_unclear &= ~flags["timeout"]
-    if "valid" in flags:  # what is not valid is no frame
+    if "valid" in flags:  # Invalid entries are no frames.
         is_unclear &= flags["valid"]
     if is_unclear.any():
-        advice = "Give it with batch._replace(is_last=...): batch.done, where no first frame is marked"
-        where = "with is_first where done is true"
-        raise UsageError(action, where, "is_last, which tells marked frames from ended ones", "None", advice)
+        advice = "Set it with batch._replace(is_last=...): batch.done, where no first frame is marked"
+        where = "with is_first and done both true"
+        expected = "is_last, which separates first frames from ends"
+        raise UsageError(action, where, expected, "None", advice)
     return done
 
 
 def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
-    """Return the filled steps of a `RolloutStorage` in the order of time as a mapping; anything else as it is."""
+    """Return the filled steps of a `RolloutStorage` as a mapping, in the order of time.
+
+    Other transitions are returned unchanged.
+    """
     include = arguments.names(action, "include", include)
     if not hasattr(transition, "num_transitions_per_env") or not hasattr(transition, "add_transitions"):
         if include:
@@ -176,12 +197,15 @@ def unpack_storage(action: str, transition: Any, include: Sequence[str]) -> Any:
         return transition
     declared = transition.declare_columns() if hasattr(transition, "declare_columns") else rollout_columns(1, 1, 1, 1)
     usual = [column.name for column in declared if column.is_recorded]
-    found = {name: getattr(transition, name, None) for name in (*usual, *include)}
-    if missing := [name for name in include if found[name] is None]:
+    columns = {name: getattr(transition, name, None) for name in (*usual, *include)}
+    missing = [name for name in include if columns[name] is None]
+    if missing:
         raise UsageError(action, "", "include as fields of the storage", repr(missing[0]))
-    step, is_round = transition.step, getattr(transition, "buffer_full", False)  # a full queue begins at its cursor
+    step = transition.step
+    is_full_queue = getattr(transition, "buffer_full", False)
 
     def filled(column: torch.Tensor) -> torch.Tensor:
-        return torch.cat([column[step:], column[:step]]) if is_round else column[:step]
+        # The oldest step of a full queue is at its cursor.
+        return torch.cat([column[step:], column[:step]]) if is_full_queue else column[:step]
 
-    return {name: map_leaves(filled, value) for name, value in found.items() if value is not None}
+    return {name: map_leaves(filled, value) for name, value in columns.items() if value is not None}

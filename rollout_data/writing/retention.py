@@ -1,8 +1,7 @@
-"""Retention: delete blocks that hold nothing but old trajectories.
+"""Retention: delete blocks that only hold old trajectories.
 
-One rule: whole blocks, oldest first per writer. Deleting from the front leaves no trajectory
-without its end (and no dropped one without the note that it is dropped); one that loses its
-beginning is left out by every reader.
+Blocks are deleted whole, oldest first within each writer, so a trajectory loses its beginning first.
+Readers skip trajectories without a beginning. Marks of dropped trajectories are in later blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..sources.recordings_in_folder import check_single
 from .conversion_record import note_replaced
 from .writer_journal import journal_path
 
-#: What `prune` can limit.
+#: Names of the limits of `prune`.
 LIMITS = ("trajectories", "frames", "bytes")
 
 
@@ -37,25 +36,26 @@ def prune(
     dry_run: bool = False,
     progress: bool = False,
 ) -> list[Path]:
-    """Delete the blocks that the newest trajectories do not need; writers and readers may be at work.
+    """Delete the oldest blocks of a data folder; keep the newest trajectories within all limits.
 
-    A block stays or goes as a whole: beyond the limits there is what shares blocks with the newest trajectories, and
-    with those that living writers have in progress. The newest trajectory always stays; one that was dropped does not
-    count.
+    Blocks are deleted whole. A block is kept if a kept or unfinished trajectory has frames in it, so more
+    than the limits may remain. The newest complete trajectory is always kept. Dropped trajectories do not
+    count. Safe to call while writers and readers are running.
 
     Args:
-        data_dir: The data folder.
-        trajectories: How many complete ones are kept, in the order of completion.
-        frames: How many frames are kept, of whole trajectories.
-        bytes: How many bytes of files. At least one limit must be given; all that are given hold.
-        dry_run: Delete nothing.
+        data_dir: Data folder.
+        trajectories: Complete trajectories to keep, newest first.
+        frames: Frames to keep, counted in whole trajectories.
+        bytes: Bytes of block files to keep, counted in whole trajectories.
+        dry_run: Return the files without deleting them.
         progress: Show a progress bar.
 
     Returns:
-        The files, oldest first for each writer.
+        The deleted files, oldest first within each writer.
 
     Raises:
-        UsageError: No limit is given, one is no integer >= 1, or the folder holds recordings and is none itself.
+        UsageError: No limit is given, a limit is not an integer >= 1, or the folder only contains folders
+            with recordings.
     """
     action = "call rollout_data.prune"
     limits = checked_limits(action, {"trajectories": trajectories, "frames": frames, "bytes": bytes})
@@ -63,53 +63,87 @@ def prune(
     folder = BlockFolder.at(arguments.path(action, "data_dir", data_dir))
     if not folder.blocks:
         check_single(action, folder.data_dir)
-    index = folder.index
-    is_growing = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
-    is_kept = ~index.is_complete() & np.array(is_growing, bool)[index.writer]
-    is_kept[_first_kept(index, limits) :] = True
-    old: list[Path] = []
-    edits = index.edits()
-    for number, writer in enumerate(index.writers):
-        known = index.number[index.writer == number]
-        if writer in edits:
-            known = np.append(known, index.blocks[edits[writer]].fragments["trajectory"])
-        kept = set(index.number[is_kept & (index.writer == number)].tolist())
-        mine = (one for one in index.blocks if one.writer == writer and not one.is_edit)
-        for block in sorted(mine, key=lambda one: one.sequence):
-            found = block.fragments["trajectory"]
-            # Beyond the newest known ones are tentative ones, which the index does not list yet.
-            if (found > known.max(initial=-1)).any() or not kept.isdisjoint(found.tolist()):
-                break
-            old.append(block.path)
-    if old and not dry_run:
-        note_replaced(folder.data_dir, old)
-    for path in tqdm([] if dry_run else old, desc="prune", unit=" blocks", disable=not progress):
-        path.unlink(missing_ok=True)
-        path.with_name(path.name + ".sums").unlink(missing_ok=True)  # of a folder that was copied from a bucket
-    if old and not dry_run:
-        save_index_cache(data_dir)
-    return old
+    is_needed = _needed_trajectories(folder, limits)
+    paths: list[Path] = []
+    for number in range(len(folder.index.writers)):
+        paths += _unneeded_files(folder.index, number, is_needed)
+    if paths and not dry_run:
+        _delete(folder.data_dir, paths, progress)
+    return paths
 
 
-def checked_limits(action: str, given: Any) -> dict[str, int]:
-    """Check the limits of `prune`: name -> the most that is kept; None is no limit."""
+def checked_limits(action: str, limits: Any) -> dict[str, int]:
+    """Return the limits of `prune` that are not None, by name.
+
+    Raises:
+        UsageError: No limit is given, a name is unknown, or a limit is not an integer >= 1.
+    """
     expected = f"at least one of {', '.join(LIMITS)}"
-    if not isinstance(given, Mapping) or given.keys() - {*LIMITS}:
-        raise UsageError(action, "", f"a mapping with {expected}", repr(given))
-    limits = {name: arguments.whole(action, name, limit, 1) for name, limit in given.items() if limit is not None}
-    if not limits:
+    if not isinstance(limits, Mapping) or limits.keys() - {*LIMITS}:
+        raise UsageError(action, "", f"a mapping with {expected}", repr(limits))
+    checked = {}
+    for name, limit in limits.items():
+        if limit is not None:
+            checked[name] = arguments.whole(action, name, limit, 1)
+    if not checked:
         raise UsageError(action, "", expected, "none of them")
-    return limits
+    return checked
+
+
+def _needed_trajectories(folder: BlockFolder, limits: Mapping[str, int]) -> np.ndarray:
+    """Return which trajectories must stay readable: bool `[num_trajectories]`."""
+    index = folder.index
+    is_writer_running = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
+    is_needed = ~index.is_complete() & np.array(is_writer_running, bool)[index.writer]
+    is_needed[_first_kept(index, limits) :] = True
+    return is_needed
+
+
+def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) -> list[Path]:
+    """Return the leading blocks of writer `number` that no needed trajectory uses, oldest first."""
+    writer = index.writers[number]
+    is_of_writer = index.writer == number
+    listed = index.number[is_of_writer]
+    edits = index.edits()
+    if writer in edits:
+        listed = np.append(listed, index.blocks[edits[writer]].fragments["trajectory"])
+    newest_listed = listed.max(initial=-1)
+    needed = set(index.number[is_needed & is_of_writer].tolist())
+    blocks = [block for block in index.blocks if block.writer == writer and not block.is_edit]
+    blocks.sort(key=lambda block: block.sequence)
+    paths = []
+    for block in blocks:
+        trajectories = block.fragments["trajectory"]
+        if (trajectories > newest_listed).any():
+            break  # It has tentative fragments of a trajectory that the index does not list yet.
+        if not needed.isdisjoint(trajectories.tolist()):
+            break
+        paths.append(block.path)
+    return paths
+
+
+def _delete(data_dir: Path, paths: list[Path], progress: bool) -> None:
+    """Delete blocks; note that in the note of a conversion, and rewrite the index cache."""
+    note_replaced(data_dir, paths)
+    for path in tqdm(paths, desc="prune", unit=" blocks", disable=not progress):
+        path.unlink(missing_ok=True)
+        # Checksums that `push` wrote. They exist in a folder that was copied from a bucket.
+        path.with_name(path.name + ".sums").unlink(missing_ok=True)
+    save_index_cache(data_dir)
 
 
 def _first_kept(index: TrajectoryIndex, limits: Mapping[str, int]) -> int:
-    """Find the oldest of the newest trajectories that are within all limits."""
+    """Return the index of the oldest trajectory within all limits, counted from the newest."""
     frames = np.diff(index.fragment_frame)
     block = index.fragment_block
     num_used = np.bincount(block, frames, len(index.blocks))
-    frame_bytes = np.array([one.file_bytes for one in index.blocks]) / np.maximum(num_used, 1)
+    block_bytes = np.array([listed.file_bytes for listed in index.blocks])
+    frame_bytes = block_bytes / np.maximum(num_used, 1)
     ends = np.append(0, np.cumsum(frames * frame_bytes[block]))
     sizes = np.diff(ends[np.searchsorted(index.fragment_frame, index.first_frame)])
     weights = dict(zip(LIMITS, (index.is_complete(), index.lengths, sizes), strict=True))
-    fitting = [np.searchsorted(np.cumsum(weights[name][::-1]), limit, "right") for name, limit in limits.items()]
-    return max(0, len(index) - max(1, int(min(fitting))))
+    num_fitting = len(index)
+    for name, limit in limits.items():
+        sums = np.cumsum(weights[name][::-1])
+        num_fitting = min(num_fitting, int(np.searchsorted(sums, limit, "right")))
+    return max(0, len(index) - max(1, num_fitting))

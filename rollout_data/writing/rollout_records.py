@@ -1,8 +1,8 @@
-"""Records: what a caller hands to a writer, checked and brought into the form in which it is stored.
+"""Check records and convert them to the form in which they are stored.
 
-One rule: everything is checked here, before anything is written; nothing is written here. A record of one step
-(`[N, ...]`) becomes a rollout of one step (`[1, N, ...]`), so that the code behind it knows one form only. A record
-of the same form (names, dtypes, shapes) as the one before it is not checked again.
+A record of one step (`[N, ...]`) becomes a rollout of one step (`[1, N, ...]`). All checks are done before
+any value is staged. A record of the same form (names, dtypes, shapes) as the previous record is not
+checked again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from storage.core.records import dense
 from storage.errors import FieldTypeError, MissingFieldError, SchemaError, UsageError, nearest
 
 from ..blocks.block_header import DROPPED, FINAL_OBSERVATION_ONLY, TERMINATED, TRUNCATED
-from .annotation_checks import NO_NOTES, StepNotes, as_ids, check_kinds, episode_notes, is_texts
+from .annotation_checks import NO_NOTES, StepNotes, check_text_fields, episode_notes, is_texts, text_ids
 from .component_options import checked_codecs, checked_segments, split_components
 
 OBSERVATION = "observation"
@@ -31,11 +31,11 @@ REWARD = "reward"
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
 _NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
-#: Mark of a frame that exists; the other marks are the flags of fragments.
+#: Mark of a frame that exists. The other marks are the flags of fragments.
 PRESENT = 128
-#: Mark of an end whose final observation is known. Fragments have another meaning for this bit.
+#: Mark of an end whose final observation is known. In fragments this bit has another meaning.
 HAS_FINAL = 1
-#: A value as it was given: an array, or a tensor where numpy has no such memory or dtype.
+#: A value of a record: an array, or a tensor whose memory or dtype numpy does not have.
 Leaf = np.ndarray | torch.Tensor
 
 
@@ -45,13 +45,13 @@ class Rollout:
 
     Attributes:
         schema: Its fields, as users see them.
-        fields: Field -> `[T, N, *shape]` as it is stored; may share memory with the record.
-        marks: `[T, N]` uint8: `PRESENT` where there is a frame, and the flags with which it ends its trajectory.
+        fields: Field -> `[T, N, *shape]` as stored. May share memory with the record.
+        marks: `[T, N]` uint8: `PRESENT` if there is a frame, and the flags with which it ends its trajectory.
         policy_version: `[T, N]` int64, or one number for all.
-        finals: Observation field -> `[k, *shape]` as stored, a row for each `HAS_FINAL` in the order of time, then
-            env; or None if none were given.
-        max_errors: Field -> largest error that its codec made, where it loses.
-        notes: What was said of its episodes, and its texts.
+        finals: Observation field -> `[k, *shape]` as stored, a row for each `HAS_FINAL` in the order of
+            time, then env. None without final observations.
+        max_errors: Field -> largest error of its codec. Only fields with a lossy codec.
+        notes: Metadata of episodes, and texts.
     """
 
     schema: Schema
@@ -63,7 +63,7 @@ class Rollout:
     notes: StepNotes = NO_NOTES
 
     def steps(self, start: int, stop: int) -> Rollout:
-        """Return the steps `start:stop`, sharing memory; errors of codecs are those of all steps."""
+        """Return the steps `start:stop` as views. `max_errors` stay those of all steps."""
         num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
         version = self.policy_version
         finals = self.finals
@@ -78,39 +78,54 @@ class Rollout:
 
 
 def ends_of(marks: np.ndarray) -> np.ndarray:
-    """Return which frames end their trajectory by themselves, whether it is kept or not."""
+    """Return which frames terminate or truncate their trajectory, kept or dropped: bool, shape of `marks`."""
     is_end: np.ndarray = marks & (TERMINATED | TRUNCATED) > 0
     return is_end
 
 
 def numbers(field: Field, values: np.ndarray) -> np.ndarray:
-    """Return stored values as numbers: bfloat16 stands as uint16."""
+    """Return stored values as numbers. bfloat16 is stored as uint16 and returned as float32."""
     if field.dtype != "bfloat16":
         return values
     return torch.from_numpy(values).view(torch.bfloat16).float().numpy()
 
 
 def nonfinite_rewards(schema: Schema, values: Mapping[str, np.ndarray], marks: np.ndarray) -> dict[str, int]:
-    """Count the stored rewards `[T, N, ...]` that are NaN or infinite where there are frames, by field with any."""
-    found = {}
+    """Count NaN and infinite rewards of frames.
+
+    Args:
+        schema: The fields.
+        values: Reward field -> stored values `[T, N, ...]`.
+        marks: `[T, N]` uint8, 0 without a frame.
+
+    Returns:
+        Reward field -> count, for the fields with such values.
+    """
+    counts = {}
     for name, field in schema.below(REWARD).items():
         rewards = numbers(field, values[name])
-        if rewards.dtype.kind == "f" and not (is_finite := np.isfinite(rewards)).all():
-            found[name] = int((~is_finite.reshape(*marks.shape, -1) & (marks > 0)[..., None]).sum())
-    return {name: count for name, count in found.items() if count}
+        if rewards.dtype.kind != "f":
+            continue
+        is_finite = np.isfinite(rewards)
+        if is_finite.all():
+            continue
+        count = int((~is_finite.reshape(*marks.shape, -1) & (marks > 0)[..., None]).sum())
+        if count:
+            counts[name] = count
+    return counts
 
 
 class RolloutReader:
-    """Check records and bring them into form.
+    """Check records and convert them to rollouts.
 
     Args:
         num_envs: N.
-        obs_segments, obs_disassemble_mapping: As of `RolloutWriter`.
-        success_only: Whether `success` tells which of the trajectories that end are kept.
-        needed: Fields that records may not lack, or what their names begin with.
+        obs_segments, obs_disassemble_mapping: As in `RolloutWriter`.
+        success_only: Whether `success` decides which trajectories are kept when they end.
+        needed: Names that every record must have, as fields or before the first "/" of fields.
 
     Attributes:
-        schema: What all records must have; None takes what the first one has. Set by the writer.
+        schema: Fields of all records. The writer sets it after the first record; None before.
     """
 
     def __init__(
@@ -127,7 +142,7 @@ class RolloutReader:
         self._needed = needed
         self._segments = checked_segments(obs_segments)
         self._codecs = checked_codecs(obs_disassemble_mapping, self._segments)
-        #: Of the last record that was read: its form, and names of its flags and of its final values.
+        #: Form of the previous record, and the names of its flags and final values.
         self._form: object = None
         self._flags = list[str]()
         self._finals = list[str]()
@@ -136,22 +151,22 @@ class RolloutReader:
     def read(
         self, action: str, record: Mapping[str, Any], is_step: bool, has_final: np.ndarray | None = None
     ) -> Rollout:
-        """Read a record: from `given_values`, `[N, ...]` for a step, else `[T, N, ...]`.
+        """Check a record and return it as a rollout.
 
         Args:
             action: The call, for errors.
-            record: The values by name.
+            record: Values by name, as `merged_values` returns them: `[N, ...]` for a step, else `[T, N, ...]`.
             is_step: Whether the record is a step.
-            has_final: `[T, N]` bool, the ends that have a row in the final observations; None for all of them.
+            has_final: `[T, N]` bool, ends with a row in the final observations. None means all ends.
 
         Raises:
-            SchemaError: Another field set, shape, dtype or leading size than declared.
+            SchemaError: The fields, a shape, a dtype or the leading size differ from the schema.
         """
         values = dict(record)
         version = values.pop("policy_version", None)
         success = values.pop("success", None) if self._success_only else None
         episode = values.pop("episode", None)
-        texts = {name: values.pop(name) for name in [*values] if name not in _NUMERIC and is_texts(values[name])}
+        texts = _pop_texts(values)
         fields = _leaves(action, values, texts)
         final_texts = {name: texts.pop(name) for name in [*texts] if name.partition("/")[0] in FINALS}
         form = is_step, [(name, leaf.dtype, leaf.shape) for name, leaf in fields.items()], [*texts, *final_texts]
@@ -167,18 +182,18 @@ class RolloutReader:
         if self._segments:
             fields = split_components(action, fields, OBSERVATION, self._segments, 1 if is_step else 2)
         lead = (self._num_envs,) if is_step else (*next(iter(fields.values())).shape[:1], self._num_envs)
-        found: dict[int, bytes] = {}
-        fields |= {name: as_ids(action, name, value, lead, found) for name, value in texts.items()}
-        finals |= {
-            name: as_ids(action, name, value, _shape_of(value, lead), found) for name, value in final_texts.items()
-        }
+        texts_by_id: dict[int, bytes] = {}
+        for name, value in texts.items():
+            fields[name] = text_ids(action, name, value, lead, texts_by_id)
+        for name, value in final_texts.items():
+            finals[name] = text_ids(action, name, value, _shape_of(value, lead), texts_by_id)
         schema = self._declared(action, fields, len(lead), texts) if self.schema is None else self.schema
         if not is_known:
             _check_fields(action, schema, fields, lead)
-            check_kinds(action, schema, texts)
+            check_text_fields(action, schema, texts)
         flags = {name: _flag(action, name, leaf, lead) for name, leaf in flag_leaves}
         marks = self._all_present if is_step else np.full(lead, PRESENT, np.uint8)
-        # In most steps nothing ends: at 64 envs that look takes 1 us, and making the marks 7.
+        # In most steps no trajectory ends. With 64 envs this check takes 1 us, `_marks` 7 us.
         is_plain = "env_mask" not in flags and not any(map(np.count_nonzero, flags.values()))
         if not is_plain:
             marks = _marks(action, flags, marks.shape)
@@ -195,20 +210,25 @@ class RolloutReader:
             marks = marks | is_end * np.uint8(HAS_FINAL)
             picked = self._pick_ends(action, finals, schema, lead, is_end)
             rows = {name: _stored(schema[name], leaf, errors) for name, leaf in picked.items()}
-            if missing := [name for name in schema.below(PRIVILEGED) if name not in rows]:
+            missing = [name for name in schema.below(PRIVILEGED) if name not in rows]
+            if missing:
                 rows |= {name: stored[name][is_end] for name in missing}
                 marks |= is_end * np.uint8(FINAL_OBSERVATION_ONLY)
-        said = () if episode is None else episode_notes(action, episode, marks, is_step)
-        notes = StepNotes(said, found) if said or found else NO_NOTES
+        episodes = () if episode is None else episode_notes(action, episode, marks, is_step)
+        notes = StepNotes(episodes, texts_by_id) if episodes or texts_by_id else NO_NOTES
         rollout = Rollout(schema, stored, marks, _version(action, version, lead), rows, errors, notes)
         self._form = form
         return rollout
 
     def _declared(self, action: str, fields: Mapping[str, Leaf], num_lead: int, texts: Container[str]) -> Schema:
-        """Declare the schema that a first record has: observation, privileged, action, reward, extras."""
+        """Return the schema of a first record, in the order observation, privileged, action, reward, extras."""
         order = [OBSERVATION, PRIVILEGED, "action", REWARD]
-        ranks = {name: order.index(head) if (head := name.split("/")[0]) in order else len(order) for name in fields}
-        names = sorted(fields, key=ranks.__getitem__)
+
+        def rank(name: str) -> int:
+            head = name.split("/")[0]
+            return order.index(head) if head in order else len(order)
+
+        names = sorted(fields, key=rank)
         components = [name.removeprefix(OBSERVATION + "/") for name in names if name.startswith(OBSERVATION + "/")]
         for name in self._codecs:
             if name not in components:
@@ -225,7 +245,19 @@ class RolloutReader:
     def _pick_ends(
         self, action: str, leaves: dict[str, Leaf], schema: Schema, lead: tuple[int, ...], is_end: np.ndarray
     ) -> dict[str, Leaf]:
-        """Pick the rows of the ends from `final_observation` and its privileged twin, by the field of the frames."""
+        """Return the final rows of the ends: field of the frames -> `[k, *shape]`.
+
+        Args:
+            action: The call, for errors.
+            leaves: Fields of `final_observation` and `final_privileged_observation`.
+            schema: Fields of the frames.
+            lead: Leading shape of the record.
+            is_end: `[T, N]` bool, ends with a final observation.
+
+        Raises:
+            MissingFieldError: A final field is no field of the frames, or an observation field is missing.
+            SchemaError: A shape differs.
+        """
         if self._segments:
             is_whole_record = all(leaf.shape[: len(lead)] == lead for leaf in leaves.values())
             num_leads = (len(lead), 1) if is_whole_record else (1, len(lead))
@@ -246,48 +278,55 @@ class RolloutReader:
         return rows
 
 
-def _is_spoken(value: Any) -> bool:
+def _pop_texts(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the text fields from a record and return them."""
+    names = [name for name, value in values.items() if name not in _NUMERIC and is_texts(value)]
+    return {name: values.pop(name) for name in names}
+
+
+def _is_text_leaf(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and is_texts(value)
 
 
 def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the leading shape of final texts: that of all frames, or that of the ends."""
+    """Return the leading shape of final texts: that of all frames, or `[k]` for the k ends."""
     shape = np.shape(np.array(texts, object))
     return shape if shape and shape != (*lead, 1) else lead
 
 
 def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> dict[str, Leaf]:
-    """Walk a record; None is not given. Texts below a name are added to `texts`."""
-    found: dict[str, Leaf] = {}
+    """Return the leaves of a record by flat name, without None values. Adds text leaves to `texts`."""
+    result: dict[str, Leaf] = {}
     for name, value in values.items():
-        if name in found:
-            raise SchemaError(action, f"with the field {name!r}", "each place used once", "two values")
+        if name in result:
+            raise SchemaError(action, f"with the field {name!r}", "each name once", "two values")
         if type(value) is np.ndarray:
-            found[name] = value
+            result[name] = value
         elif not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS:
-            flat = flatten(value, f"{name}/", takes_flat=True)  # `rollout_data.open` gives flat names
+            flat = flatten(value, f"{name}/", takes_flat=True)  # `rollout_data.open` returns flat names.
             leaves = {leaf: item for leaf, item in flat.items() if item is not None}
-            spoken = {leaf: item for leaf, item in leaves.items() if _is_spoken(item)}
-            texts.update(spoken)
-            below = {leaf: _leaf(action, leaf, item) for leaf, item in leaves.items() if leaf not in spoken}
-            if twice := below.keys() & found.keys():
-                raise SchemaError(action, f"with the field {sorted(twice)[0]!r}", "each place used once", "two values")
-            found.update(below)
+            text_leaves = {leaf: item for leaf, item in leaves.items() if _is_text_leaf(item)}
+            texts.update(text_leaves)
+            below = {leaf: _leaf(action, leaf, leaves[leaf]) for leaf in leaves if leaf not in text_leaves}
+            repeated = sorted(below.keys() & result.keys())
+            if repeated:
+                raise SchemaError(action, f"with the field {repeated[0]!r}", "each name once", "two values")
+            result.update(below)
         elif value is not None:
-            found[name] = _leaf(action, name, value)
-    return found
+            result[name] = _leaf(action, name, value)
+    return result
 
 
 def _leaf(action: str, name: str, value: Any) -> Leaf:
-    """View a value as an array, or as a detached tensor where numpy cannot; copy only what neither can view."""
+    """Return a value as an array, or as a detached tensor if numpy cannot hold it. A view if possible."""
     if isinstance(value, torch.Tensor):
         try:
             array: np.ndarray = value.numpy()
             return array
-        except (TypeError, RuntimeError):  # it has a gradient, or bfloat16, or is elsewhere, or not dense
+        except (TypeError, RuntimeError):  # It has a gradient, is bfloat16, is on a device, or is sparse.
             return dense(name, value, action)
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        advice = "Fill it, or say with env_mask which envs have no frame"
+        advice = "Fill it, or mark envs without a frame with env_mask"
         raise SchemaError(action, f"with the field {name!r}", "an array without masked values", "masked ones", advice)
     try:
         return np.asarray(value)
@@ -296,10 +335,14 @@ def _leaf(action: str, name: str, value: Any) -> Leaf:
 
 
 def _check_whole(action: str, fields: Mapping[str, Leaf], needed: Sequence[str]) -> None:
-    for name in (one for one in needed if one not in {field.partition("/")[0] for field in fields}):
-        where = f"without the field {name!r}"
-        got = f"only {', '.join(fields) or 'nothing'}"
-        raise MissingFieldError(action, where, f"a value for {name!r}", got, "Give it as a keyword or in the record")
+    """Raise `MissingFieldError` unless the record has all needed fields."""
+    heads = {name.partition("/")[0] for name in fields}
+    for name in needed:
+        if name not in heads:
+            where = f"without the field {name!r}"
+            got = f"only {', '.join(fields) or 'nothing'}"
+            advice = "Give it as a keyword or in the record"
+            raise MissingFieldError(action, where, f"a value for {name!r}", got, advice)
 
 
 def _check_fields(action: str, schema: Schema, fields: Mapping[str, Leaf], lead: tuple[int, ...]) -> None:
@@ -343,20 +386,20 @@ def _truth(action: str, name: str, leaf: Leaf) -> np.ndarray:
 
 
 def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Make the marks `[T, N]` of done, timeout, terminated, truncated and env_mask, each `[T, N]` bool."""
+    """Return the marks `[T, N]` from done, timeout, terminated, truncated and env_mask, each `[T, N]` bool."""
     done, timeout, terminated, truncated, mask = (flags.get(name) for name in FLAGS)
-    is_seen = True if mask is None else mask
+    has_frame = True if mask is None else mask
     if truncated is None:
         truncated = timeout
-    elif timeout is not None and (timeout & is_seen != truncated & is_seen).any():
+    elif timeout is not None and (timeout & has_frame != truncated & has_frame).any():
         raise UsageError(action, "with both timeout and truncated", "the same values", "different ones")
     if done is not None and terminated is None:
-        # A stale timeout where nothing ended is no end: simulators leave old flags standing.
+        # A timeout without done is no end, as simulators do not reset old flags.
         truncated = None if truncated is None else truncated & done
         terminated = done if truncated is None else done & ~truncated
     elif done is not None and terminated is not None:
         truncated = done & ~terminated if truncated is None else truncated
-        if ((terminated | truncated) & is_seen != done & is_seen).any():
+        if ((terminated | truncated) & has_frame != done & has_frame).any():
             where = "with done, terminated and truncated"
             raise UsageError(action, where, "done = terminated | truncated", "a contradiction")
     marks = np.full(shape, PRESENT, np.uint8)
@@ -369,18 +412,18 @@ def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...])
 
 
 def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
-    """Return `success` of a record as `[T, N]` bool; it may be missing where nothing ends."""
+    """Return `success` of a record as `[T, N]` bool. It may be None if no trajectory ends."""
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
     flags = np.zeros(0) if success is None else _truth(action, "success", _leaf(action, "success", success))
     if flags.size != marks.size:
-        expected = f"success of shape {marks.shape[1:]} for a step, true where a trajectory is kept"
+        expected = f"success of shape {marks.shape[1:]} for a step, true for trajectories to keep"
         raise SchemaError(action, "with success_only", expected, f"shape {flags.shape}" * (flags.size > 0))
     return flags.reshape(marks.shape)
 
 
 def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
-    """Return values as they are stored: by their codec, and as an array on the host; note what that lost."""
+    """Return values as stored: encoded, as an array on the host. Adds the codec's error to `errors`."""
     if type(leaf) is np.ndarray and field.codec == "raw":
         return leaf
     codec = codec_of(field)
@@ -388,12 +431,15 @@ def _stored(field: Field, leaf: Leaf, errors: dict[str, float]) -> np.ndarray:
         leaf = as_given(leaf)
         errors[field.name] = max(errors.get(field.name, 0.0), image_error(leaf))
         leaf = codec.encode(leaf)
-    if isinstance(leaf, torch.Tensor):  # numpy has no bfloat16: its bytes are kept as uint16
-        leaf = (leaf.view(torch.uint16) if leaf.dtype == torch.bfloat16 else leaf).cpu().numpy()
+    if isinstance(leaf, torch.Tensor):
+        if leaf.dtype == torch.bfloat16:  # numpy has no bfloat16. It is stored as uint16.
+            leaf = leaf.view(torch.uint16)
+        leaf = leaf.cpu().numpy()
     return leaf
 
 
 def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | int:
+    """Return policy versions as int64 `[T, N]`, or as one number; -1 for None."""
     if version is None:
         return -1
     leaf = _leaf(action, "policy_version", version)
@@ -414,14 +460,16 @@ def _version(action: str, version: Any, lead: tuple[int, ...]) -> np.ndarray | i
 
 
 def _ended_rows(action: str, name: str, leaf: Leaf, field: Field, lead: tuple[int, ...], is_end: np.ndarray) -> Leaf:
-    """Pick `[k, *shape]` out of `[*lead, *shape]`, or take it if it is that already."""
+    """Return final rows `[k, *shape]` of the k ends, from `[*lead, *shape]` or `[k, *shape]`."""
     num_ends = int(is_end.sum())
     num_lead = leaf.ndim - len(field.shape)
     if num_lead == len(lead) and leaf.shape[:num_lead] == lead:
         _check_row(action, name, field, leaf, num_lead)
         rows = leaf.reshape(-1, *field.shape)
-        chosen = np.flatnonzero(is_end)
-        return rows[chosen] if isinstance(rows, np.ndarray) else rows[torch.from_numpy(chosen).to(rows.device)]
+        places = np.flatnonzero(is_end)
+        if isinstance(rows, np.ndarray):
+            return rows[places]
+        return rows[torch.from_numpy(places).to(rows.device)]
     if num_lead == 1 and len(leaf) == num_ends:
         _check_row(action, name, field, leaf, 1)
         return leaf

@@ -1,8 +1,8 @@
 """RolloutWriter: record the experience of parallel environments into block files.
 
-One rule: check the whole record, then copy it into staging memory; a background thread turns full staging memory into
-blocks. What a record means is decided in `record.py`, which fragments come of it in `stage.py`, and how a block is
-written in `blocks/write_block.py`.
+A record is checked as a whole and then copied into staging memory. A background thread writes full
+staging memory as a block. `rollout_records.py` checks records, `staged_frames.py` cuts fragments, and
+`blocks/write_block.py` writes blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -32,16 +33,16 @@ from ..blocks.block_header import DATA, DROPPED, OPEN, layouts_of
 from ..blocks.folder_metadata import Metadata, publish_metadata
 from .annotation_checks import NoteCount
 from .block_publisher import BlockPublisher, check_storable
-from .record_inputs import given_values, keywords_of, unpack_storage, warn_of_misspellings
+from .record_inputs import keywords_of, merged_values, unpack_storage, warn_of_misspellings
 from .retention import checked_limits
 from .rollout_records import RolloutReader, nonfinite_rewards
 from .staged_frames import MAX_STAGED_BYTES, MAX_UNCOUNTED_STEPS, Staging, Tally
 from .step_infos import InfoReader, needed_infos
 from .writer_journal import DeadWriter, Journal, recover_dead_writers, remove_temporary_files
 
-#: Ids of envs are stored as int32.
+#: Limit of `num_envs`. Env ids are stored as int32.
 MAX_NUM_ENVS = 1 << 24
-#: Most environments have time limits of 1,000 steps: where nothing has ended in twice as many, ends are not told.
+#: Steps without an end after which the writer warns. Most environments end an episode within 1,000 steps.
 MAX_STEPS_WITHOUT_END = 2000
 _MAKE = "create a RolloutWriter"
 
@@ -50,40 +51,41 @@ class RolloutWriter(Shown, Owned):
     """Record `[num_envs, ...]` steps or `[T, num_envs, ...]` rollouts into a data folder.
 
     Args:
-        data_dir: The folder; created if it is not there. Any number of writers may share it.
-        num_envs: How many environments step together.
-        obs_segments: Component -> shape, in order: cuts a flat observation into components that are
-            stored as fields of their own. A dict observation has its components by itself.
-        obs_disassemble_mapping: Component -> codec name, for components not to be stored raw.
-        metadata: Context for metadata.json (env, policy, config, frame_rate_hz, ...); the first
+        data_dir: Data folder, which is created if it is missing. Any number of writers may share it.
+        num_envs: Environments that step together.
+        obs_segments: Component -> shape, in order. Splits a flat observation into components, which
+            become fields. A dict observation already has components.
+        obs_disassemble_mapping: Component -> codec name. Other components are stored raw.
+        metadata: Context for metadata.json (env, policy, config, frame_rate_hz, ...). The first
             writer of a folder determines it.
-        block_bytes: The most that is not yet on disk at any time, and so the most that a crash
-            loses. Files hold `block_bytes / max_pending_blocks` at most, and no more than 4 GiB.
-        block_age_s: A block is closed at the first `add` after this time since its first step.
-        max_pending_blocks: How many blocks, the one being filled included, are in memory; `add`
-            waits for the disk beyond that. 1 writes synchronously.
-        durable: Flush blocks to the disk. Without, data survive a crash of the process only.
-        writer_name: Letters, digits and "-"; left out, a free one is made up. A name that was used
-            before continues its numbering.
+        block_bytes: Bytes that are not yet on disk at any time, at most. A crash loses no more.
+            A file holds at most `block_bytes / max_pending_blocks` bytes and at most 4 GiB.
+        block_age_s: Seconds after the first step of a block. The first later `add` closes the block.
+        max_pending_blocks: Blocks in memory, including the block that is being filled. `add` waits
+            for the disk if there are more. 1 writes synchronously.
+        durable: Flush blocks to the disk. Otherwise a power failure may lose published blocks.
+        writer_name: Letters, digits and "-". None chooses a free name. A writer with a name that
+            was used before continues its numbering.
         nonfinite_rewards: "accept" counts NaN and Inf rewards, "refuse" raises before writing.
-        success_only: Keep only trajectories of which `success`, given to `add` for each env where they end, is
-            true; one that does not end is dropped. `success` is then a flag and no field.
-        frames_per_chunk: How many frames of a coded component are decoded together at most: fewer make short
-            windows faster and files larger. None is what suits the codec, at most 8 frames and 64 MiB.
-        retention: After every block, the folder is pruned to these limits, as in `{"bytes": 10**9}` (see `prune`).
-        without_action: Records may lack an action, as those of motions do.
-        without_observation: Records may lack an observation, as demonstrations of simulator states and actions do.
+        success_only: Keep only trajectories that end with a true `success`, an argument of `add` for
+            each env. Trajectories without an end are dropped. `success` is a flag and no field.
+        frames_per_chunk: Frames of a coded component that are decoded together, at most. Fewer
+            frames make short windows faster and files larger. None depends on the codec: at most
+            8 frames and 64 MiB.
+        retention: Limits of `prune`, such as `{"bytes": 10**9}`. The folder is pruned after each block.
+        without_action: Accept records without an action, as in recordings of motions.
+        without_observation: Accept records without an observation, as in demonstrations that hold
+            simulator states and actions.
 
     Attributes:
-        name: The writer's name, part of its file names.
-        recovered: What writers that died in this folder had not published (`DeadWriter` records).
+        name: Name of the writer, part of its file names.
+        recovered: Writers that died in this folder and their unpublished frames (`DeadWriter`).
 
     Raises:
-        UsageError: An argument is wrong, or a living writer has this name.
+        UsageError: An argument is invalid, or a living writer has this name.
         DataFileError: The folder cannot be written.
 
-    Not for use from several threads at once. A writer that was not closed is closed when the
-    interpreter exits.
+    Not thread-safe. A writer that was not closed is closed when the interpreter exits.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class RolloutWriter(Shown, Owned):
     ) -> None:
         self._closed = True
         self._is_ended = False
-        self.data_dir = arguments.path(_MAKE, "data_dir", data_dir).absolute()  # whatever directory the process goes to
+        self.data_dir = arguments.path(_MAKE, "data_dir", data_dir).absolute()
         self.name = secrets.token_hex(4) if writer_name is None else writer_name
         if not isinstance(self.name, str) or not re.fullmatch("[A-Za-z0-9-]{1,100}", self.name):
             raise UsageError(_MAKE, "", "writer_name of 1 to 100 letters, digits and '-'", repr(writer_name))
@@ -124,23 +126,26 @@ class RolloutWriter(Shown, Owned):
         chunk = None if frames_per_chunk is None else arguments.whole(_MAKE, "frames_per_chunk", frames_per_chunk, 1)
         limits = None if retention is None else checked_limits(f"{_MAKE} with retention", retention)
         self._context = {"success_traj_only": self.success_only, **_checked_metadata(metadata)}
-        may_lack = {
+        is_optional = {
             "observation": arguments.flag(_MAKE, "without_observation", without_observation),
             "action": arguments.flag(_MAKE, "without_action", without_action),
         }
-        needed = [name for name, is_absent in may_lack.items() if not is_absent]
+        needed = [name for name, can_be_missing in is_optional.items() if not can_be_missing]
         self._reader = RolloutReader(self.num_envs, obs_segments, obs_disassemble_mapping, self.success_only, needed)
         self._infos = InfoReader(self.num_envs)
         self._late_steps = LateCopies()
-        #: The time of the next record of the late step that is being recorded; None while none is.
+        #: Time of the next record while a late step is recorded, in ns; None at other times.
         self._late_ns: int | None = None
-        self._last_late_ns = 0  # when the last late step was added
+        #: Time of the last late step, in ns.
+        self._last_late_ns = 0
         self._tally = Tally(self.num_envs)
         self._note_count = NoteCount(self.num_envs)
-        self._num_accepted = self._max_steps = 0
+        self._num_accepted = 0
+        self._max_steps = 0
         self._warn_at = MAX_STEPS_WITHOUT_END * self.num_envs
         self._staging: Staging | None = None
-        self._started_s = 0.0  # when the first step of the staging was added
+        #: Monotonic time of the first step of the staging.
+        self._started_s = 0.0
         self._pool = BufferPool()
         self._journal = Journal(self.data_dir, self.name)
         try:
@@ -154,7 +159,7 @@ class RolloutWriter(Shown, Owned):
                 frames_per_chunk=chunk,
                 retention=limits,
             )
-        except BaseException:  # Ctrl-C too: an open journal would keep the name taken
+        except BaseException:  # Also after a Ctrl-C: an open journal reserves the name.
             self._journal.close()
             raise
         self._owner = self._publisher.owner
@@ -182,44 +187,43 @@ class RolloutWriter(Shown, Owned):
         infos: Any = None,
         **extras: Any,
     ) -> None:
-        """Record one step of all envs. Everything is copied.
+        """Record one step of all envs. All values are copied.
 
-        A step with tensors on a GPU travels in one asynchronous copy and is read when it has arrived, at a later `add`
-        or at the next call of another method. Its errors are raised there, up to three steps late; the step of the
-        call that raises is recorded all the same. `num_waits` counts the steps that had to be waited for.
+        A step with tensors on a GPU is copied asynchronously. A later `add`, or the next call of another
+        method, checks and records it. Errors are therefore raised up to three steps late. The step of
+        the call that raises is recorded. `num_waits` counts the steps for which the host waited.
 
         Args:
-            transition: A mapping, named tuple or object with these names, instead of keywords. Names
-                of other records are understood ("observations", "dones", "time_outs", ...).
+            transition: A mapping, named tuple or object with these names, instead of keywords. Names of
+                other libraries are accepted ("observations", "dones", "time_outs", ...).
             observation: `[N, ...]`, or a (nested) mapping of components.
             action: `[N, ...]`.
             reward: `[N]`, `[N, 1]` or `[N, R]`.
             done: `[N]` or `[N, 1]`: this frame is the last of its trajectory.
-            timeout: The same: where done, it is a truncation. Without done, an end by itself.
+            timeout: `[N]` or `[N, 1]`. With `done`, an end that is a truncation. Without `done`, an end.
             terminated, truncated: The two kinds of end, instead of done and timeout.
-            privileged_observation: Like observation.
-            final_observation: The true last observation of the envs that end here: `[N, ...]` (other
-                rows are ignored) or `[k, ...]` for the k that end, in env order.
-            final_privileged_observation: Its privileged part; without, it repeats the last frame's.
-            policy_version: An integer, or `[N]`; kept per fragment.
-            env_mask: `[N]` bool; False means that this env has no frame in this step.
-            episode: What is to be known of whole episodes, such as `{"task": "open the door", "seed": 3, "success":
-                True}`: a list with a mapping for each env whose episode this step belongs to, None for the others;
-                for a single env the mapping itself. May be given in any step of an episode; what is given later is
-                added, and replaces what has the same name. Values as JSON has them; `task` is a str, `success` a
-                bool. At most 1 MiB of an episode.
-            infos: As environments return them, a list with a mapping for each env or one mapping for all. `time_outs`
-                and `TimeLimit.truncated` are time-outs, `final_obs` and `terminal_observation` final observations,
-                unless they are given by keyword. A warning names other keys, once: they are not recorded. `extras` that
-                hold one of these names are infos too.
-            **extras: Any other field, `[N, ...]` or a mapping; not next observations nor `is_first`, which follow.
-                A str, or a list or array of N, is a field of texts: each text is stored once, and its frames have its
-                number.
+            privileged_observation: As `observation`.
+            final_observation: Observation after the last frame of the envs that end in this step:
+                `[N, ...]` (other rows are ignored), or `[k, ...]` for the k envs that end, in env order.
+            final_privileged_observation: Its privileged part. None repeats that of the last frame.
+            policy_version: An integer, or `[N]`. Stored per fragment.
+            env_mask: `[N]` bool. False: this env has no frame in this step.
+            episode: Metadata of episodes, such as `{"task": "open the door", "seed": 3, "success": True}`:
+                a list with a mapping or None for each env; for a single env the mapping itself. Any step
+                of an episode may have metadata. Later values replace earlier ones of the same name.
+                Values are JSON; `task` is a str, `success` a bool. At most 1 MiB per episode.
+            infos: Infos of the environment: a list with a mapping for each env, or one mapping for all.
+                `time_outs` and `TimeLimit.truncated` are time-outs, `final_obs` and
+                `terminal_observation` are final observations; keywords take precedence. Other keys are
+                not recorded, and a warning names each once. `extras` with one of these names are infos.
+            **extras: Any other field, `[N, ...]` or a mapping. Next observations and `is_first` are not
+                recorded, as they follow from the frames. A str, or a list or array of N texts, is a text
+                field: each text is stored once, and frames refer to it.
 
         Raises:
-            SchemaError: Another field, shape, dtype or leading size than the first record declared;
-                nothing was written and the writer stays usable.
-            BackgroundError: A block could not be written; the cause is the disk's error.
+            SchemaError: A field, shape, dtype or leading size differs from the first record. Nothing was
+                written, and the writer stays usable.
+            BackgroundError: A block could not be written. The cause is the error of the disk.
         """
         self._add(transition, keywords_of(locals()), is_step=True)
 
@@ -244,21 +248,27 @@ class RolloutWriter(Shown, Owned):
         include: Sequence[str] = (),
         **extras: Any,
     ) -> None:
-        """Record T steps of all envs: like `add` with `[T, N, ...]` everywhere.
+        """Record T steps of all envs. Arguments are as in `add`, with shape `[T, N, ...]`.
 
         Args:
-            transition: Also a `storage.RolloutStorage`, of which all filled steps are recorded (a queue's each time
-                anew) with declared `policy_outputs`, or a batch of a `RolloutDataset` (see `Transition` for limits).
+            transition: Also a `storage.RolloutStorage` or a batch of a `RolloutDataset` (see `Transition`
+                for limits). All filled steps of the storage are recorded, with declared `policy_outputs`.
+                Repeated calls record the steps of a queue again.
             final_observation: `[T, N, ...]`, or `[k, ...]` for the k ends in the order of time, then env.
             policy_version: An integer, `[T]` or `[T, N]`.
             episode, infos: A list of T values, each as in `add`.
-            include: Fields of a `RolloutStorage` to record besides the usual ones: "values", "mu", "sigma", ...
+            include: Additional fields of a `RolloutStorage` to record: "values", "mu", "sigma", ...
         """
         transition = unpack_storage("call RolloutWriter.add_rollout", transition, include)
         self._add(transition, keywords_of(locals()), is_step=False)
 
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
-        """Drop the trajectories in progress of these envs, also what is published; or leave them as open ones."""
+        """Drop the trajectories in progress of these envs, including published frames.
+
+        Args:
+            env_ids: The envs.
+            leave_open: End the trajectories as open ones instead. Ignored with `success_only`.
+        """
         self._check_usable()
         self.settle()
         leave_open = arguments.flag("call RolloutWriter.discard", "leave_open", leave_open)
@@ -266,7 +276,7 @@ class RolloutWriter(Shown, Owned):
         self._end(envs, OPEN if leave_open and not self.success_only else DROPPED)
 
     def flush(self) -> None:
-        """Publish everything that was added and wait until it is on the disk."""
+        """Publish all added steps and wait until they are on the disk."""
         self._check_usable()
         late_error = self._record_late_steps()
         self._hand_over()
@@ -276,10 +286,12 @@ class RolloutWriter(Shown, Owned):
             raise late_error
 
     def close(self) -> None:
-        """Publish everything, mark trajectories in progress as open, stop. May be called twice, also after a Ctrl-C.
+        """Publish all steps, mark trajectories in progress as open, and stop.
+
+        Idempotent. After a Ctrl-C in `close()`, the next call does the rest.
 
         Raises:
-            BackgroundError: A block could not be written; what was published before is intact.
+            BackgroundError: A block could not be written. Blocks that were published before are intact.
         """
         if self not in _open_writers:
             return
@@ -292,7 +304,7 @@ class RolloutWriter(Shown, Owned):
                 self._end(np.arange(self.num_envs), DROPPED if self.success_only else OPEN)
                 self._hand_over()
                 self._is_ended = True
-        except Exception:  # not a Ctrl-C, which leaves all steps to the next call
+        except Exception:  # After a Ctrl-C, the next call does all of this.
             self._leave_folder()
             raise
         self._leave_folder()
@@ -302,7 +314,7 @@ class RolloutWriter(Shown, Owned):
 
     @property
     def num_frames(self) -> int:
-        """Frames kept so far: of trajectories that were not dropped; with `success_only`, that have ended too."""
+        """Frames of the trajectories that were not dropped; with `success_only`, of those that have ended."""
         tally = self._settled()
         return tally.num_finished_frames + (0 if self.success_only else tally.num_open_frames)
 
@@ -318,22 +330,22 @@ class RolloutWriter(Shown, Owned):
 
     @property
     def num_nonfinite_rewards(self) -> int:
-        """Values among the accepted rewards that are NaN or infinite, in every field that is or is below `reward`."""
+        """Accepted rewards that are NaN or infinite, in `reward` and all fields below it."""
         return self._settled().num_nonfinite
 
     @property
     def num_waits(self) -> int:
-        """Steps with tensors on a GPU that the host waited for."""
+        """Steps with tensors on a GPU for which the host waited."""
         return self._late_steps.num_waits
 
     @property
     def schema(self) -> Schema | None:
-        """The fields, as the first record declared them; None before it."""
+        """The fields that the first record declared; None before it."""
         self.settle()
         return self._reader.schema
 
     def _enter_folder(self) -> list[DeadWriter]:
-        """Create the folder, clean up after dead writers, take the writer's name."""
+        """Create the folder, clean up after dead writers and reserve the writer's name."""
         try:
             self.data_dir.mkdir(parents=True, exist_ok=True)
             recovered = recover_dead_writers(self.data_dir)
@@ -342,13 +354,13 @@ class RolloutWriter(Shown, Owned):
             raise DataFileError("record into", repr(str(self.data_dir)), "a writable folder", str(cause)) from cause
         remove_temporary_files(self.data_dir, self.name)
         for dead in recovered:
-            lost = f"{dead.num_lost_frames} frames that it had not published are lost; what it published is intact."
+            lost = f"{dead.num_lost_frames} frames that it had not published are lost; its published blocks are intact."
             text = f"writer {dead.writer!r} ended without close() in {str(self.data_dir)!r}: {lost}"
             warnings.warn(text, RolloutDataWarning, stacklevel=3)
         return recovered
 
     def _leave_folder(self) -> None:
-        """Publish what was handed over, give the name back. May be done twice."""
+        """Publish the submitted steps and release the name. Idempotent."""
         self._publisher.close()
         self._journal.close()
         self._staging = None
@@ -357,33 +369,37 @@ class RolloutWriter(Shown, Owned):
     def _add(self, transition: Any, keywords: dict[str, Any], is_step: bool) -> None:
         self._check_usable()
         action = "call RolloutWriter.add" if is_step else "call RolloutWriter.add_rollout"
-        values = given_values(action, transition, keywords)
+        values = merged_values(action, transition, keywords)
         if is_step and "infos" in values:
             values["infos"] = needed_infos(values["infos"])
         is_late = self._late_ns is not None
         if is_step and not is_late and has_device_tensors(values):
-            # A copy: after a Ctrl-C the step is recorded again.
-            self.record_late(values, lambda arrived: self._record(action, dict(arrived), is_step=True))
+            self.record_late(values, partial(self._record_arrived, action))
             return
         try:
             self.settle()
-        finally:  # an error of an earlier step costs that step alone
+        finally:  # After an error of an earlier step, this step is recorded.
             self._record(action, values, is_step)
 
+    def _record_arrived(self, action: str, values: Mapping[str, Any]) -> None:
+        # A copy, as the step is recorded again after a Ctrl-C.
+        self._record(action, dict(values), is_step=True)
+
     def record_late(self, values: Any, record: Callable[[Any], None]) -> None:
-        """Copy values from a GPU without waiting, and record them when they have arrived, before any later step.
+        """Copy values from a GPU without waiting; record them when the copy is complete, before later steps.
 
         Args:
             values: Nested mappings, lists and tuples with tensors on a GPU.
-            record: Called with these values, the tensors on the host, where a later call overwrites them. It may call
-                `add` twice. After a Ctrl-C it is called again; what it had added is not added twice.
+            record: Called with these values and the tensors on the host. Later calls overwrite these
+                tensors. `record` may call `add` at most twice. After a Ctrl-C it is called again; steps
+                that it already added are not added twice.
         """
         self._check_usable()
         try:
             while (late := self._late_steps.receive(wait=self._late_steps.is_full)) is not None:
                 self._record_late_step(*late)
-        finally:  # an error of an earlier step costs that step alone
-            # Each step has times for two records of its own.
+        finally:  # After an error of an earlier step, this step is copied.
+            # Each step reserves two times, one per record.
             self._last_late_ns = max(self._last_late_ns + 2, self._newest_ns() + 1, time.time_ns())
             self._late_steps.send(values, (record, self._last_late_ns))
 
@@ -395,27 +411,27 @@ class RolloutWriter(Shown, Owned):
         except Exception:
             self._late_steps.release()
             raise
-        else:  # a Ctrl-C leaves the step to the next call
+        else:  # After a Ctrl-C, the next call records the step.
             self._late_steps.release()
         finally:
             self._late_ns = None
 
     def settle(self) -> None:
-        """Record all steps that are still on their way from a GPU; raise the error of one of them."""
+        """Record all pending steps from a GPU; raise the first of their errors."""
         self._owner.check()
-        if self._late_ns is not None:  # called by one of them
+        if self._late_ns is not None:  # The call comes from the recording of a late step.
             return
         error = self._record_late_steps()
         if error is not None:
             raise error
 
     def _record_late_steps(self) -> Exception | None:
-        """Record all steps that are still on their way from a GPU; return the error of the first that has one."""
+        """Record all pending steps from a GPU; return the first of their errors."""
         errors = []
         while (late := self._late_steps.receive(wait=True)) is not None:
             try:
                 self._record_late_step(*late)
-            except Exception as error:  # noqa: BLE001 - returned; the steps after it are recorded
+            except Exception as error:  # noqa: BLE001 - returned after the later steps are recorded
                 errors.append(error)
         return errors[0] if errors else None
 
@@ -424,13 +440,13 @@ class RolloutWriter(Shown, Owned):
         infos = values.pop("infos", None)
         has_final = None
         if infos is not None:
-            found, has_final = self._infos.read(action, infos, values, is_step)
-            values |= found
+            info_values, has_final = self._infos.read(action, infos, values, is_step)
+            values |= info_values
         rollout = self._reader.read(action, values, is_step, has_final)
         late_ns = self._late_ns
         if late_ns is not None:
             self._late_ns = late_ns + 1
-            if self._newest_ns() >= late_ns:  # a Ctrl-C came after it
+            if self._newest_ns() >= late_ns:  # It was staged before a Ctrl-C.
                 return
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
@@ -460,11 +476,11 @@ class RolloutWriter(Shown, Owned):
             self._warn_at = np.iinfo(np.int64).max
             if self._counted().num_open_frames >= self._num_accepted:
                 steps = f"more than {MAX_STEPS_WITHOUT_END} steps in {str(self.data_dir)!r}"
-                text = f"no trajectory has ended in {steps}: say where they end"
-                warnings.warn(f"{text}, by done= or by terminated= and truncated=", RolloutDataWarning, stacklevel=4)
+                advice = "Mark ends with done=, or with terminated= and truncated="
+                warnings.warn(f"no trajectory has ended in {steps}. {advice}", RolloutDataWarning, stacklevel=4)
 
     def _newest_ns(self) -> int:
-        """Return when the newest step was taken."""
+        """Return the time of the newest step in ns."""
         staged_ns = None if self._staging is None else self._staging.newest_ns
         return self._handed_over_ns if staged_ns is None else staged_ns
 
@@ -479,7 +495,7 @@ class RolloutWriter(Shown, Owned):
         return self._tally
 
     def _declare(self, schema: Schema) -> None:
-        """Freeze the schema: agree with the folder about it, then make room."""
+        """Freeze the schema: publish it or compare it with that of the folder, then size the staging."""
         check_storable(schema)
         try:
             publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False)
@@ -492,16 +508,16 @@ class RolloutWriter(Shown, Owned):
         self._reader.schema = schema
 
     def _staging_with_room(self) -> Staging:
-        if self._staging is not None and self._staging.is_sealed:  # a Ctrl-C fell into handing it over
+        if self._staging is not None and self._staging.is_sealed:  # A Ctrl-C interrupted `_hand_over`.
             self._hand_over()
-        if self._staging is None:  # not made earlier: after a flush it takes the memory of the one before
+        if self._staging is None:  # Created late, so that it reuses the memory that `flush` released.
             assert self._reader.schema is not None
             self._staging = Staging(self._reader.schema, self.num_envs, self._max_steps, self._pool)
             self._started_s = time.monotonic()
         return self._staging
 
     def _end(self, env_ids: np.ndarray, flag: int) -> None:
-        """End the trajectories in progress of these envs, in the marks and in the counts."""
+        """End the trajectories in progress of these envs: set the flag and update the counts."""
         if self._reader.schema is not None:
             staging = self._staging_with_room()
             self._counted().end(env_ids, flag != DROPPED)
@@ -509,7 +525,7 @@ class RolloutWriter(Shown, Owned):
             staging.end(env_ids, flag)
 
     def _hand_over(self) -> None:
-        """Submit the staged steps to the background thread; wait while too many blocks are pending."""
+        """Submit the staged steps to the background thread. Waits while too many blocks are pending."""
         if self._staging is not None and not self._staging.is_empty:
             self._staging.count(self._tally)
             self._handed_over_ns = self._newest_ns()
@@ -529,7 +545,7 @@ def _close_open_writers() -> None:
     for writer in list(_open_writers):
         try:
             writer.__exit__()
-        except Exception as error:  # noqa: BLE001 - told; the next one must still be closed
+        except Exception as error:  # noqa: BLE001 - a warning, as the other writers must be closed
             warnings.warn(str(error), RolloutDataWarning)
 
 
@@ -538,9 +554,9 @@ atexit.register(_close_open_writers)
 
 def _checked_metadata(metadata: Any) -> dict[str, Any]:
     try:
-        found = {} if metadata is None else dict(metadata)
-        json.dumps(found, default=str)
+        context = {} if metadata is None else dict(metadata)
+        json.dumps(context, default=str)
     except (TypeError, ValueError, RecursionError) as cause:
         expected = "metadata as a mapping that JSON can hold"
         raise UsageError(_MAKE, "", expected, f"{metadata!r} ({cause})") from cause
-    return found
+    return context

@@ -1,9 +1,10 @@
-"""Infos in records: time-outs and final observations under the names of stable-baselines3, gymnasium and rsl_rl."""
+"""Read time-outs and final observations from infos of stable-baselines3, gymnasium and rsl_rl."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Container, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,35 +13,43 @@ import torch
 from storage.core.memory import as_given, on_host
 from storage.errors import RolloutDataWarning, SchemaError, UsageError
 
-from .environments import FINAL, FINAL_PRIVILEGED, TIME_OUTS, final_rows, joined, told_time_outs
+from .environments import FINAL, FINAL_PRIVILEGED, TIME_OUTS, final_rows, joined, time_out_flags
 
 _RECORDED = {*TIME_OUTS, *FINAL, *FINAL_PRIVILEGED}
 _ENDS = ("done", "terminated", "truncated", "timeout")
 
 
 def are_infos(extras: Any) -> bool:
-    """Return whether `extras` of a record are infos, as those of legged_gym and rsl_rl: they hold time-outs."""
-    if isinstance(extras, list):  # of each step of a rollout
+    """Return whether `extras` of a record are infos, as in legged_gym and rsl_rl: a name is that of an info."""
+    if isinstance(extras, list):  # One item for each step of a rollout.
         return any(map(are_infos, extras))
     return isinstance(extras, Mapping) and not _RECORDED.isdisjoint(extras)
 
 
 def needed_infos(infos: Any, names: Container[str] = ()) -> Any:
-    """Return infos, and `final_info` in them, with None for values that are not recorded and not in `names`."""
+    """Return infos with None in place of values that are neither recorded nor in `names`.
+
+    Nested infos in `final_info` are handled alike. The keys stay.
+    """
     if isinstance(infos, Mapping):
         needed = {}
         for key, value in infos.items():
             name = str(key).removeprefix("_")
-            is_needed = name in _RECORDED or name in names
-            needed[key] = needed_infos(value, names) if key == "final_info" else value if is_needed else None
+            if key == "final_info":
+                needed[key] = needed_infos(value, names)
+            elif name in _RECORDED or name in names:
+                needed[key] = value
+            else:
+                needed[key] = None
         return needed
-    if isinstance(infos, (list, tuple)) or (isinstance(infos, np.ndarray) and infos.dtype == object and infos.ndim):
+    is_object_array = isinstance(infos, np.ndarray) and infos.dtype == object and infos.ndim > 0
+    if isinstance(infos, (list, tuple)) or is_object_array:
         return [needed_infos(info, names) for info in infos]
     return infos
 
 
 class InfoReader:
-    """Read infos of the records of one writer; warn once of each key that is not recorded.
+    """Read infos of the records of one writer. Warns once per key that is not recorded.
 
     Args:
         num_envs: N.
@@ -57,55 +66,57 @@ class InfoReader:
 
         Args:
             action: The call, for errors.
-            infos: Of a step: a list with a mapping for each environment, or one mapping of values of all of them.
-                Of a rollout: a list of T such.
+            infos: For a step, a list with a mapping for each environment, or one mapping for all. For a
+                rollout, a list of T such infos.
             values: The other values of the record, by our names.
             is_step: Whether the record is a step.
 
         Returns:
-            The values, and which ends have a final observation among them, `[T, N]` bool; None without any.
+            The values, and `[T, N]` bool: ends that have a final observation in them, or None without any.
 
         Raises:
             SchemaError: Infos are not of N environments or T steps.
             UsageError: Only some of the final observations have a privileged part.
         """
-        given = [infos] if is_step else _listed(action, infos, values.get("observation"))
-        steps = [joined(self._checked(action, one)) for one in given]
+        infos_of_steps = [infos] if is_step else _listed(action, infos, values.get("observation"))
+        steps = [joined(self._checked(action, step_infos)) for step_infos in infos_of_steps]
         self._warn_of(steps)
-        found: dict[str, Any] = {}
+        info_values: dict[str, Any] = {}
         if values.get("timeout") is None and values.get("truncated") is None:
-            flags, are_told = zip(*(told_time_outs(step, self._num_envs) for step in steps), strict=True)
-            if np.any(are_told):
-                found["timeout"] = flags[0] if is_step else np.stack(flags)
-        ended = self._ended({**values, **found}, len(steps))
+            flags, are_known = zip(*(time_out_flags(step, self._num_envs) for step in steps), strict=True)
+            if np.any(are_known):
+                info_values["timeout"] = flags[0] if is_step else np.stack(flags)
+        ended = self._ended({**values, **info_values}, len(steps))
         if values.get("final_observation") is not None or ended is None or not ended.any():
-            return found, None
+            return info_values, None
         finals, has_final = self._finals(action, steps, values.get("observation"), ended, is_step)
-        return found | finals, has_final
+        return info_values | finals, has_final
 
     def _checked(self, action: str, infos: Any) -> Any:
         if isinstance(infos, Mapping):
             return infos
         is_list = _is_list(infos) and not isinstance(infos, (str, bytes))
-        if not is_list or len(infos) != self._num_envs or not all(isinstance(one, Mapping | None) for one in infos):
+        is_of_envs = is_list and len(infos) == self._num_envs
+        if not is_of_envs or not all(isinstance(env_infos, Mapping | None) for env_infos in infos):
             got = f"{type(infos).__name__}" + (f" of {len(infos)}" if is_list else "")
-            expected = f"infos as a mapping, or a list of {self._num_envs} mappings, one of each environment"
+            expected = f"infos as a mapping, or a list of {self._num_envs} mappings, one per environment"
             raise SchemaError(action, "", expected, got)
         return infos
 
     def _warn_of(self, steps: Sequence[Mapping[str, Any]]) -> None:
-        keys = {key: None for step in steps for key in step if key not in _RECORDED | self._warned_keys}
-        # Gymnasium names the environments that have a value beside it: "_distance" beside "distance".
-        masks = {f"_{key}" for step in steps for key in step}
-        keys = {key: None for key in keys if key not in masks}
-        if keys:
-            self._warned_keys.update(keys)
-            listed = ", ".join(map(repr, keys))
+        """Warn once per key that is not recorded."""
+        keys = dict.fromkeys(key for step in steps for key in step)
+        # Gymnasium adds a mask of the environments with a value: "_distance" for "distance".
+        masks = {f"_{key}" for key in keys}
+        ignored = [key for key in keys if key not in _RECORDED | self._warned_keys | masks]
+        if ignored:
+            self._warned_keys.update(ignored)
+            listed = ", ".join(map(repr, ignored))
             text = f"keys of infos are not recorded: {listed}. To keep a value, give it by a name of its own"
             warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     def _ended(self, values: Mapping[str, Any], num_steps: int) -> np.ndarray | None:
-        """Return where trajectories end, `[T, N]` bool; None if flags have a wrong size, which is found later."""
+        """Return where trajectories end, `[T, N]` bool; None if flags have a wrong size, which raises later."""
         ended = np.zeros((num_steps, self._num_envs), bool)
         names = ("done",) if values.get("done") is not None else _ENDS
         for name in names:
@@ -124,50 +135,53 @@ class InfoReader:
     def _finals(
         self, action: str, steps: Sequence[Mapping[str, Any]], observation: Any, ended: np.ndarray, is_step: bool
     ) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Return the final observations of ends, `[k, ...]` in the order of time, then environment, and which ends."""
+        """Return the final observations of ends, `[k, ...]` in the order of time, then environment.
+
+        Also returns `[T, N]` bool: the ends that have one; None without any.
+        """
         rows = []
         privileged_rows = []
         has_final = np.zeros_like(ended)
         for number in np.flatnonzero(ended.any(1)).tolist():
             done = ended[number]
-            now = observation if is_step else _mapped(lambda leaf, step=number: leaf[step], observation)
-            found, privileged, lacking = final_rows(self._with_env_axis(steps[number], now), now, done)
-            if found is not None:
-                has_final[number] = done & ~lacking
-                rows.append(_mapped(lambda leaf, kept=has_final[number]: _of_ends(leaf, kept), found))
+            now = observation if is_step else _mapped(partial(_item, number), observation)
+            finals, privileged, is_missing = final_rows(self._with_env_axis(steps[number], now), now, done)
+            if finals is not None:
+                has_final[number] = done & ~is_missing
+                rows_of_ends = partial(_rows_of_ends, has_final[number])
+                rows.append(_mapped(rows_of_ends, finals))
                 if privileged is not None:
-                    kept_rows = _mapped(lambda leaf, kept=has_final[number]: _of_ends(leaf, kept), privileged)
-                    privileged_rows.append(kept_rows)
+                    privileged_rows.append(_mapped(rows_of_ends, privileged))
         if not rows:
             return {}, None
         if len(privileged_rows) not in (0, len(rows)):
             expected = "infos with final privileged observations in each step with final observations"
-            raise UsageError(action, "", expected, "some without")
+            raise UsageError(action, "", expected, "some steps without")
         values = {"final_observation": _joined(rows)}
         if privileged_rows:
             values["final_privileged_observation"] = _joined(privileged_rows)
         return values, has_final
 
     def _with_env_axis(self, infos: Mapping[str, Any], observation: Any) -> Mapping[str, Any]:
-        """Add to final observations of a single environment the axis of environments of its observation."""
+        """Add the axis of environments to final observations of a single environment if they lack it."""
         if self._num_envs != 1:
             return infos
-        found = dict(infos)
+        batched = dict(infos)
         for name in FINAL + FINAL_PRIVILEGED:
-            value = found.get(name)
+            value = batched.get(name)
             is_batched = isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object)
             if value is not None and not is_batched and _num_axes(value) < _num_axes(observation):
-                found[name] = [value]
-        return found
+                batched[name] = [value]
+        return batched
 
 
 def _listed(action: str, infos: Any, observation: Any) -> list[Any]:
-    """Return the infos of each step of a rollout with this observation, whose leaves are `[T, N, ...]`."""
+    """Return the infos of each step of a rollout, whose observation has leaves `[T, N, ...]`."""
     if isinstance(infos, Mapping) or not _is_list(infos) or not len(infos):
-        raise SchemaError(action, "", "infos of a rollout as a list with those of each step", type(infos).__name__)
+        raise SchemaError(action, "", "infos of a rollout as a list, one item per step", type(infos).__name__)
     leaf = _first_leaf(observation)
     if leaf is not None and len(infos) != len(leaf):
-        raise SchemaError(action, "", f"infos of each of {len(leaf)} steps", f"those of {len(infos)}")
+        raise SchemaError(action, "", f"infos of {len(leaf)} steps", f"infos of {len(infos)} steps")
     return list(infos)
 
 
@@ -191,15 +205,20 @@ def _mapped(function: Any, tree: Any) -> Any:
     return function(tree)
 
 
-def _of_ends(leaf: Any, done: np.ndarray) -> torch.Tensor:
-    """Return the rows of environments that ended, of a leaf of all environments or of those alone."""
+def _item(number: int, leaf: Any) -> Any:
+    return leaf[number]
+
+
+def _rows_of_ends(is_end: np.ndarray, leaf: Any) -> torch.Tensor:
+    """Return the rows of the environments that end. `leaf` has rows of all environments, or of these."""
     rows = as_given(leaf).detach().cpu()
-    return rows[torch.from_numpy(done)] if len(rows) == len(done) else rows
+    return rows[torch.from_numpy(is_end)] if len(rows) == len(is_end) else rows
 
 
 def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: _joined([part[key] for part in parts]) for key in parts[0]}
-    if len({part.dtype for part in parts}) == 1:  # numpy has no bfloat16
+    if len({part.dtype for part in parts}) == 1:  # In torch, as numpy has no bfloat16.
         return torch.cat(list(parts))
-    return np.concatenate(list(map(on_host, parts)))  # torch rounds int64 to float32 beside float32
+    # In numpy, as torch rounds int64 to float32 if another part is float32.
+    return np.concatenate(list(map(on_host, parts)))

@@ -1,4 +1,4 @@
-"""Sizes and checksums of the files of a target, by which a file that was changed after the conversion is found."""
+"""Sizes and checksums of the files of a target, which show whether a file was changed after the conversion."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from storage.core.durable_files import crc32, open_regular
 from storage.errors import UsageError
 
-#: Files up to this size are always read; larger ones only if their modification time is not as noted.
+#: Bytes of a file that is always read. A larger file is read only if its modification time has changed.
 ALWAYS_READ_BYTES = 1 << 20
+#: Bytes read at a time.
 _PART_BYTES = 1 << 23
 
 
@@ -34,22 +35,22 @@ def file_sum(path: Path) -> FileSum:
     """Compute the size, checksum and modification time of a file."""
     descriptor = open_regular(path)
     try:
-        about = os.fstat(descriptor)
-        return FileSum(about.st_size, checksum_of(descriptor, [(0, about.st_size)]), about.st_mtime_ns)
+        status = os.fstat(descriptor)
+        return FileSum(status.st_size, checksum_of(descriptor, [(0, status.st_size)]), status.st_mtime_ns)
     finally:
         os.close(descriptor)
 
 
 def checksum_of(descriptor: int, ranges: Iterable[tuple[int, int]]) -> str:
-    """Compute the checksum of byte ranges (start, size) of an open file; the end of the file ends a range."""
-    found = 0
+    """Compute the checksum of byte ranges (start, size) of an open file. Bytes after its end are ignored."""
+    checksum = 0
     for start, size in ranges:
         for first in range(start, start + size, _PART_BYTES):
             data = os.pread(descriptor, min(_PART_BYTES, start + size - first), first)
             if not data:
                 break
-            found = crc32(data, found)
-    return f"{found:08x}"
+            checksum = crc32(data, checksum)
+    return f"{checksum:08x}"
 
 
 def gaps(covered: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
@@ -64,45 +65,49 @@ def gaps(covered: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, i
 
 
 def check_file(target: Path, file: Path, noted: FileSum) -> None:
-    """Compare a file of a target with its size and checksum of the time when it was written.
+    """Compare a file of a target with its noted size and checksum.
 
     Raises:
         UsageError: The file was removed or changed.
     """
     try:
-        found = os.stat(file)
+        status = os.stat(file)
     except (FileNotFoundError, NotADirectoryError):
         raise changed_file(target, file, "a removed file") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise changed_file(target, file, "something that is not a file")
-    if found.st_size != noted.size:
-        raise changed_file(target, file, f"{found.st_size} bytes instead of {noted.size}")
-    is_read = found.st_size <= ALWAYS_READ_BYTES or found.st_mtime_ns != noted.mtime_ns
+    if status.st_size != noted.size:
+        raise changed_file(target, file, f"{status.st_size} bytes instead of {noted.size}")
+    is_read = status.st_size <= ALWAYS_READ_BYTES or status.st_mtime_ns != noted.mtime_ns
     if is_read and file_sum(file).checksum != noted.checksum:
         raise changed_file(target, file, "other content")
 
 
 def changed_file(target: Path, file: Path, got: str) -> UsageError:
-    """Return the error of a target with a file that was changed after it was written."""
+    """Return the error for a file of a target that was changed after it was written."""
     where = f"{str(target)!r}: its file {str(file)!r} was changed after it was written"
     return UsageError("convert into", where, "the file as the conversion wrote it", got, "Choose another place")
 
 
 def sums_from_json(value: Any) -> dict[str, FileSum] | None:
-    """Parse names with sizes, checksums and times; None if they are damaged or a name leads out of the target."""
+    """Parse names with sizes, checksums and times.
+
+    Returns:
+        None if the value is damaged or a name leads out of the target.
+    """
     if not isinstance(value, dict):
         return None
-    found = {}
+    sums = {}
     for name, parts in value.items():
         if not isinstance(parts, list) or [type(part) for part in parts] != [int, str, int]:
             return None
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\0" in name:
             return None
-        found[name] = FileSum(*parts)
-    return found
+        sums[name] = FileSum(*parts)
+    return sums
 
 
 def sums_as_json(sums: Mapping[str, FileSum]) -> dict[str, list[Any]]:
-    """Return names with sizes, checksums and times as JSON has them."""
-    return {name: list(one) for name, one in sums.items()}
+    """Return names with sizes, checksums and times as JSON values."""
+    return {name: list(file_sum) for name, file_sum in sums.items()}

@@ -1,8 +1,8 @@
-"""Journals: how a writer's death is noticed, and how many frames were lost with it.
+"""Journals show that a writer died and how many frames were lost.
 
-One rule: a journal is a small file beside the blocks that exists while its writer lives; the
-writer holds a lock on it, which the system releases at any death. It is written at each `add`
-through a memory map, which survives the death of the process (not of the machine).
+A journal is a small file beside the blocks that exists while its writer lives. The writer holds a lock
+on it, which the system releases when the process dies. Each `add` writes the journal through a memory
+map, which survives the death of the process but not of the machine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..blocks.write_block import TEMPORARY_PREFIX, block_name
 
 _MAGIC = b"rdjournl"
 _NUMBER = struct.Struct("<q")
-#: Behind the magic stand five numbers: frames accepted, frames settled, time of the last sign in ns; and of the block
-#: that is being published its sequence + 1, and how many frames are settled once it is there.
+#: Offsets of five numbers after the magic: accepted frames, settled frames, time of the last `add` in ns, sequence + 1
+#: of the block that is being published, and settled frames after that block. A settled frame is published or dropped.
 _ACCEPTED, _PUBLISHED, _TIME, _SEQUENCE, _SETTLED = (_NUMBER.size * place for place in range(1, 6))
 _NUM_BYTES = _SETTLED + _NUMBER.size
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -33,11 +33,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class DeadWriter:
-    """What was found of a writer that ended without `close()`.
+    """A writer that ended without `close()`.
 
     Attributes:
-        writer: Its name.
-        num_lost_frames: Frames that it had accepted and not yet published.
+        writer: Name of the writer.
+        num_lost_frames: Frames that it accepted and did not publish.
         last_sign_ns: Wall-clock time of its last `add`, nanoseconds since the epoch.
     """
 
@@ -47,12 +47,12 @@ class DeadWriter:
 
 
 def journal_path(folder: Path, writer: str) -> Path:
-    """Where the journal of a writer is."""
+    """Return the path of the journal of a writer."""
     return folder / f".rollout_{writer}.journal"
 
 
 class Journal:
-    """The journal of one living writer: there from `open()` to `close()`."""
+    """The journal of one living writer. The file exists from `open()` to `close()`."""
 
     def __init__(self, folder: Path, writer: str) -> None:
         self.writer = writer
@@ -61,7 +61,7 @@ class Journal:
         self._memory: mmap.mmap | None = None
 
     def open(self) -> None:
-        """Take the writer's name. After an error, or a Ctrl-C in here, call `close()`.
+        """Reserve the writer's name. After an error or a Ctrl-C, the caller must call `close()`.
 
         Raises:
             UsageError: A living writer has the name.
@@ -76,29 +76,29 @@ class Journal:
                 raise UsageError("record into", where, expected, got, advice)
             if _is_linked(self._descriptor, self.path):
                 break
-            self._release()  # another writer removed the file, not locked yet, as a dead writer's: try again
+            self._release()  # Before the lock, another writer removed the file as that of a dead writer.
         os.pwrite(self._descriptor, _MAGIC.ljust(_NUM_BYTES, b"\0"), 0)
-        # Some file systems cannot be mapped. A system call would wait whenever the disk is flushed: 30 ms in an `add`.
+        # A system call would wait while the disk is flushed: 30 ms in an `add`. Some file systems have no maps.
         with suppress(OSError, ValueError):
             self._memory = mmap.mmap(self._descriptor, _NUM_BYTES)
         self._write(_TIME, time.time_ns())
 
     def accept(self, num_frames: int, time_ns: int) -> None:
-        """Note how many frames were accepted in all, and when."""
+        """Note the number of accepted frames and the time of the last `add`."""
         self._write(_ACCEPTED, num_frames)
         self._write(_TIME, time_ns)
 
     def announce(self, sequence: int, num_frames: int) -> None:
-        """Note, before a block is published, how many accepted frames it settles."""
+        """Note, before block `sequence` is published, the number of settled frames after it."""
         self._write(_SEQUENCE, sequence + 1)
         self._write(_SETTLED, num_frames)
 
     def publish(self, num_frames: int) -> None:
-        """Note how many accepted frames are settled: in a block, or dropped on purpose."""
+        """Note the number of settled frames."""
         self._write(_PUBLISHED, num_frames)
 
     def _write(self, offset: int, number: int) -> None:
-        """Overwrite; what cannot be written only makes a later loss report less exact."""
+        """Overwrite a number. A failure is ignored, as it only makes a later loss report less exact."""
         if self._memory is not None:
             _NUMBER.pack_into(self._memory, offset, number)
             return
@@ -106,14 +106,14 @@ class Journal:
             os.pwrite(self._descriptor, _NUMBER.pack(number), offset)
 
     def close(self) -> None:
-        """Remove the journal: everything is settled. May be called twice; another writer's is left alone."""
+        """Remove the journal if it still belongs to this writer. Idempotent."""
         if self._descriptor < 0:
             return
         if self._memory is not None:
             self._memory.close()
             self._memory = None
         if _lock(self._descriptor) and _is_linked(self._descriptor, self.path):
-            with suppress(OSError):  # the folder is read-only by now: the next writer cleans up
+            with suppress(OSError):  # A read-only folder: the next writer cleans up.
                 self.path.unlink(missing_ok=True)
         self._release()
 
@@ -124,15 +124,15 @@ class Journal:
 
 
 def recover_dead_writers(folder: Path) -> list[DeadWriter]:
-    """Clean up after writers that died in `folder`: journals without a lock, and their temporary files.
+    """Remove journals and temporary files of writers that died in `folder`, and return these writers.
 
-    Published blocks are not touched: they are complete.
+    Published blocks are complete and not changed.
     """
-    found = []
+    dead_writers = []
     for path in sorted(folder.glob(".rollout_*.journal")):
-        if not path.is_file():  # a folder or a pipe of that name is no journal
+        if not path.is_file():  # A folder or a pipe is no journal.
             continue
-        with suppress(OSError):  # another process cleans up, or it belongs to another user
+        with suppress(OSError):  # Another process removed it, or it belongs to another user.
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 if _lock(descriptor) and _is_linked(descriptor, path):
@@ -140,21 +140,21 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
                     dead = _read_dead(folder, writer, os.pread(descriptor, _NUM_BYTES, 0))
                     remove_temporary_files(folder, writer)
                     path.unlink(missing_ok=True)
-                    found.append(dead)
+                    dead_writers.append(dead)
             finally:
                 os.close(descriptor)
-    return found
+    return dead_writers
 
 
 def is_alive(path: Path) -> bool:
-    """Return whether the writer of a journal lives; nothing is changed."""
+    """Return whether the writer of a journal lives. Changes no file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:  # where there are no locks, nothing tells
+    except OSError as error:  # Without locks a writer counts as living.
         return isinstance(error, BlockingIOError) or error.errno in _NO_LOCKS
     finally:
         os.close(descriptor)
@@ -162,24 +162,25 @@ def is_alive(path: Path) -> bool:
 
 
 def remove_temporary_files(folder: Path, writer: str) -> None:
-    """Remove what a dead writer had begun to write."""
+    """Remove unfinished files of a dead writer."""
     for temporary in folder.glob(f"{TEMPORARY_PREFIX}rollout_{glob.escape(writer)}_*"):
         if not temporary.is_dir():
             temporary.unlink(missing_ok=True)
 
 
 def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
-    if len(data) < _NUM_BYTES or not data.startswith(_MAGIC):  # it died before it accepted anything
+    """Parse the journal of a dead writer."""
+    if len(data) < _NUM_BYTES or not data.startswith(_MAGIC):  # It died before it accepted a frame.
         return DeadWriter(writer, 0, 0)
     accepted, published, time_ns, sequence, settled = struct.unpack_from("<5q", data, _ACCEPTED)
-    # It may have died after a block was published and before it noted so: ask the folder.
+    # It may have died after it published a block and before it noted that.
     if sequence > 0 and (folder / block_name(writer, sequence - 1)).exists():
         published = max(published, settled)
     return DeadWriter(writer, max(0, accepted - published), time_ns)
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock without waiting; True where the file system has no locks."""
+    """Lock a file without waiting; return whether it is locked. True if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -191,7 +192,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _is_linked(descriptor: int, path: Path) -> bool:
-    """Whether `path` still names the open file."""
+    """Return whether `path` still names the open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     return False

@@ -1,19 +1,26 @@
-"""Codecs: array <-> stored array, by name; and chunks: a few frames as bytes that can be decoded alone.
+"""Codecs by name: arrays to stored arrays, and frames to chunks of bytes that decode independently.
 
-One rule: a codec is pure functions, knows nothing of files, and states whether, and how much, it loses. Two kinds meet
-in one name: what turns each value into another of a fixed size (`raw`, `normalized_image`), so that rows stay rows, and
-the chain that makes chunks of the result: `normalized_image+lz4` is both. `auto` is decided by trying.
+A codec has two parts. A value codec (`raw`, `normalized_image`) converts each value to a value of a fixed
+size. A chain makes chunks of the result. `normalized_image+lz4` has both. `auto` chooses a lossless chain
+by trying. A codec states whether it is lossless, and its largest error.
 
-A chain is written `quantizer+delta+shuffle+packer`, any part of it: `uint16+shuffle+lz4`. The quantizer here is
-`uint16`, or `uint16(low,high)`; deltas are `delta` (subtract the frame before, as integers of the bytes) and
-`xor`; shuffles `shuffle`, `split`, `bitshuffle`; packers `lz4` (fast), `lz4hc` (high compression) and, with the
-extra `codecs`, `zstd` (smaller images), `blosc2` (`lz4hc`) and `blosc2zstd`, which shuffle themselves, with SIMD.
-Video (`video.py`: `h264:crf=18`) stands alone.
+A chain is `quantizer+delta+shuffle+packer` or a part of it, such as `uint16+shuffle+lz4`:
 
-A chunk says how it was packed and in which range it was quantized; dtype, frame shape, number of frames and the chain
-are known from where it stands, and nothing is decoded into more than those ask for. It is one byte: 0 for plain values,
-where stages would not save anything or more than readers believe, or 1; then the range of a quantizer (low, step:
-float64, whether special counts: uint8, all little-endian); then the bytes.
+- Quantizers: `uint16`, `uint16(low,high)`.
+- Deltas: `delta` subtracts the previous frame as unsigned integers; `xor`.
+- Shuffles: `shuffle`, `split`, `bitshuffle`.
+- Packers: `lz4` (fast), `lz4hc` (high compression). With the extra `codecs`: `zstd` (smaller images),
+  `blosc2` (LZ4HC) and `blosc2zstd`, which shuffle themselves, with SIMD.
+
+Video (`video_codec.py`: `h264:crf=18`) is a chain by itself.
+
+A chunk consists of
+
+- one byte: 0 for plain values, if packing saves no bytes or exceeds the expansion that readers accept; else 1;
+- the range of a quantizer: low and step as float64, whether there are special counts as uint8, little-endian;
+- the bytes of the values.
+
+The reader knows dtype, frame shape, number of frames and chain, and decodes no more than they need.
 """
 
 from __future__ import annotations
@@ -53,9 +60,9 @@ from .packers import PACKERS, check_installed
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 _QUANTIZER = re.compile(r"uint16(?:\(([^,()]+),([^,()]+)\))?")
-#: Delta -> how a frame is changed by the one before it, and how that is undone.
+#: Delta -> operation of a frame with the previous frame, and the inverse operation.
 DELTAS = {"delta": (np.subtract, np.add), "xor": (np.bitwise_xor, np.bitwise_xor)}
-#: Kinds of stages in the order in which they stand in a chain, each with the registry of its kind.
+#: Kinds of stages in the order of a chain -> names of that kind.
 STAGES: dict[str, tuple[str, ...]] = {
     "quantizer": ("uint16",),
     "delta": tuple(DELTAS),
@@ -65,97 +72,114 @@ STAGES: dict[str, tuple[str, ...]] = {
 AUTO = "auto"
 #: First byte of a chunk.
 _PLAIN, _PACKED = 0, 1
-#: `auto` keeps values raw when less than this part would be saved.
+#: Fraction of bytes that `auto` must save; otherwise values stay raw.
 MIN_SAVED = 0.1
-#: Most frames of a chunk, and most bytes, beyond which it has fewer frames: as many as fit into a cache near the
-#: processor, and what a reader of one frame decodes for nothing. Fast LZ4 gains 2 % from chunks twice as large
-#: (it looks back 64 KiB), and random windows of 8 images lose a quarter of their speed; slow packers gain 4 to 14 %.
-MAX_CHUNK_FRAMES, MAX_CHUNK_BYTES, MAX_SMALL_CHUNK_BYTES = 8, 512 * 1024, 192 * 1024
-#: Most bytes that a chunk of several frames decodes to, also with a given number: reading one frame decodes all,
-#: and a file, or a blob, of 3 MB could hold one of 600 MB.
+#: Frames of a chunk by default, at most.
+MAX_CHUNK_FRAMES = 8
+#: Bytes of a chunk of several frames by default, at most: a chunk fits into a cache near the processor.
+MAX_CHUNK_BYTES = 512 * 1024
+#: As `MAX_CHUNK_BYTES`, for fast LZ4. It looks back 64 KiB and gains 2 % from chunks twice as large, while random
+#: windows of 8 images lose a quarter of their speed. Slow packers gain 4 to 14 %.
+MAX_SMALL_CHUNK_BYTES = 192 * 1024
+#: Bytes that a chunk of several frames decodes to, at most, also if the user chooses the number of frames. Reading
+#: one frame decodes its chunk, and a file of 3 MB could hold a chunk of 600 MB.
 LARGEST_CHUNK_BYTES = 64 << 20
 _LARGE_CHUNK_PACKERS = tuple(packer for packer in STAGES["packer"] if packer != "lz4")
-#: What `auto` tries, by item size: lossless, readable without an extra, and written at 300 MB/s and more. High
-#: compression writes 50 MB/s, which may make a learner wait, so that it has to be asked for.
+#: Chains that `auto` tries, by item size in bytes: lossless, readable without an extra, written at 300 MB/s or more.
+#: High compression writes 50 MB/s and could delay a learner, so `auto` does not choose it.
 _CANDIDATES = {1: ("lz4", "delta+lz4"), 2: ("shuffle+lz4", "delta+shuffle+lz4")}
 _WIDE_CANDIDATES = ("shuffle+lz4", "split+lz4", "delta+split+lz4")
 
 
 @dataclass(frozen=True)
 class ChunkCodec:
-    """A chain of stages, by name; "" for none."""
+    """A chain of stages.
+
+    Attributes:
+        name: Name of the chain.
+        quantizer: The only lossy stage; None without.
+        delta, shuffle, packer: Names of the stages; "" without.
+        video: Lossy coder of pictures that replaces all stages; None without.
+    """
 
     name: str
-    #: The one stage that loses.
     quantizer: LinearCounts | None = None
     delta: str = ""
     shuffle: str = ""
     packer: str = ""
-    #: What codes pictures with loss, instead of all stages.
     video: video.Video | None = None
 
     @property
     def is_lossless(self) -> bool:
-        """Return whether decoding restores every bit."""
+        """Whether decoding restores every bit."""
         return self.quantizer is None and self.video is None
 
     @property
     def max_expansion(self) -> int:
-        """How many bytes of frames one byte of a chunk can be at most; more is refused as an attack."""
+        """Bytes of frames per byte of a chunk, at most. Readers reject chunks that claim more."""
         if self.video is not None:
             return video.MAX_EXPANSION
-        most = PACKERS[self.packer].max_expansion if self.packer else lz4.MAX_EXPANSION
-        return most * (4 if self.quantizer is not None else 1)
+        expansion = PACKERS[self.packer].max_expansion if self.packer else lz4.MAX_EXPANSION
+        # A float64 of 8 bytes becomes a count of 2 bytes.
+        return expansion * (4 if self.quantizer is not None else 1)
 
     @property
     def packer_shuffles(self) -> bool:
-        """Return whether shuffling is left to the packer."""
+        """Whether the packer does the shuffle."""
         return bool(self.packer) and PACKERS[self.packer].shuffles
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raise `FieldTypeError` if values of this dtype cannot be coded."""
+        """Raise `FieldTypeError` if the chain cannot code values of this dtype."""
         if self.quantizer is not None and dtype.kind != "f":
             raise FieldTypeError("code values", f"as {self.name!r}", "float16, float32 or float64", str(dtype))
         if self.video is not None and dtype != np.uint8:
             raise FieldTypeError("code values", f"as {self.name!r}", "uint8 pictures", str(dtype))
 
     def encode(self, frames: Array, level: int | None = None) -> tuple[bytes, float]:
-        """Code `[F, *shape]` frames as one chunk; give it and the largest error, 0 if nothing is lost.
+        """Code `[F, *shape]` frames as one chunk.
 
-        `level` is the packer's, None for its default.
+        Args:
+            frames: The frames.
+            level: Level of the packer; None for its default.
+
+        Returns:
+            The chunk and the largest error, 0 if lossless.
         """
-        about = b""
+        range_bytes = b""
         error = 0.0
         values: Array = np.ascontiguousarray(frames).reshape(len(frames), prod(frames.shape[1:]))
         if self.quantizer is not None:
-            about, counts, error = self.quantizer.encode(values)
+            range_bytes, counts, error = self.quantizer.encode(values)
             values = counts.reshape(values.shape)
         items = values.view(_unsigned(values.dtype))
         data = self._packed(items, level) if self.video is None else self.video.encode(frames)
-        # blosc2 packs any number of zeros into 32 bytes; shorter than readers believe is no use.
+        # blosc2 packs any number of zeros into 32 bytes, which readers would reject as too small.
         if len(data) < items.nbytes and frames.nbytes <= self.max_expansion * len(data):
             if self.video is not None:
-                shown = np.empty_like(frames)
-                self.video.decode(np.frombuffer(data, np.uint8), shown)
-                error = float((np.maximum(shown, frames) - np.minimum(shown, frames)).max(initial=0))
-            return bytes([_PACKED]) + about + data, error
-        return bytes([_PLAIN]) + about + items.tobytes(), error
+                decoded = np.empty_like(frames)
+                self.video.decode(np.frombuffer(data, np.uint8), decoded)
+                difference = np.maximum(decoded, frames) - np.minimum(decoded, frames)
+                error = float(difference.max(initial=0))
+            return bytes([_PACKED]) + range_bytes + data, error
+        return bytes([_PLAIN]) + range_bytes + items.tobytes(), error
 
     def _packed(self, items: Array, level: int | None) -> bytes:
+        """Apply the delta, the shuffle and the packer to unsigned items `[F, n]`."""
         if self.delta and len(items) > 1:
-            changes = items.copy()
-            DELTAS[self.delta][0](items[1:], items[:-1], out=changes[1:])
-            items = changes
+            subtract, _ = DELTAS[self.delta]
+            differences = items.copy()
+            subtract(items[1:], items[:-1], out=differences[1:])
+            items = differences
         if self.packer_shuffles:
             return PACKERS[self.packer].pack(items, level, self.shuffle)
         data = shuffle(self.shuffle, items.reshape(-1)) if self.shuffle else items.reshape(-1).view(np.uint8)
         return PACKERS[self.packer].pack(data, level, "") if self.packer else data.tobytes()
 
     def decode(self, chunk: Bytes, out: Array) -> None:
-        """Decode a chunk into `out`, `[F, *shape]`, contiguous; from any number of threads at once.
+        """Decode a chunk into `out`, `[F, *shape]`, contiguous. Thread-safe.
 
         Raises:
-            CorruptFileError: The chunk does not hold exactly these frames; `out` has undefined content.
+            CorruptFileError: The chunk does not hold exactly F frames. The content of `out` is undefined.
         """
         start = 1 + (RANGE_BYTES if self.quantizer is not None else 0)
         if len(chunk) < start or chunk[0] > _PACKED:
@@ -173,7 +197,7 @@ class ChunkCodec:
         decode_counts(chunk[1:start].tobytes(), counts, out.reshape(-1))
 
     def decoded(self, chunk: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Decode a chunk to new memory: of one that is only packed, without the copy that `decode` makes."""
+        """Decode a chunk to new memory. If the chain is only a packer, this saves a copy of `decode`."""
         if self.name in PACKERS and len(chunk) and chunk[0] == _PACKED:
             return self._unpacked(chunk[1:], prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
         out: Array = np.empty(shape, dtype)
@@ -181,9 +205,17 @@ class ChunkCodec:
         return out
 
     def _undo(self, data: Bytes, method: int, items: Array, num_frames: int) -> None:
-        """Undo everything but the quantizer: to the unsigned items of all frames, one after the other."""
+        """Undo packer, shuffle and delta.
+
+        Args:
+            data: Content of the chunk.
+            method: First byte of the chunk.
+            items: Unsigned items of all frames, to write to.
+            num_frames: Frames of the chunk.
+        """
         size = items.dtype.itemsize
-        is_shuffled = bool(self.shuffle) and (size > 1 or self.shuffle == "bitshuffle")  # of one byte only bits can be
+        # Of items of one byte only bits are shuffled.
+        is_shuffled = bool(self.shuffle) and (size > 1 or self.shuffle == "bitshuffle")
         if method == _PLAIN or not is_shuffled or self.packer_shuffles:
             target = items.view(np.uint8)
             target[:] = self._unpacked(data, len(target), is_packed=method == _PACKED)
@@ -193,9 +225,9 @@ class ChunkCodec:
             num_bytes = shuffled_bytes(self.shuffle, items.size, size)
             unshuffle(self.shuffle, self._unpacked(data, num_bytes), items, _scratch(1, scratch_bytes(num_bytes)))
         if self.delta and num_frames > 1:
-            undo = DELTAS[self.delta][1]
-            for before, frame in pairwise(items.reshape(num_frames, items.size // num_frames)):
-                undo(frame, before, out=frame)
+            _, add = DELTAS[self.delta]
+            for previous, frame in pairwise(items.reshape(num_frames, items.size // num_frames)):
+                add(frame, previous, out=frame)
 
     def _unpacked(self, data: Bytes, num_bytes: int, is_packed: bool = True) -> Bytes:
         if self.packer and is_packed:
@@ -207,20 +239,22 @@ class ChunkCodec:
 
 @lru_cache(maxsize=32)
 def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the unsigned dtype of the same item size."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
-#: The scratch of each thread, by its place.
+#: Scratch memory of each thread by number.
 _local = threading.local()
 
 
-def _scratch(place: int, num_bytes: int) -> Bytes:
-    """Return memory of this thread that the next call with the same `place` takes over."""
+def _scratch(number: int, num_bytes: int) -> Bytes:
+    """Return scratch memory of this thread. The next call with the same `number` returns it again."""
     scratch: dict[Any, Bytes] = _local.__dict__
-    held = scratch.get(place)
-    if held is None or len(held) < num_bytes:
-        held = scratch[place] = np.empty(-(-num_bytes // 8) * 8, np.uint8)
-    return held[:num_bytes]
+    memory = scratch.get(number)
+    if memory is None or len(memory) < num_bytes:
+        memory = np.empty(-(-num_bytes // 8) * 8, np.uint8)
+        scratch[number] = memory
+    return memory[:num_bytes]
 
 
 # -- names -------------------------------------------------------------------------------------
@@ -228,17 +262,17 @@ def _scratch(place: int, num_bytes: int) -> Bytes:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the values of one field are stored.
+    """The storage form of the values of a field.
 
     Attributes:
-        name: The name in `obs_disassemble_mapping` and in files.
-        is_lossless: True if decode(encode(x)) == x for every x that the codec accepts.
-        max_error: Largest absolute error on finite values in the codec's range, before the result is rounded to the
-            field's dtype; 0 if lossless, None if the data decide. What was lost is measured when they are written.
-        stored_dtype: Dtype name of the stored values; None keeps the field's own.
+        name: Name in `obs_disassemble_mapping` and in files.
+        is_lossless: Whether decode(encode(x)) == x for every x that the codec accepts.
+        max_error: Largest absolute error on finite values in the codec's range, before rounding to the
+            field's dtype. 0 if lossless, None if it depends on the data. Writers measure the real error.
+        stored_dtype: Name of the dtype of stored values; None keeps the dtype of the field.
         encode: Tensor of the field's dtype -> tensor of the stored dtype.
         decode: Tensor of the stored dtype -> tensor of the field's dtype.
-        chunks: Makes chunks of stored rows, with `auto` of rows as they are; None for rows of a fixed place.
+        chunks: Chain that makes chunks of stored rows; for `auto` an empty chain. None stores plain rows.
     """
 
     name: str
@@ -250,7 +284,7 @@ class Codec:
     chunks: ChunkCodec | None = None
 
 
-#: The codecs that keep one stored value per value; stages that make chunks are in `STAGES`.
+#: Codecs with one stored value per value. `STAGES` has the stages of chunks.
 VALUE_CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
@@ -258,48 +292,59 @@ VALUE_CODECS: dict[str, Codec] = {
         Codec("normalized_image", False, IMAGE_MAX_ERROR, "uint8", encode_image, decode_image),
     )
 }
-#: Every word that a codec's name may be made of.
+#: All words in names of codecs.
 CODEC_WORDS = (*VALUE_CODECS, AUTO, *video.CODERS, *(stage for stages in STAGES.values() for stage in stages))
 
 
 @lru_cache(maxsize=256)
 def chunk_codec(name: str) -> ChunkCodec:
-    """Return the codec of a chain, checked; "raw" or "" keeps values as they are.
+    """Return the chain with a name. "raw" and "" are the empty chain.
 
     Raises:
-        UsageError: An unknown stage, or stages in another order; the text says what is known, or the order.
+        UsageError: A stage is unknown, or the order of stages is wrong.
     """
     return _read_chain([] if name in ("", "raw") else name.split("+"), name)
 
 
-def _read_chain(stages: Sequence[str], name: str, before: str = "") -> ChunkCodec:
-    """Return the codec of stages in a codec's name, behind a quantizer of values that stands `before` them."""
-    if not before and len(stages) == 1 and (coder := video.video_named(stages[0])) is not None:
-        return ChunkCodec(name, video=coder)
-    found: dict[str, Any] = {}
-    kinds = list(STAGES)[bool(before) :]
+def _read_chain(stages: Sequence[str], name: str, value_codec: str = "") -> ChunkCodec:
+    """Return the chain of stages.
+
+    Args:
+        stages: Names of the stages.
+        name: Name of the codec, for errors.
+        value_codec: Value codec before the stages, which excludes a quantizer; "" without.
+    """
+    if not value_codec and len(stages) == 1:
+        coder = video.video_named(stages[0])
+        if coder is not None:
+            return ChunkCodec(name, video=coder)
+    parts: dict[str, Any] = {}
+    previous = value_codec
+    kinds = list(STAGES)[bool(value_codec) :]
     for stage in stages:
         match = _QUANTIZER.fullmatch(stage)
         kind = next((kind for kind in STAGES if stage in STAGES[kind] or (match and kind == "quantizer")), "")
-        if not kind and not (before and stage in (*VALUE_CODECS, AUTO)):
+        if not kind and not (previous and stage in (*VALUE_CODECS, AUTO)):
             raise UsageError("use the codec", repr(name), nearest(stage, CODEC_WORDS), repr(stage))
         if kind not in kinds:
             order = f"stages in the order {'+'.join(STAGES)}, each at most once"
-            raise UsageError("use the codec", repr(name), order, f"{stage!r} after {before!r}")
+            raise UsageError("use the codec", repr(name), order, f"{stage!r} after {previous!r}")
         kinds = kinds[kinds.index(kind) + 1 :]
-        before = stage
-        found[kind] = _linear(name, match) if match else stage
-    codec = ChunkCodec("+".join(stages) or "raw", **found)
+        previous = stage
+        parts[kind] = _linear(name, match) if match else stage
+    codec = ChunkCodec("+".join(stages) or "raw", **parts)
     if codec.packer_shuffles and codec.shuffle == "split":
         raise UsageError("use the codec", repr(name), "'shuffle', 'bitshuffle' or none before blosc2", "'split'")
     return codec
 
 
 def _linear(name: str, match: re.Match[str]) -> LinearCounts:
+    """Return the quantizer of a match of `_QUANTIZER`; raise `UsageError` if its range is invalid."""
     if match[1] is None:
         return LinearCounts()
     try:
-        low, high = float(match[1]), float(match[2])
+        low = float(match[1])
+        high = float(match[2])
         is_range = -np.inf < low < high < np.inf
     except ValueError:
         is_range = False
@@ -311,10 +356,10 @@ def _linear(name: str, match: re.Match[str]) -> LinearCounts:
 
 @lru_cache(maxsize=256)
 def find_codec(name: str) -> Codec:
-    """Return the codec with a name, for example `raw`, `normalized_image+lz4`, `uint16+shuffle+lz4`, `auto`.
+    """Return the codec with a name, such as `raw`, `normalized_image+lz4`, `uint16+shuffle+lz4` or `auto`.
 
     Raises:
-        UsageError: There is none; the text lists the words that names are made of.
+        UsageError: There is no such codec. The text lists the words of names.
     """
     raw = VALUE_CODECS["raw"]
     stages = name.split("+")
@@ -334,7 +379,7 @@ def find_codec(name: str) -> Codec:
 
 
 def codec_of(field: Field) -> Codec:
-    """Return the codec of a field; an unknown name raises `UsageError` listing the known ones."""
+    """Return the codec of a field; raise `UsageError` if there is none."""
     try:
         return find_codec(field.codec)
     except UsageError as error:
@@ -343,19 +388,25 @@ def codec_of(field: Field) -> Codec:
 
 def check_writable(name: str) -> None:
     """Raise `UsageError` if there is no such codec, or if it needs an extra that is not installed."""
-    if chunks := find_codec(name).chunks:
+    chunks = find_codec(name).chunks
+    if chunks is not None:
         check_installed(chunks.packer)
         if chunks.video is not None:
             video.check_installed(chunks.video.coder)
 
 
 def stored_field(field: Field) -> Field:
-    """Describe a row of the field as it is stored, or as its chunks decode to: the codec's dtype, no codec."""
+    """Return the field of stored rows, or of decoded chunks: the dtype of the codec, without a codec."""
     return Field(field.name, field.shape, codec_of(field).stored_dtype or field.dtype)
 
 
 def check_codec(field: Field) -> None:
-    """Raise if the codec does not exist or cannot give back the field's dtype."""
+    """Check that a field has a codec for its dtype and shape.
+
+    Raises:
+        UsageError: There is no such codec.
+        FieldTypeError: The codec cannot code the dtype or shape.
+    """
     codec = codec_of(field)
     expected = ""
     if codec.chunks and codec.chunks.video is not None:
@@ -370,12 +421,12 @@ def check_codec(field: Field) -> None:
 
 
 def most_chunk_frames(row_bytes: int) -> int:
-    """How many frames a chunk may have at all: as many as are `LARGEST_CHUNK_BYTES`, at least 1."""
+    """Return the number of frames of the largest possible chunk: `LARGEST_CHUNK_BYTES`, at least 1 frame."""
     return max(1, LARGEST_CHUNK_BYTES // max(1, row_bytes))
 
 
 def chunk_frames(row_bytes: int, codec: str) -> int:
-    """How many frames a chunk of this codec has by default: 8, or as many as stay small, at least 1."""
+    """Return the default number of frames of a chunk: 8, or fewer for large frames, at least 1."""
     if video.video_named(codec) is not None:
         return min(MAX_CHUNK_FRAMES, most_chunk_frames(row_bytes))
     most = MAX_CHUNK_BYTES if codec.endswith(_LARGE_CHUNK_PACKERS) else MAX_SMALL_CHUNK_BYTES
@@ -383,16 +434,17 @@ def chunk_frames(row_bytes: int, codec: str) -> int:
 
 
 def choose_codec(chunks: Sequence[npt.NDArray[Any]]) -> str:
-    """Choose a lossless chain for chunks `[n, *shape]` like these by trying a few: the smallest result.
+    """Return the lossless chain with the smallest result for sample chunks `[n, *shape]`.
 
-    "raw" if less than `MIN_SAVED` would be saved.
+    Returns "raw" if all chains save less than `MIN_SAVED`.
     """
-    num_bytes = sum(part.nbytes for part in chunks)
     best = "raw"
-    fewest = (1 - MIN_SAVED) * num_bytes
-    for name in _CANDIDATES.get(chunks[0].dtype.itemsize, _WIDE_CANDIDATES) if chunks else ():
-        coded = sum(len(chunk_codec(name).encode(part)[0]) for part in chunks)
-        if coded < fewest:
+    if not chunks:
+        return best
+    fewest_bytes = (1 - MIN_SAVED) * sum(part.nbytes for part in chunks)
+    for name in _CANDIDATES.get(chunks[0].dtype.itemsize, _WIDE_CANDIDATES):
+        num_bytes = sum(len(chunk_codec(name).encode(part)[0]) for part in chunks)
+        if num_bytes < fewest_bytes:
             best = name
-            fewest = coded
+            fewest_bytes = num_bytes
     return best

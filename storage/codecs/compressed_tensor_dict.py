@@ -1,14 +1,13 @@
-"""`CompressedTensorDict`: a nested record some of whose tensors are held as LZ4 bytes; and a collector of such.
+"""`CompressedTensorDict`: a nested record with tensors that are compressed by LZ4; and a collector.
 
-One rule: what was put in comes out, bit by bit, as fresh tensors; the record given is never changed.
-What fast LZ4 saves, measured (`python -m benchmarks checkpoint`), as size before over size after:
+Compression is lossless. Ratios of fast LZ4 (`python -m benchmarks checkpoint`):
 
     weights and AdamW moments, float32   1.00    RGB images, uint8, rendered          2.37
     Humanoid-v5 observations, float32    1.33    depth images, float32, without noise 3.86
     Ant-v5 observations, float32 (zeros) 3.32    the same with sensor noise           1.00
     segmentation, uint8                 10.09
 
-So it is worth it for masks, images and what is often zero; where it saves nothing the raw bytes are kept.
+Compression pays for masks, images and values that are often zero. A tensor that does not shrink is stored raw.
 """
 
 from __future__ import annotations
@@ -28,13 +27,19 @@ from ..core.records import flat_name
 from ..errors import CorruptFileError, MissingFieldError, UsageError, nearest
 from .lz4_frames import check_level, compress, decompress
 
-#: LZ4 blocks end here; what is larger is cut into parts.
+#: Bytes of an LZ4 block, at most. Larger tensors are split.
 _PART_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A tensor as bytes: parts of LZ4, or the tensor itself on the CPU where that saves nothing."""
+    """A compressed tensor.
+
+    Attributes:
+        parts: LZ4 blocks; empty with `raw`.
+        raw: The tensor on the CPU if LZ4 does not shrink it; else None.
+        dtype, shape, device: Of the tensor.
+    """
 
     parts: tuple[bytes, ...]
     raw: torch.Tensor | None
@@ -44,10 +49,12 @@ class _Packed:
 
     @property
     def nbytes(self) -> int:
+        """Bytes in memory."""
         return sum(map(len, self.parts)) if self.raw is None else self.raw.nbytes
 
     @property
     def num_decoded_bytes(self) -> int:
+        """Bytes of the decoded tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -55,20 +62,19 @@ class CompressedTensorDict(Mapping[str, Any]):
     """A nested record with some tensors compressed.
 
     Args:
-        tensordict: Nested mapping, or a `TensorDict`; what is not compressed is kept as it is, not copied.
-        compress_keys: Which leaves: names with "/" between levels, or tuples of keys. A name of an inner
-            mapping stands for all tensors below it.
-        level: Of LZ4: 0 fast, up to 16 smaller and slower to make.
-        cache: How many decoded leaves are kept, those used last; 0 for none.
-        missing_ok: Ignore names that the record lacks.
-        device: Where tensors are given; None for where each was.
+        tensordict: Nested mapping or `TensorDict`. Other leaves are stored without a copy.
+        compress_keys: Leaves to compress: names with "/" between levels, or tuples of keys. The name of an
+            inner mapping means all tensors below it.
+        level: Level of LZ4: 0 is fast, up to 16 is smaller and slower to compress.
+        cache: Number of decoded leaves to keep, least recently used first out; 0 keeps none.
+        missing_ok: Ignore names that are not in the record.
+        device: Device of returned tensors; None for the original device of each.
 
     Raises:
-        MissingFieldError: The record lacks a name (a `KeyError`).
+        MissingFieldError: A name is not in the record (a `KeyError`).
         UsageError: A named leaf is no tensor.
 
-    Reading `self[key]` gives a new tensor each time, which may be written to, whether the leaf is compressed
-    or not; an inner mapping is given as a dict of such. Methods may be called from any thread.
+    `self[key]` returns a new tensor, or a dict of new tensors for an inner mapping. Thread-safe.
     """
 
     def __init__(
@@ -90,31 +96,34 @@ class CompressedTensorDict(Mapping[str, Any]):
             action = "create CompressedTensorDict"
             raise UsageError(action, "", "tensordict as a nested mapping", type(tensordict).__name__)
         leaves = flatten(tensordict)
-        chosen = _chosen(leaves, compress_keys, flag("compress tensors", "missing_ok", missing_ok))
+        missing_ok = flag("compress tensors", "missing_ok", missing_ok)
+        compressed = _leaves_to_compress(leaves, compress_keys, missing_ok)
         #: Flat name -> `_Packed`, or the leaf itself.
-        self._leaves = {name: _pack(leaf, self.level) if name in chosen else leaf for name, leaf in leaves.items()}
+        self._leaves: dict[str, Any] = {}
+        for name, leaf in leaves.items():
+            self._leaves[name] = _pack(leaf, self.level) if name in compressed else leaf
 
     def __getitem__(self, key: str | tuple[str, ...]) -> Any:
-        """Return a leaf, decoded, or the dict below a key. A `KeyError` lists the keys there are."""
+        """Return a decoded leaf, or the dict below a key; raise `MissingFieldError` (a `KeyError`)."""
         name = flat_name(key)
         if name in self._leaves:
             return self._decode(name)
         below = _names_at(name, self._leaves)
         if not below:
             raise MissingFieldError("read", repr(name), nearest(name, self._leaves), "another name")
-        return unflatten({one[len(name) + 1 :]: self._decode(one) for one in below})
+        return unflatten({leaf[len(name) + 1 :]: self._decode(leaf) for leaf in below})
 
     def __iter__(self) -> Iterator[str]:
-        """Name the keys of the top level, in the order of the record."""
+        """Iterate over the keys of the top level in the order of the record."""
         return iter(dict.fromkeys(name.split("/")[0] for name in self._leaves))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __contains__(self, key: object) -> bool:
-        given: Any = key
+        name_or_keys: Any = key
         try:
-            return bool(_names_at(flat_name(given), self._leaves))
+            return bool(_names_at(flat_name(name_or_keys), self._leaves))
         except UsageError:
             return False
 
@@ -124,30 +133,29 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     @property
     def compressed_keys(self) -> tuple[str, ...]:
-        """Flat names of the leaves that are held as bytes."""
+        """Flat names of the compressed leaves."""
         return tuple(name for name, leaf in self._leaves.items() if isinstance(leaf, _Packed))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are held; decoded ones in the cache are not counted."""
+        """Bytes of all tensors in memory, without the cache."""
         return sum(leaf.nbytes for leaf in self._leaves.values() if isinstance(leaf, (_Packed, torch.Tensor)))
 
     def ratio(self) -> float:
-        """How many times smaller the compressed leaves are than decoded; 1 if there are none."""
+        """Return decoded bytes over compressed bytes of the compressed leaves; 1 without any."""
         packed = [leaf for leaf in self._leaves.values() if isinstance(leaf, _Packed)]
-        held = sum(leaf.nbytes for leaf in packed)
-        return sum(leaf.num_decoded_bytes for leaf in packed) / held if held else 1.0
+        num_bytes = sum(leaf.nbytes for leaf in packed)
+        return sum(leaf.num_decoded_bytes for leaf in packed) / num_bytes if num_bytes else 1.0
 
     def decompress(self) -> dict[str, Any]:
         """Return the whole record as a nested dict of new tensors."""
         return unflatten({name: self._decode(name) for name in self._leaves})
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CompressedTensorDict:
-        """Return the same record for another device: leaves that are not compressed are moved now, others when read.
+        """Return this record for another device.
 
-        Leaves that are moved from pinned memory with `non_blocking` arrive later on their CUDA stream.
-
-        The bytes are shared with this one, which stays as it is.
+        Compressed leaves are shared and moved when they are read. Other leaves are moved now. With
+        `non_blocking`, copies from pinned memory complete later on their CUDA stream.
         """
         non_blocking = flag("move tensors", "non_blocking", non_blocking)
         other = CompressedTensorDict({}, level=self.level, cache=self.cache, device=device)
@@ -158,7 +166,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the lock and the decoded leaves behind."""
+        """Return the state without the lock and the cache."""
         return {"level": self.level, "cache": self.cache, "_device": self._device, "_leaves": self._leaves}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -168,13 +176,15 @@ class CompressedTensorDict(Mapping[str, Any]):
 
     def _decode(self, name: str) -> Any:
         leaf = self._leaves[name]
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(self._device or leaf.device, copy=True)
         if not isinstance(leaf, _Packed):
-            return leaf.to(self._device or leaf.device, copy=True) if isinstance(leaf, torch.Tensor) else leaf
+            return leaf
         with self._lock:
-            found = self._decoded.get(name)
-            if found is not None:
+            cached = self._decoded.get(name)
+            if cached is not None:
                 self._decoded.move_to_end(name)
-                return found.clone()
+                return cached.clone()
         decoded = _unpack(leaf, name).to(self._device or leaf.device)
         if self.cache:
             with self._lock:
@@ -185,17 +195,17 @@ class CompressedTensorDict(Mapping[str, Any]):
 
 
 class CompressedDataCollector:
-    """Iterate over the records of a collector as `CompressedTensorDict`s, so that many of them fit in memory.
+    """Iterate over the records of a collector as `CompressedTensorDict`s, so that more records fit in memory.
 
     Args:
-        base_collector: Any iterable of nested mappings, `TensorDict`s or named tuples of tensors, such as a
-            `RolloutDataset`; iterating again starts it anew. Fields of a named tuple that are None are left out.
-        compress: False yields the records as they are.
-        compress_keys: Which leaves; see `CompressedTensorDict`. None compresses every tensor.
-        level: Of LZ4; see `CompressedTensorDict`.
+        base_collector: Iterable of nested mappings, `TensorDict`s or named tuples of tensors, such as a
+            `RolloutDataset`. Each iteration iterates over it again. None fields of named tuples are left out.
+        compress: False yields the records unchanged.
+        compress_keys: Leaves to compress, as in `CompressedTensorDict`. None compresses every tensor.
+        level: Level of LZ4, as in `CompressedTensorDict`.
 
     Raises:
-        MissingFieldError: A record lacks a name (a `KeyError`).
+        MissingFieldError: A name is not in a record (a `KeyError`).
     """
 
     def __init__(
@@ -213,8 +223,8 @@ class CompressedDataCollector:
         self.level = check_level(action, level)
         if compress_keys is not None:
             arguments.instance(action, "compress_keys", compress_keys, "as names of leaves", Iterable)
-        is_one = compress_keys is None or isinstance(compress_keys, str)
-        self.compress_keys: Any = compress_keys if is_one else tuple(compress_keys or ())
+        is_name = isinstance(compress_keys, str)
+        self.compress_keys: Any = compress_keys if compress_keys is None or is_name else tuple(compress_keys)
 
     def __iter__(self) -> Iterator[Any]:
         for record in self.base_collector:
@@ -230,27 +240,33 @@ class CompressedDataCollector:
 
 
 def _names_at(name: str, leaves: Iterable[str]) -> list[str]:
-    """List the leaf of this name, or those below it."""
-    return [one for one in leaves if one == name or one.startswith(name + "/")]
+    """Return the leaf with this name, or the leaves below it."""
+    return [leaf for leaf in leaves if leaf == name or leaf.startswith(name + "/")]
 
 
-def _chosen(leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool) -> set[str]:
-    chosen: set[str] = set()
+def _leaves_to_compress(leaves: Mapping[str, Any], keys: Iterable[str | tuple[str, ...]], missing_ok: bool) -> set[str]:
+    """Return the names of the tensors at or below the keys.
+
+    Raises:
+        MissingFieldError: A key has no tensor, unless `missing_ok`.
+        UsageError: A key names a leaf that is no tensor.
+    """
+    tensors: set[str] = set()
     if not isinstance(keys, Iterable):
         raise UsageError("compress tensors", "", "compress_keys as names of leaves", repr(keys))
     for key in [keys] if isinstance(keys, str) else keys:
         name = flat_name(key)
         if name in leaves and not isinstance(leaves[name], torch.Tensor):
             raise UsageError("compress the leaf", repr(name), "a tensor", type(leaves[name]).__name__)
-        found = [one for one in _names_at(name, leaves) if isinstance(leaves[one], torch.Tensor)]
-        if not found and not missing_ok:
+        below = [leaf for leaf in _names_at(name, leaves) if isinstance(leaves[leaf], torch.Tensor)]
+        if not below and not missing_ok:
             raise MissingFieldError("compress", repr(name), nearest(name, leaves), "another name")
-        chosen.update(found)
-    return chosen
+        tensors.update(below)
+    return tensors
 
 
 def _pack(tensor: torch.Tensor, level: int) -> _Packed:
-    """Compress a tensor; keep it raw where that saves nothing."""
+    """Compress a tensor, or store it raw if LZ4 does not shrink it."""
     on_cpu = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     data: Any = on_cpu.reshape(-1).view(torch.uint8).numpy() if on_cpu.numel() else b""
     parts = tuple(compress(data[start : start + _PART_BYTES], level) for start in range(0, len(data), _PART_BYTES))
@@ -263,14 +279,14 @@ def _unpack(leaf: _Packed, name: str) -> torch.Tensor:
     if leaf.raw is not None:
         return leaf.raw.clone()
     parts = []
-    left = leaf.num_decoded_bytes
+    num_left = leaf.num_decoded_bytes
     for part in leaf.parts:
         try:
-            decoded = decompress(part, min(left, _PART_BYTES))
+            decoded = decompress(part, min(num_left, _PART_BYTES))
         except CorruptFileError as cause:
-            raise CorruptFileError("decompress the leaf", repr(name), "what was compressed", cause.got) from cause
+            raise CorruptFileError("decompress the leaf", repr(name), "intact bytes", cause.got) from cause
         parts.append(torch.frombuffer(decoded, dtype=torch.uint8))
-        left -= len(decoded)
-    # A bytearray may be written to, so that a leaf of one part need not be copied.
+        num_left -= len(decoded)
+    # A leaf of one part needs no copy, as a bytearray is writable.
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.view(leaf.dtype).view(leaf.shape)

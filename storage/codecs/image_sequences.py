@@ -1,11 +1,17 @@
-"""Image sequences: a stack of equal frames as one self-describing run of bytes, in chunks that decode alone.
+"""Compress a stack of frames to a blob of chunks that decode independently.
 
-One rule: nothing is allocated before the whole header is checked, by its checksum, against the blob's length
-and against what the caller expects. How frames become bytes is decided in `codecs.py`, as for block files.
+Before memory is allocated, the header is compared with its checksum, the length of the blob and the values
+that the caller expects. `codec_chains.py` codes the chunks, as in block files.
 
-A blob: `rdimages`, the header's length (uint32), the header (JSON: codec, dtype, shape, num_frames,
-frames_per_chunk, max_error), the end of each chunk counted from the first (uint64), the CRC-32 of each chunk
-(uint32), the CRC-32 of everything before it (uint32), then the chunks. All numbers are little-endian.
+A blob consists of these parts; numbers are little-endian:
+
+- `rdimages`;
+- the length of the header (uint32);
+- the header (JSON: codec, dtype, shape, num_frames, frames_per_chunk, max_error);
+- the end of each chunk, counted from the first chunk (uint64);
+- the CRC-32 of each chunk (uint32);
+- the CRC-32 of all bytes before it (uint32);
+- the chunks.
 """
 
 from __future__ import annotations
@@ -45,17 +51,20 @@ def compress_image_seq(
     """Compress a stack of frames without loss.
 
     Args:
-        images: `[num_frames, *image_shape]` tensor (any device) or array of a dtype of `storage.core.fields.DTYPES`.
-        level: 0 is fast; 1 to 12 compress better and slower, and decode as fast; 13 to 16 are like 12.
-        codec: A chain of `storage/codecs/codec_chains.py` instead of the usual one (`lz4`, or `split+lz4` for wider
-            numbers); `uint16` chains lose, everything else does not.
-        frames_per_chunk: Frames that are decoded together; by default at most 8, and never more than are 64 MiB.
+        images: `[num_frames, *image_shape]`, tensor (any device) or array with a dtype of
+            `storage.core.fields.DTYPES`.
+        level: 0 is fast; 1 to 12 compress better and slower, and decode as fast; 13 to 16 are as 12.
+        codec: Chain of `storage/codecs/codec_chains.py`. The default is `lz4`, or `split+lz4` for items of
+            several bytes. Only `uint16` chains are lossy.
+        frames_per_chunk: Frames that are decoded together; by default at most 8. At most 64 MiB in any case.
 
     Returns:
         The blob.
 
     Raises:
-        UsageError, SchemaError, FieldTypeError: No stack of frames, or a dtype, level or codec that cannot be.
+        UsageError: The level or codec is invalid, or the package of the codec is missing.
+        SchemaError: `images` is a single number.
+        FieldTypeError: The dtype is unknown, or the codec cannot code it.
     """
     array, dtype = _as_frames(images)
     level = check_level("compress images", level)
@@ -82,45 +91,45 @@ def decompress_image_seq(
     """Decompress a blob, or some frames of it.
 
     Args:
-        compressed_data: The blob of `compress_image_seq`, or plain LZ4 frames of the bytes of all images; anything with
-            a buffer.
+        compressed_data: Blob of `compress_image_seq`, or plain LZ4 frames of the bytes of all images; an
+            object with a buffer.
         image_shape: Shape of one frame.
-        batch_size: How many frames the blob holds.
-        dtype: Of the frames. A torch dtype gives a CPU tensor, a numpy dtype (or its name) an array.
-        indices: Which frames, in any order, also repeated; None gives all. Only their chunks are decoded.
-        num_threads: Most threads, used where they are faster; None takes torch's number.
+        batch_size: Number of frames in the blob.
+        dtype: Dtype of the frames. A torch dtype returns a CPU tensor, a numpy dtype or its name an array.
+        indices: Frames to return, in any order, repeated frames included; None returns all. Only chunks with
+            these frames are decoded.
+        num_threads: Threads at most, used if they are faster; None uses torch's number.
 
     Returns:
         `[batch_size or len(indices), *image_shape]`, new memory.
 
     Raises:
-        SchemaError: Shape, dtype or number of frames are others than those of the blob.
-        UsageError: An index outside `0:batch_size`.
-        CorruptFileError: The blob is truncated or damaged; known before anything is allocated. LZ4 frames hold
-            another number of bytes.
+        SchemaError: Shape, dtype or number of frames differ from those of the blob.
+        UsageError: An index is outside `0:batch_size`.
+        CorruptFileError: The blob is truncated or damaged, or LZ4 frames hold another number of bytes.
     """
     data = _as_bytes(compressed_data)
     if data[: len(LZ4_MAGIC)].tobytes() == LZ4_MAGIC:
-        return _from_lz4_frames(data, _Wanted.checked(image_shape, batch_size, dtype, indices))
+        return _from_lz4_frames(data, _Request.checked(image_shape, batch_size, dtype, indices))
     return decompress_many([compressed_data], image_shape, [batch_size], dtype, [indices], num_threads)[0]
 
 
-def _from_lz4_frames(data: Bytes, wanted: _Wanted) -> Any:
-    """Decode plain LZ4 frames, which hold the images one after the other and nothing else."""
-    num_bytes = wanted.num_frames * wanted.frame_bytes
+def _from_lz4_frames(data: Bytes, request: _Request) -> Any:
+    """Decode plain LZ4 frames, which hold only the images, one after the other."""
+    num_bytes = request.num_frames * request.frame_bytes
     try:
         values = decode_exactly(data.data, num_bytes, "LZ4 frames")
     except CorruptFileError as cause:
-        images = f"{wanted.num_frames} images of {wanted.name}{list(wanted.shape)}"
+        images = f"{request.num_frames} images of {request.name}{list(request.shape)}"
         raise _corrupt(f"{cause.expected}, for {images}", cause.got) from cause
-    out = wanted.empty((wanted.count,))
+    out = request.empty((request.count,))
     stored = _as_stored(out)
-    frames = values.view(stored.dtype).reshape(wanted.num_frames, *wanted.shape)
-    stored[...] = frames if wanted.indices is None else frames[wanted.indices]
+    frames = values.view(stored.dtype).reshape(request.num_frames, *request.shape)
+    stored[...] = frames if request.indices is None else frames[request.indices]
     return out
 
 
-#: Modes of PIL whose pixels are uint8 and mean the same without the mode's name.
+#: Modes of PIL with uint8 pixels, which the shape of the pixels determines.
 _MODES = {"L": 2, "LA": 3, "RGB": 3, "RGBA": 3}
 
 
@@ -129,19 +138,20 @@ def compress_image(image: Any, level: int = 0) -> bytes:
 
     Args:
         image: A PIL image of mode L, LA, RGB or RGBA, or uint8 `[H, W]` or `[H, W, 1 to 4]` as array or tensor.
-        level: As for `compress_image_seq`.
+        level: As in `compress_image_seq`.
 
     Returns:
-        A blob, which `decompress_image` reads.
+        A blob for `decompress_image`.
 
     Raises:
-        UsageError: A PIL image of another mode, whose pixels would come back as others: convert it first.
-        SchemaError, FieldTypeError: It is no image of uint8.
+        UsageError: A PIL image has another mode. Convert it first.
+        SchemaError: The shape is not that of an image.
+        FieldTypeError: The dtype is not uint8.
     """
     action = "compress the image"
     mode = getattr(image, "mode", None)
     if isinstance(mode, str) and mode not in _MODES:
-        advice = "Give image.convert('RGB')"
+        advice = "Use image.convert('RGB')"
         raise UsageError(action, "", f"a PIL image of mode {', '.join(_MODES)}", f"mode {mode!r}", advice)
     pixels, dtype = _as_frames(image)
     if dtype != "uint8":
@@ -158,7 +168,7 @@ def decompress_image(compressed_data: Any) -> Any:
         A PIL image (package `pillow`): L for one channel, LA, RGB or RGBA.
 
     Raises:
-        CorruptFileError: The blob is truncated or damaged, or holds no single image.
+        CorruptFileError: The blob is truncated or damaged, or does not hold exactly one image.
     """
     from PIL import Image
 
@@ -170,15 +180,14 @@ def decompress_image(compressed_data: Any) -> Any:
 
 
 def stored_shape(compressed_data: Any) -> tuple[tuple[int, ...], int]:
-    """Return the shape of the frames of a blob, and how many it says it holds; the blob is not checked otherwise."""
+    """Return the shape and number of frames in the header of a blob. Checks nothing else."""
     data = _as_bytes(compressed_data)
     start = len(_MAGIC) + _LENGTH.size
     is_ours = len(data) >= start and data[: len(_MAGIC)].tobytes() == _MAGIC
     _check(is_ours, "a blob of compress_image", f"{min(len(data), 8)} other bytes")
     length = _LENGTH.unpack(data[len(_MAGIC) : start].data)[0]
-    _check(
-        length <= min(_MAX_HEADER_BYTES, len(data) - start), f"a header within {len(data)} bytes", f"one of {length}"
-    )
+    is_inside = length <= min(_MAX_HEADER_BYTES, len(data) - start)
+    _check(is_inside, f"a header within {len(data)} bytes", f"a header of {length} bytes")
     try:
         about = json.loads(data[start : start + length].tobytes())
         shape = tuple(whole("", "", size, 0) for size in about["shape"])
@@ -196,64 +205,80 @@ def decompress_many(
     num_threads: int | None = None,
     out: Any = None,
 ) -> Any:
-    """Decompress blobs into one output, with threads where they are faster.
+    """Decompress blobs into one output, with threads if they are faster.
 
     Args:
         blobs: B blobs.
-        image_shape, dtype: As for `decompress_image_seq`, for every blob.
-        batch_size: How many frames a blob holds: one number for all blobs, or B numbers.
-        indices: Which frames: a list for all blobs, or B lists. None gives all frames, also in the place of a list.
-        num_threads: Most threads; None takes torch's number of threads.
-        out: Contiguous, to write to instead of new memory: `[B, n, *image_shape]` if each blob gives n frames; if
-            the numbers differ `[total, *image_shape]`, where the frames of one blob follow those of the blob before.
+        image_shape, dtype: As in `decompress_image_seq`, the same for all blobs.
+        batch_size: Number of frames in each blob: one number for all blobs, or B numbers.
+        indices: Frames to return: one list for all blobs, or B lists. None, also for a single blob, returns
+            all frames.
+        num_threads: Threads at most; None uses torch's number.
+        out: Contiguous memory for the result. `[B, n, *image_shape]` if n frames of each blob are returned.
+            If the numbers differ, `[total, *image_shape]` with the frames of one blob after another.
 
     Returns:
-        `out`, or a new one; if the numbers differ a list of B views of it, `[n_b, *image_shape]`. Either way
-        `result[b]` holds the frames of blob b.
+        `out` or new memory. If the numbers differ, a list of B views of it, `[n_b, *image_shape]`. In both
+        cases `result[b]` holds the frames of blob b.
 
     Raises:
-        As `decompress_image_seq`. UsageError: There are not B numbers, or not B lists.
+        SchemaError, CorruptFileError: As in `decompress_image_seq`.
+        UsageError: As in `decompress_image_seq`, or the number of sizes or lists is not B.
     """
     instance("decompress images", "blobs", blobs, "as a list of bytes", Sequence)
-    given: Any = batch_size
-    sizes = list(given) or [0] if np.ndim(given) else [given] * max(1, len(blobs))
+    size_or_sizes: Any = batch_size
+    if np.ndim(size_or_sizes):
+        sizes = list(size_or_sizes) or [0]
+    else:
+        sizes = [size_or_sizes] * max(1, len(blobs))
     lists = list(indices) if _is_nested(indices) else [indices] * len(sizes)
     if {len(sizes), len(lists)} != {max(1, len(blobs))}:
+        expected = "one batch_size and one list of indices per blob, or for all"
         got = f"{len(sizes)} and {len(lists)} for {len(blobs)} blobs"
-        raise UsageError("decompress images", "", "one batch_size and one list of indices per blob, or for all", got)
-    wanted = [_Wanted.checked(image_shape, size, dtype, one) for size, one in zip(sizes, lists, strict=True)]
-    found = [_Blob(data, its) for data, its in zip(blobs, wanted, strict=False)]
-    pieces = [(at, number) for at, blob in enumerate(found) for number in blob.chunks_wanted()]
+        raise UsageError("decompress images", "", expected, got)
+    requests = [
+        _Request.checked(image_shape, size, dtype, blob_indices)
+        for size, blob_indices in zip(sizes, lists, strict=True)
+    ]
+    # Without blobs there is one request, which determines the empty result.
+    opened = [_Blob(data, request) for data, request in zip(blobs, requests, strict=False)]
+    chunks = [(number, chunk) for number, blob in enumerate(opened) for chunk in blob.requested_chunks()]
 
     def check(start: int, stop: int) -> None:
-        for at, number in pieces[start:stop]:
-            found[at].check(number)
+        for number, chunk in chunks[start:stop]:
+            opened[number].check(chunk)
 
-    each_part(check, len(pieces), sum(len(found[at].chunk(number)) for at, number in pieces), num_threads)
-    counts = [its.count for its in wanted]
-    lead = (len(found), counts[0]) if len({*counts}) == 1 else (sum(counts),)
-    target = wanted[0].empty(lead) if out is None else wanted[0].fitting(out, lead)
-    ends = np.cumsum(counts).tolist()
-    outs = target if len(lead) == 2 else [target[end - count : end] for end, count in zip(ends, counts, strict=True)]
-    arrays = [_as_stored(one) for one in outs]
+    num_coded_bytes = sum(len(opened[number].chunk(chunk)) for number, chunk in chunks)
+    each_part(check, len(chunks), num_coded_bytes, num_threads)
+
+    counts = [request.count for request in requests]
+    has_equal_counts = len({*counts}) == 1
+    lead = (len(opened), counts[0]) if has_equal_counts else (sum(counts),)
+    target = requests[0].empty(lead) if out is None else requests[0].checked_out(out, lead)
+    outs = target
+    if not has_equal_counts:
+        ends = np.cumsum(counts).tolist()
+        outs = [target[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    arrays = [_as_stored(blob_out) for blob_out in outs]
 
     def decode(start: int, stop: int) -> None:
-        for at, number in pieces[start:stop]:
-            found[at].decode(number, arrays[at])
+        for number, chunk in chunks[start:stop]:
+            opened[number].decode(chunk, arrays[number])
 
-    each_part(decode, len(pieces), sum(found[at].chunk_bytes for at, _ in pieces), num_threads)
+    num_decoded_bytes = sum(opened[number].chunk_bytes for number, _ in chunks)
+    each_part(decode, len(chunks), num_decoded_bytes, num_threads)
     return outs
 
 
 def _is_nested(indices: Any) -> bool:
-    """Return whether these are lists of frames, one for each blob, rather than one for all."""
+    """Return whether `indices` has a list of frames per blob, not one list for all blobs."""
     if isinstance(indices, (list, tuple)):
-        return any(one is None or np.ndim(one) > 0 for one in indices[:1])
+        return len(indices) > 0 and (indices[0] is None or np.ndim(indices[0]) > 0)
     return getattr(indices, "ndim", 1) > 1
 
 
 def _as_frames(images: Any) -> tuple[Array, str]:
-    """View frames as an array of the bytes that are stored; give it and the dtype's name."""
+    """Return frames as an array of the stored bytes, a view if possible, and the name of the dtype."""
     is_tensor = isinstance(images, torch.Tensor)
     array = images.detach().cpu().contiguous() if is_tensor else np.asarray(images)
     dtype = dtype_name(array.dtype, "of the images")
@@ -263,15 +288,15 @@ def _as_frames(images: Any) -> tuple[Array, str]:
 
 
 def _as_stored(out: Any) -> Array:
-    """View a CPU tensor or an array as an array of the same bytes."""
+    """Return a CPU tensor or an array as a view of the same bytes. bfloat16 becomes uint16."""
     if isinstance(out, torch.Tensor):
-        found: Array = (out.view(torch.uint16) if out.dtype == torch.bfloat16 else out).numpy()
-        return found
+        stored: Array = (out.view(torch.uint16) if out.dtype == torch.bfloat16 else out).numpy()
+        return stored
     return np.asarray(out)
 
 
 def _make_blob(frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: int, level: int | None) -> bytes:
-    """Code contiguous `[num_frames, *shape]` frames whose values are of `dtype` (see `fields.DTYPES`)."""
+    """Return the blob of contiguous frames `[num_frames, *shape]`; `dtype` is a name of `fields.DTYPES`."""
     starts = range(0, len(frames), frames_per_chunk)
     coded = [codec.encode(frames[first : first + frames_per_chunk], level) for first in starts]
     about = {
@@ -290,13 +315,15 @@ def _make_blob(frames: Array, dtype: str, codec: ChunkCodec, frames_per_chunk: i
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What the caller says that a blob holds, and which frames of it is wanted.
+class _Request:
+    """The expected content of a blob, and the frames that the caller requests.
 
     Attributes:
-        dtype, name: As given, and its name in `fields.DTYPES`.
-        shape, num_frames: Shape of a frame, and how many the blob holds.
-        indices: int64 `[n]`, or None for all frames.
+        dtype: Dtype as in the call.
+        name: Its name in `fields.DTYPES`.
+        shape: Shape of a frame.
+        num_frames: Frames in the blob.
+        indices: Requested frames, int64 `[n]`; None for all.
     """
 
     dtype: Any
@@ -306,7 +333,8 @@ class _Wanted:
     indices: npt.NDArray[np.int64] | None
 
     @classmethod
-    def checked(cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any) -> _Wanted:
+    def checked(cls, image_shape: Sequence[int], batch_size: Any, dtype: Any, indices: Any) -> _Request:
+        """Check arguments of `decompress_image_seq`."""
         name = dtype_name(dtype, "of the images")
         sizes = np.atleast_1d(image_shape).tolist()
         shape = tuple(whole("decompress images", "sizes of image_shape", size, 0) for size in sizes)
@@ -320,6 +348,7 @@ class _Wanted:
 
     @property
     def count(self) -> int:
+        """Number of requested frames."""
         return self.num_frames if self.indices is None else len(self.indices)
 
     @property
@@ -327,12 +356,13 @@ class _Wanted:
         return prod(self.shape) * DTYPES[self.name][1].itemsize
 
     def empty(self, lead: tuple[int, ...]) -> Any:
+        """Allocate frames `[*lead, *shape]`."""
         if isinstance(self.dtype, torch.dtype):
             return torch.empty((*lead, *self.shape), dtype=self.dtype, device="cpu")
         return np.empty((*lead, *self.shape), DTYPES[self.name][1])
 
-    def fitting(self, out: Any, lead: tuple[int, ...]) -> Any:
-        """Return `out` if it can be written to."""
+    def checked_out(self, out: Any, lead: tuple[int, ...]) -> Any:
+        """Return `out`; raise `SchemaError` if it is not contiguous `[*lead, *shape]` of the dtype on the CPU."""
         instance("decompress images", "out", out, "as an array or a tensor", np.ndarray, torch.Tensor)
         shape = tuple(out.shape)
         name = dtype_name(out.dtype, "of the output")
@@ -345,106 +375,115 @@ class _Wanted:
 
 
 class _Blob:
-    """A blob whose header was checked; nothing was allocated for its frames."""
+    """A blob with a checked header.
 
-    def __init__(self, data: Any, wanted: _Wanted) -> None:
+    Raises:
+        CorruptFileError: The header is damaged, or a size in it is impossible.
+        SchemaError: Shape, dtype or number of frames differ from the request.
+    """
+
+    def __init__(self, data: Any, request: _Request) -> None:
         self.data = _as_bytes(data)
-        self.wanted = wanted
+        self.request = request
         size = len(self.data)
         start = len(_MAGIC) + _LENGTH.size
         is_ours = size >= start and self.data[: len(_MAGIC)].tobytes() == _MAGIC
         _check(is_ours, "a blob of compress_image_seq", f"{min(size, 8)} other bytes")
         length = _LENGTH.unpack(self.data[len(_MAGIC) : start].data)[0]
-        _check(length <= min(_MAX_HEADER_BYTES, size - start), f"a header within {size} bytes", f"one of {length}")
+        is_inside = length <= min(_MAX_HEADER_BYTES, size - start)
+        _check(is_inside, f"a header within {size} bytes", f"a header of {length} bytes")
         table = start + length
         self.codec, self.frames_per_chunk, num_chunks = self._header(self.data[start:table].tobytes())
         head = table + 12 * num_chunks
         first = head + _LENGTH.size
         _check(first <= size, f"a table of {num_chunks} chunks within {size} bytes", f"{size - table} bytes")
-        crc = crc32(self.data[:head].data)
-        written = _LENGTH.unpack(self.data[head:first].data)[0]
-        _check(crc == written, f"header checksum {written:08x}", f"{crc:08x}")
+        checksum = crc32(self.data[:head].data)
+        stored = _LENGTH.unpack(self.data[head:first].data)[0]
+        _check(checksum == stored, f"header checksum {stored:08x}", f"{checksum:08x}")
         ends = np.append(np.uint64(0), self.data[table : table + 8 * num_chunks].view("<u8"))
         self._sums = self.data[table + 8 * num_chunks : head].view("<u4")
         is_filled = int(ends[-1]) == size - first and not (ends[1:] < ends[:-1]).any()
         _check(is_filled, f"chunks that fill the last {size - first} bytes", f"ends up to {int(ends.max())}")
-        #: int64 `[C + 1]`, where the chunks lie in `data`.
+        #: int64 `[C + 1]`, bounds of the chunks in `data`.
         self._ends = ends.astype(np.int64) + first
-        # Too small for what it declares, as a bomb is.
-        fewest = -(-wanted.num_frames * wanted.frame_bytes // self.codec.max_expansion)
+        # A decompression bomb has too few bytes for the frames that it declares.
+        fewest = -(-request.num_frames * request.frame_bytes // self.codec.max_expansion)
         _check(size - first >= fewest, f"at least {fewest} bytes of chunks", f"{size - first}")
 
     def _header(self, text: bytes) -> tuple[ChunkCodec, int, int]:
-        """Compare the header with what is expected: (codec, frames per chunk, number of chunks)."""
+        """Compare the header with the request; return codec, frames per chunk and number of chunks."""
         try:
             about = json.loads(text)
             codec, dtype, shape, num_frames, step, _ = (about[key] for key in _KEYS)
             chain = chunk_codec(str(codec))
-            is_right = type(num_frames) is int and num_frames >= 0 and type(step) is int and step >= 1
+            has_numbers = type(num_frames) is int and type(step) is int
+            is_valid = has_numbers and num_frames >= 0 and step >= 1
         except (ValueError, LookupError, TypeError, RecursionError, RolloutDataError) as cause:
             raise _corrupt("an intact header", f"{type(cause).__name__}: {cause}") from cause
-        _check(is_right, "a number of frames", f"{num_frames!r} in chunks of {step!r}")
-        wanted = (self.wanted.name, list(self.wanted.shape), self.wanted.num_frames)
-        if (dtype, shape, num_frames) != wanted:
-            expected = f"{wanted[2]} frames of {wanted[0]}{wanted[1]}"
+        _check(is_valid, "a number of frames", f"{num_frames!r} in chunks of {step!r}")
+        request = self.request
+        if (dtype, shape, num_frames) != (request.name, list(request.shape), request.num_frames):
+            expected = f"{request.num_frames} frames of {request.name}{list(request.shape)}"
             raise SchemaError("decompress images", "", expected, f"{num_frames} of {dtype}{shape} in the blob")
-        most = most_chunk_frames(self.wanted.frame_bytes)
+        most = most_chunk_frames(request.frame_bytes)
         got = f"{num_frames} in chunks of {step}"
-        is_possible = self.wanted.frame_bytes * step <= 1 << 62 and num_frames <= 1 << 48
+        is_possible = request.frame_bytes * step <= 1 << 62 and num_frames <= 1 << 48
         _check(is_possible, "frames that fit into memory", got)
         _check(min(step, num_frames) <= most, f"chunks of at most {most} frames", got)
         return chain, step, -(-num_frames // step)
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that a chunk decodes to at most."""
-        return self.frames_per_chunk * self.wanted.frame_bytes
+        """Bytes that a chunk decodes to, at most."""
+        return self.frames_per_chunk * self.request.frame_bytes
 
     def check(self, number: int) -> None:
-        crc = crc32(self.chunk(number).data)
-        written = int(self._sums[number])
-        _check(crc == written, f"checksum {written:08x} of chunk {number}", f"{crc:08x}")
+        """Raise `CorruptFileError` if the checksum of a chunk differs."""
+        checksum = crc32(self.chunk(number).data)
+        stored = int(self._sums[number])
+        _check(checksum == stored, f"checksum {stored:08x} of chunk {number}", f"{checksum:08x}")
 
-    def chunks_wanted(self) -> list[int]:
-        """Numbers of the chunks that hold the wanted frames, ascending."""
-        if self.wanted.indices is None:
+    def requested_chunks(self) -> list[int]:
+        """Return the numbers of the chunks with requested frames, ascending."""
+        if self.request.indices is None:
             return list(range(len(self._sums)))
-        found: list[int] = np.unique(self.wanted.indices // self.frames_per_chunk).tolist()
-        return found
+        numbers: list[int] = np.unique(self.request.indices // self.frames_per_chunk).tolist()
+        return numbers
 
     def chunk(self, number: int) -> Bytes:
+        """Return the coded bytes of a chunk, a view."""
         return self.data[self._ends[number] : self._ends[number + 1]]
 
     def decode(self, number: int, out: Array) -> None:
-        """Decode one chunk's frames to their places in `out`, `[count, *shape]`."""
+        """Decode the requested frames of a chunk to their places in `out`, `[count, *shape]`."""
         first = number * self.frames_per_chunk
-        chosen = self.wanted.indices
-        stop = min(first + self.frames_per_chunk, self.wanted.num_frames)
+        indices = self.request.indices
+        stop = min(first + self.frames_per_chunk, self.request.num_frames)
         try:
-            if chosen is None:
+            if indices is None:
                 self.codec.decode(self.chunk(number), out[first:stop])
                 return
             frames = self.codec.decoded(self.chunk(number), (stop - first, *out.shape[1:]), out.dtype)
         except CorruptFileError as cause:
             raise _corrupt(f"{cause.expected} in chunk {number}", cause.got) from cause
-        places = np.flatnonzero((chosen >= first) & (chosen < stop))
-        out[places] = frames[chosen[places] - first]
+        places = np.flatnonzero((indices >= first) & (indices < stop))
+        out[places] = frames[indices[places] - first]
 
 
 def _as_bytes(data: Any) -> Bytes:
     try:
         return np.frombuffer(data, np.uint8)
     except (TypeError, ValueError, BufferError) as cause:
-        if isinstance(data, (bytes, bytearray)):  # nothing in it
+        if isinstance(data, (bytes, bytearray)):  # Empty bytes.
             return np.zeros(0, np.uint8)
         raise UsageError("decompress images", "", "compressed_data as bytes", type(data).__name__) from cause
 
 
-def _check(is_right: Any, expected: str, got: str) -> None:
-    if not is_right:
+def _check(is_valid: Any, expected: str, got: str) -> None:
+    if not is_valid:
         raise _corrupt(expected, got)
 
 
 def _corrupt(expected: str, got: str) -> CorruptFileError:
-    advice = "The blob is damaged: make it again from its source"
+    advice = "The blob is damaged. Compress the images again"
     return CorruptFileError("decompress images", "", expected, got, advice)

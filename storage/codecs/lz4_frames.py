@@ -1,10 +1,10 @@
-"""LZ4: blocks in memory, and frames of files, by the package `lz4`.
+"""LZ4 blocks in memory and LZ4 frames in files, by the package `lz4`.
 
-One rule: no size is believed that stands in the data. A block is decoded into exactly the bytes that the caller
-expects; all sizes of a frame are checked against the length of the file before anything is allocated or decoded.
+Sizes in the data are not trusted. A block must decode to the number of bytes that the caller expects. All
+sizes in a frame are checked against the length of the file before memory is allocated.
 
-Frames are standard ones (LZ4 frame format 1.6) of independent 4 MiB blocks with a checksum of the content, so that
-any tool reads them and blocks decode in parallel.
+We write standard frames (LZ4 frame format 1.6) of independent 4 MiB blocks with a checksum of the content.
+Any tool reads them, and blocks decode in parallel.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, BinaryIO
 
 import lz4.block
@@ -24,26 +25,28 @@ from ..core.threads import Worker, each
 from ..errors import CorruptFileError, ForeignFileError
 
 Bytes = npt.NDArray[np.uint8]
-#: LZ4 turns one byte into at most this many: a larger claim is a lie.
+#: Decoded bytes per byte of LZ4, at most. Larger claims are damage or attacks.
 MAX_EXPANSION = 255
-#: High compression gains 1 to 3 % from 9 to 12 and takes twice the time.
+#: Default level of high compression. Level 12 is 1 to 3 % smaller and takes twice the time.
 DEFAULT_HIGH_LEVEL = 9
 MAGIC = b"\x04\x22\x4d\x18"
-#: A frame of this number is skipped by readers of LZ4; ours hold what the writer had to say besides.
+#: Start of a frame that readers of LZ4 skip. We store metadata of the writer in such frames.
 SKIPPABLE_MAGIC = b"\x50\x2a\x4d\x18"
 _MAX_LEVEL = lz4.frame.COMPRESSIONLEVEL_MAX
 _MAX_BLOCK_BYTES = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 4 << 20}
-#: Of what is written, and how many blocks may wait to be.
-BLOCK_BYTES, _MAX_WAITING = 4 << 20, 4
+#: Bytes of a block that we write.
+BLOCK_BYTES = 4 << 20
+#: Compressed blocks that wait to be written, at most.
+_MAX_WAITING = 4
 
 
 def check_level(action: str, level: Any) -> int:
-    """Return a valid level: 0 is fast, 1 to 12 compress better and slower, 13 to 16 are like 12."""
+    """Return a valid level: 0 is fast, 1 to 12 compress better and slower, 13 to 16 are as 12."""
     return whole(action, "level", level, 0, _MAX_LEVEL)
 
 
 def compress(data: Any, level: int = 0) -> bytes:
-    """Compress anything with a buffer to a block; `level` as in `check_level`. The size is not stored."""
+    """Compress an object with a buffer to a block without its size; `level` as in `check_level`."""
     if level > 0:
         return bytes(lz4.block.compress(data, mode="high_compression", compression=level, store_size=False))
     return bytes(lz4.block.compress(data, mode="default", store_size=False))
@@ -58,24 +61,24 @@ def decompress(block: Any, num_bytes: int) -> bytearray:
     if num_bytes > MAX_EXPANSION * len(block):
         expected = f"at least {-(-num_bytes // MAX_EXPANSION)} bytes of LZ4"
         raise CorruptFileError("decode a chunk", "", expected, f"{len(block)}")
-    found: bytearray | None = None
+    decoded: bytearray | None = None
     with suppress(lz4.block.LZ4BlockError, OverflowError):
-        found = lz4.block.decompress(block, uncompressed_size=num_bytes, return_bytearray=True)
-    if found is None or len(found) != num_bytes:
-        got = "a damaged one" if found is None else f"{len(found)} bytes"
+        decoded = lz4.block.decompress(block, uncompressed_size=num_bytes, return_bytearray=True)
+    if decoded is None or len(decoded) != num_bytes:
+        got = "a damaged block" if decoded is None else f"{len(decoded)} bytes"
         raise CorruptFileError("decode a chunk", "", f"an LZ4 block of {num_bytes} bytes", got)
-    return found
+    return decoded
 
 
 class Lz4Writer:
-    """A file to write to that passes one LZ4 frame on to `file`, in a thread: the caller compresses meanwhile.
+    """A binary file that writes one LZ4 frame to another file.
+
+    The caller compresses; a thread writes. Leaving the `with` block without an error completes the frame.
+    The caller may change its data as soon as `write` returns. Takes 6 blocks of 4 MiB of memory.
 
     Args:
-        file: Gets the frame; the caller closes it.
-        level: See `check_level`.
-
-    Leaving the `with` block without an error completes the frame. What was written may be changed
-    as soon as `write` has returned. Memory: 6 blocks of 4 MiB.
+        file: Receives the frame. The caller closes it.
+        level: As in `check_level`.
     """
 
     def __init__(self, file: BinaryIO, level: int = 0) -> None:
@@ -101,32 +104,32 @@ class Lz4Writer:
             self._worker.close()
 
     def write(self, data: Any) -> int:
-        """Append bytes; waits while `file` cannot keep up; raises what writing to it raised."""
-        new = memoryview(data).cast("B")
-        for start in range(0, len(new), BLOCK_BYTES):
-            self._worker.submit(self._file.write, self._stream.compress(new[start : start + BLOCK_BYTES]))
-        return len(new)
+        """Append bytes. Waits while too many blocks are pending; raises errors of `file`."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), BLOCK_BYTES):
+            self._worker.submit(self._file.write, self._stream.compress(view[start : start + BLOCK_BYTES]))
+        return len(view)
 
     def flush(self) -> None:
-        """Do nothing: blocks are passed on as they are full."""
+        """Do nothing, as only full blocks are written."""
 
 
 def skippable_frame(content: bytes) -> bytes:
-    """Make a frame that readers of LZ4 skip."""
+    """Return a frame that readers of LZ4 skip."""
     return SKIPPABLE_MAGIC + len(content).to_bytes(4, "little") + content
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a frame stands in a file, and its blocks.
+    """The place of a frame and of its blocks in a file.
 
     Attributes:
-        start, stop: Its bytes.
-        is_skippable: It holds no data; `blocks` is its content.
-        is_parallel: Its blocks decode alone, and have no checksums of their own.
-        max_block_bytes: Bytes that a block decodes to at most; all but the last may be smaller only
-            where the writer flushed.
-        blocks: (start, stop) of each block with its size before it and its checksum behind it.
+        start, stop: Byte range of the frame.
+        is_skippable: Whether it holds no data. Then `blocks` is the range of its content.
+        is_parallel: Whether its blocks decode independently and have no checksums of their own.
+        max_block_bytes: Bytes that a block decodes to, at most. A block before the last is smaller only if
+            the writer flushed it.
+        blocks: Byte range of each block, including its size before it and its checksum after it.
     """
 
     start: int
@@ -138,20 +141,20 @@ class Frame:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the frame decodes to at most."""
+        """Bytes that the frame decodes to, at most."""
         return min(len(self.blocks) * self.max_block_bytes, MAX_EXPANSION * (self.stop - self.start))
 
 
 def scan_frames(data: memoryview, name: str) -> list[Frame]:
-    """Find the frames of a file, and the blocks of each, decoding nothing.
+    """Return the frames of a file and their blocks, without decoding them.
 
     Args:
         data: The whole file.
-        name: Names it in errors.
+        name: Name of the file in errors.
 
     Raises:
-        CorruptFileError: The file ends early, or a size in it cannot be.
-        ForeignFileError: It is no LZ4 file, or needs a dictionary.
+        CorruptFileError: The file is truncated, or a size in it is impossible.
+        ForeignFileError: The file is no LZ4 file, or needs a dictionary.
     """
     frames: list[Frame] = []
     place = _Place(data, name)
@@ -176,26 +179,26 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
 
     Args:
         data: The whole file.
-        frames: What `scan_frames` found in it.
-        name: Names the file in errors.
-        num_threads: With 1 all checksums are compared; with more, full independent blocks decode in
-            parallel, and none is: for callers with checksums of their own.
+        frames: Its frames, from `scan_frames`.
+        name: Name of the file in errors.
+        num_threads: With 1, all checksums are compared. With more, full independent blocks decode in
+            parallel without their checksums, for callers with checksums of their own.
 
     Returns:
-        `[num_bytes]`, new.
+        uint8 `[num_bytes]`, new memory.
 
     Raises:
         CorruptFileError: A checksum is wrong, or a block does not decode.
     """
     frames = [frame for frame in frames if not frame.is_skippable]
-    # An upper bound, of which only what is written to becomes memory.
+    # An upper bound. Pages that are not written take no memory.
     out = np.empty(sum(frame.most_bytes for frame in frames), np.uint8)
     size = 0
     for frame in frames:
         if num_threads > 1 and frame.is_parallel:
-            found = _decode_blocks(out[size : size + frame.most_bytes], data, frame, name, num_threads)
-            if found is not None:
-                size += found
+            num_bytes = _decode_blocks(out[size : size + frame.most_bytes], data, frame, name, num_threads)
+            if num_bytes is not None:
+                size += num_bytes
                 continue
         for part in _decode_stream(data, frame, name):
             out[size : size + len(part)] = np.frombuffer(part, np.uint8)
@@ -204,11 +207,11 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
 
 
 def decode_exactly(data: memoryview, num_bytes: int, name: str) -> Bytes:
-    """Decode frames that hold exactly `num_bytes`, `[num_bytes]`, new; all checksums are compared.
+    """Decode frames of exactly `num_bytes` bytes to new memory, uint8 `[num_bytes]`. Compares all checksums.
 
     Raises:
-        CorruptFileError: They are damaged, or hold another number of bytes; no more than expected is decoded.
-        ForeignFileError: It is no LZ4 frame.
+        CorruptFileError: The frames are damaged or hold another number of bytes.
+        ForeignFileError: The data are no LZ4 frame.
     """
     frames = [frame for frame in scan_frames(data, name) if not frame.is_skippable]
     most = sum(frame.most_bytes for frame in frames)
@@ -228,7 +231,7 @@ def decode_exactly(data: memoryview, num_bytes: int, name: str) -> Bytes:
 
 
 class _Place:
-    """A position in a file that cannot leave it."""
+    """A position in a file. Moving it past the end raises `CorruptFileError`."""
 
     def __init__(self, data: memoryview, name: str) -> None:
         self.data = data
@@ -249,17 +252,18 @@ class _Place:
         self.at += num_bytes
 
     def corrupt(self, expected: str, got: str) -> CorruptFileError:
-        return CorruptFileError("read", repr(self.name), expected, got, "The file is damaged or was cut off")
+        return CorruptFileError("read", repr(self.name), expected, got, "The file is damaged or truncated")
 
 
 def _scan_frame(place: _Place, start: int) -> Frame:
+    """Return the frame whose magic ends at `place`."""
     flags, block_code = place.take(2)
     most = _MAX_BLOCK_BYTES.get(block_code >> 4)
     if flags >> 6 != 1 or flags & 2 or block_code & 0x8F or most is None:
         raise place.corrupt("the header of an LZ4 frame", f"the bytes {flags:02x}{block_code:02x} at {start + 4}")
     declared = place.number(8) if flags & 8 else 0
     if flags & 1:
-        raise ForeignFileError("read", repr(place.name), "an LZ4 frame without a dictionary", "one that needs it")
+        raise ForeignFileError("read", repr(place.name), "an LZ4 frame without a dictionary", "a frame with one")
     place.skip(1)
     has_block_checksums = bool(flags & 16)
     blocks = []
@@ -281,9 +285,12 @@ def _scan_frame(place: _Place, start: int) -> Frame:
 
 
 def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]:
+    """Yield the decoded content of a frame in parts, comparing all checksums."""
     decoder = lz4.frame.LZ4FrameDecompressor()
-    starts = [frame.start, *(start for start, _ in frame.blocks), frame.blocks[-1][1] if frame.blocks else frame.start]
-    for start, stop in zip(starts, [*starts[1:], frame.stop], strict=True):
+    bounds = [frame.start, *(start for start, _ in frame.blocks)]
+    bounds.append(frame.blocks[-1][1] if frame.blocks else frame.start)
+    bounds.append(frame.stop)
+    for start, stop in pairwise(bounds):
         part: Any = data[start:stop]
         while not decoder.eof:
             try:
@@ -294,11 +301,15 @@ def _decode_stream(data: memoryview, frame: Frame, name: str) -> Iterator[bytes]
                 break
             part = b""
     if not decoder.eof:
-        raise _undecodable(name, "it goes on behind its end")
+        raise _undecodable(name, "data after its end")
 
 
 def _decode_blocks(out: Bytes, data: memoryview, frame: Frame, name: str, num_threads: int) -> int | None:
-    """Decode independent blocks in a pool; give the bytes of all, or None if some block but the last is not full."""
+    """Decode independent blocks in parallel.
+
+    Returns:
+        Decoded bytes, or None if a block before the last is not full, so that `out` has gaps.
+    """
 
     def decode_one(place: int) -> int:
         first, stop = frame.blocks[place]

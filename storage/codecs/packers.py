@@ -1,7 +1,7 @@
-"""Packers: the last stage of a chain, which makes fewer bytes. `PACKERS` is their registry.
+"""Packers: the last stage of a chain, which compresses bytes. `PACKERS` is the registry.
 
-One rule: what coded bytes declare is compared with what the caller expects before anything is decoded. The packages
-of the extra `codecs` are imported where they are used; where one is missing a chunk that needs it is refused by name.
+The size that packed bytes declare is compared with the expected size before they are decoded. Packages of
+the extra `codecs` are imported on first use.
 """
 
 from __future__ import annotations
@@ -21,31 +21,35 @@ from ..errors import CorruptFileError, UsageError
 from . import lz4_frames as lz4
 
 Bytes = npt.NDArray[np.uint8]
-#: The next level of zstd that gains more than 2 % is 19, and takes 15 times as long.
+#: Default level of zstd. The next level that gains more than 2 % is 19, which takes 15 times as long.
 _ZSTD_LEVEL = 9
-#: Holds a decompressor for each thread.
+#: A decompressor for each thread.
 _local = threading.local()
 _FILTERS = {"": "NOFILTER", "shuffle": "SHUFFLE", "bitshuffle": "BITSHUFFLE"}
 
 
 @dataclass(frozen=True)
 class Packer:
-    """How bytes are packed."""
+    """A packer.
 
-    #: Contiguous items, the packer's level or None for its default, and the name of a shuffle -> bytes.
+    Attributes:
+        pack: (contiguous items, level or None for the default, name of a shuffle or "") -> packed bytes.
+        unpack: (packed bytes, number of unpacked bytes) -> unpacked bytes as new memory. Raises
+            `CorruptFileError`.
+        max_expansion: Unpacked bytes per packed byte, at most. Readers reject larger claims.
+        module: Package of the extra `codecs` that it needs; None without.
+        shuffles: Whether it shuffles items itself. Otherwise it gets shuffled bytes.
+    """
+
     pack: Callable[[npt.NDArray[Any], int | None, str], bytes]
-    #: Packed bytes, and how many they must be unpacked -> these, in new memory; raises `CorruptFileError`.
     unpack: Callable[[Bytes, int], Bytes]
-    #: The most bytes that one byte can declare: an attack asks for more.
     max_expansion: int
-    #: The package that it needs besides ours, or None.
     module: str | None = None
-    #: Whether it shuffles itself; otherwise items are bytes, shuffled already.
     shuffles: bool = False
 
 
 def check_installed(packer: str) -> None:
-    """Raise `UsageError` if a packer needs a package that is not there; nothing for one that needs none."""
+    """Raise `UsageError` if the package of a packer is not installed."""
     module = PACKERS[packer].module if packer else None
     if module is not None and importlib.util.find_spec(module) is None:
         advice = "Install the extra 'codecs', or use 'lz4hc' to write"
@@ -54,13 +58,14 @@ def check_installed(packer: str) -> None:
 
 @lru_cache(maxsize=8)
 def _module(packer: str) -> Any:
-    """Import the package of a packer; looked for once, as that takes as long as decoding 5 KB."""
+    """Import the package of a packer. Cached, as the check takes as long as decoding 5 KB."""
     check_installed(packer)
     return importlib.import_module(str(PACKERS[packer].module))
 
 
-def _pack_lz4(default: int, items: npt.NDArray[Any], level: int | None, _: str) -> bytes:
-    return lz4.compress(items, default if level is None or not default else level)
+def _pack_lz4(default_level: int, items: npt.NDArray[Any], level: int | None, _: str) -> bytes:
+    # The fast packer, whose default level is 0, has no other levels.
+    return lz4.compress(items, default_level if level is None or not default_level else level)
 
 
 def _unpack_lz4(data: Bytes, num_bytes: int) -> Bytes:
@@ -81,39 +86,40 @@ def _unpack_zstd(data: Bytes, num_bytes: int) -> Bytes:
             raise CorruptFileError("decode a chunk", "", expected, f"{declared} declared")
         if not hasattr(_local, "zstd"):
             _local.zstd = zstandard.ZstdDecompressor()
-        found = np.empty(num_bytes, np.uint8)
-        with _local.zstd.stream_reader(data) as reader:  # 5 to 8 % faster than bytes that are copied
-            got = reader.readinto(found) if num_bytes else 0
+        unpacked = np.empty(num_bytes, np.uint8)
+        with _local.zstd.stream_reader(data) as reader:  # 5 to 8 % faster than a copy of `decompress`.
+            num_read = reader.readinto(unpacked) if num_bytes else 0
     except zstandard.ZstdError as cause:
         raise CorruptFileError("decode a chunk", "", expected, str(cause)) from cause
-    if got != num_bytes:
-        raise CorruptFileError("decode a chunk", "", expected, f"{got}")
-    return found
+    if num_read != num_bytes:
+        raise CorruptFileError("decode a chunk", "", expected, f"{num_read}")
+    return unpacked
 
 
-def _pack_blosc2(codec: str, usual: int, items: npt.NDArray[Any], level: int | None, shuffle: str) -> bytes:
-    """Pack contiguous items behind blosc2's own shuffle."""
+def _pack_blosc2(codec: str, default_level: int, items: npt.NDArray[Any], level: int | None, shuffle: str) -> bytes:
+    """Pack contiguous items with blosc2's own shuffle."""
     blosc2 = _module("blosc2")
     settings = {"filters": [blosc2.Filter[_FILTERS[shuffle]]], "filters_meta": [0], "typesize": items.itemsize}
-    settings |= {"codec": blosc2.Codec[codec], "clevel": usual if level is None else min(9, level)}
+    settings["codec"] = blosc2.Codec[codec]
+    settings["clevel"] = default_level if level is None else min(9, level)
     return bytes(blosc2.compress2(np.ascontiguousarray(items).reshape(-1), nthreads=1, **settings))
 
 
 def _unpack_blosc2(data: Bytes, num_bytes: int) -> Bytes:
     blosc2 = _module("blosc2")
     expected = f"a blosc2 chunk of {num_bytes} bytes in {len(data)}"
-    found = np.empty(num_bytes, np.uint8)
+    unpacked = np.empty(num_bytes, np.uint8)
     try:
         declared, coded, _ = blosc2.get_cbuffer_sizes(data)
         if (declared, coded) != (num_bytes, len(data)):
             raise CorruptFileError("decode a chunk", "", expected, f"{declared} in {coded} declared")
-        blosc2.decompress2(data, dst=found, nthreads=1)
+        blosc2.decompress2(data, dst=unpacked, nthreads=1)
     except (RuntimeError, ValueError, TypeError, BufferError) as cause:
         raise CorruptFileError("decode a chunk", "", expected, str(cause)) from cause
-    return found
+    return unpacked
 
 
-#: Every packer by its name in chains. To add one, add a line.
+#: Name in chains -> packer. To add a packer, add a line.
 PACKERS = {
     "lz4": Packer(partial(_pack_lz4, 0), _unpack_lz4, lz4.MAX_EXPANSION),
     "lz4hc": Packer(partial(_pack_lz4, lz4.DEFAULT_HIGH_LEVEL), _unpack_lz4, lz4.MAX_EXPANSION),

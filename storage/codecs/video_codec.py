@@ -1,7 +1,7 @@
-"""Video: the frames of a chunk as one short group of pictures, coded with loss; the extra `video`.
+"""Lossy video codec for the frames of a chunk. Needs the extra `video`.
 
-One rule: a chunk decodes alone, to exactly the pictures that are expected, or is an error; no decoder may ask for more
-pixels than these have. Packets stand one after the other, each behind its size (uint32, little-endian).
+A chunk is one group of pictures that decodes independently: packets, each after its size (uint32,
+little-endian). A decoder may not allocate more pixels than the expected pictures have.
 """
 
 from __future__ import annotations
@@ -20,69 +20,78 @@ import numpy.typing as npt
 
 from ..errors import CorruptFileError, FieldTypeError, UsageError
 
-#: Name -> encoder, decoder, options of the encoder, and the worst quality (`crf`) that it knows.
+#: Name -> encoder, decoder, options of the encoder, and the largest `crf` (lowest quality).
 CODERS: dict[str, tuple[str, str, dict[str, str], int]] = {
     "h264": ("libx264", "h264", {"preset": "veryfast", "bf": "0"}, 51),
     "av1": ("libsvtav1", "libdav1d", {"preset": "8", "svtav1-params": "lp=1:pred-struct=1"}, 63),
 }
 _DEFAULT_CRF = 18
 _NAME = re.compile(rf"({'|'.join(CODERS)})(?::crf=(\d+))?")
-#: A still picture of any size takes a few hundred bytes.
+#: Decoded bytes per coded byte, at most. A still picture of any size takes a few hundred bytes.
 MAX_EXPANSION = 1 << 16
-#: Encoders refuse smaller pictures.
+#: Pixels of a side, at least. Smaller pictures are padded, as encoders reject them.
 _MIN_SIDE = 64
 _SIZE = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
 class Video:
-    """A coder of pictures `[H, W, 3]`, `[3, H, W]`, `[H, W]` or `[H, W, 1]` of uint8; `crf`: 0 is best."""
+    """A coder of uint8 pictures `[H, W, 3]`, `[3, H, W]`, `[H, W]` or `[H, W, 1]`.
+
+    Attributes:
+        coder: Name in `CODERS`.
+        crf: Quality, 0 is best.
+    """
 
     coder: str
     crf: int
 
     def encode(self, frames: npt.NDArray[np.uint8]) -> bytes:
-        """Code `[F, *shape]` frames."""
-        pictures, kind = _pictures(frames)
+        """Return the coded `[F, *shape]` frames."""
+        pictures, pixel_format = _pictures(frames)
         height, width = (max(_MIN_SIDE, size + size % 2) for size in pictures.shape[1:3])
-        missing = (0, 0), (0, height - pictures.shape[1]), (0, width - pictures.shape[2])
-        pictures = np.pad(pictures, (*missing, (0, 0))[: pictures.ndim], mode="edge")
-        av, (encoder, _, options, _) = _av(), CODERS[self.coder]
-        os.environ.setdefault("SVT_LOG", "1")  # otherwise the AV1 encoder prints ten lines for each chunk
+        padding = (0, 0), (0, height - pictures.shape[1]), (0, width - pictures.shape[2]), (0, 0)
+        pictures = np.pad(pictures, padding[: pictures.ndim], mode="edge")
+        av = _av()
+        encoder, _, options, _ = CODERS[self.coder]
+        os.environ.setdefault("SVT_LOG", "1")  # Otherwise the AV1 encoder prints ten lines per chunk.
         context = av.CodecContext.create(encoder, "w")
         context.width = width
         context.height = height
         context.pix_fmt = "yuv420p"
         context.thread_count = 1
-        context.time_base, context.framerate = Fraction(1, 30), Fraction(30)
+        context.time_base = Fraction(1, 30)
+        context.framerate = Fraction(30)
         context.options = {**options, "crf": str(self.crf), "g": str(len(frames))}
         packets: list[bytes] = []
         for number, picture in enumerate(pictures):
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format=kind).reformat(format="yuv420p")
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format=pixel_format)
+            frame = frame.reformat(format="yuv420p")
             frame.pts = number
             packets += map(bytes, context.encode(frame))
         packets += map(bytes, context.encode(None))
         return b"".join(_SIZE.pack(len(packet)) + packet for packet in packets)
 
     def decode(self, data: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
-        """Decode into `out`, `[F, *shape]`; its content is undefined after an error.
+        """Decode into `out`, `[F, *shape]`. After an error its content is undefined.
 
         Raises:
-            CorruptFileError: These are not its frames.
+            CorruptFileError: The data are damaged or have another number of frames.
         """
-        pictures, kind = _pictures(out)
+        pictures, pixel_format = _pictures(out)
         height, width = pictures.shape[1:3]
         av = _av()
         decoder = CODERS[self.coder][1]
         context = av.CodecContext.create(decoder, "r")
-        pixels = (height + _MIN_SIDE) * (width + _MIN_SIDE)  # decoders count whole blocks of 16 to 64
-        context.thread_count, context.options = 1, {"max_pixels": str(pixels)}
+        num_pixels = (height + _MIN_SIDE) * (width + _MIN_SIDE)  # Decoders count whole blocks of 16 to 64.
+        context.thread_count = 1
+        context.options = {"max_pixels": str(num_pixels)}
         count = 0
         try:
             for packet in [*map(av.Packet, _packets(data.tobytes())), None]:
                 for frame in context.decode(packet):
                     if count < len(out) and frame.height >= height and frame.width >= width:
-                        pictures[count] = frame.to_ndarray(format=kind)[:height, :width]
+                        pictures[count] = frame.to_ndarray(format=pixel_format)[:height, :width]
                     count += 1
         except (av.FFmpegError, ValueError) as cause:
             raise CorruptFileError("decode a chunk", "", f"{self.coder} video", str(cause)) from cause
@@ -91,10 +100,10 @@ class Video:
 
 
 def video_named(stage: str) -> Video | None:
-    """Return the coder with a name such as "h264:crf=18"; None if it is no video.
+    """Return the coder with a name such as "h264:crf=18"; None if the name is no video codec.
 
     Raises:
-        UsageError: There is no such quality.
+        UsageError: The quality is out of range.
     """
     match = _NAME.fullmatch(stage)
     if match is None:
@@ -107,7 +116,7 @@ def video_named(stage: str) -> Video | None:
 
 
 def check_shape(shape: tuple[int, ...], dtype: str, where: str) -> None:
-    """Raise `FieldTypeError` unless these are pictures of uint8."""
+    """Raise `FieldTypeError` unless the field holds uint8 pictures."""
     is_picture = len(shape) == 2 or (len(shape) == 3 and (shape[-1] in (1, 3) or shape[0] in (1, 3)))
     if dtype != "uint8" or not is_picture or 0 in shape:
         expected = "uint8 pictures [H, W, 3], [3, H, W], [H, W] or [H, W, 1]"
@@ -115,10 +124,11 @@ def check_shape(shape: tuple[int, ...], dtype: str, where: str) -> None:
 
 
 def check_installed(coder: str) -> None:
-    """Raise `UsageError` if PyAV, or its encoder, is not there."""
+    """Raise `UsageError` if PyAV is not installed or lacks the encoder."""
     if importlib.util.find_spec("av") is None:
         raise UsageError("use the codec", repr(coder), "the package av", "none", "Install the extra 'video'")
-    if (encoder := CODERS[coder][0]) not in _av().codecs_available:
+    encoder = CODERS[coder][0]
+    if encoder not in _av().codecs_available:
         raise UsageError("use the codec", repr(coder), f"PyAV with {encoder}", "one without", "Use 'h264'")
 
 
@@ -133,7 +143,7 @@ def _av() -> Any:
 
 
 def _pictures(frames: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], str]:
-    """View frames as `[F, H, W, 3]` or `[F, H, W]`, and say which: the format's name."""
+    """Return frames as a view `[F, H, W, 3]` or `[F, H, W]`, and the name of the pixel format."""
     if frames.ndim == 3:
         return frames, "gray"
     if frames.shape[-1] not in (1, 3):
@@ -142,6 +152,7 @@ def _pictures(frames: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], str
 
 
 def _packets(data: bytes) -> Iterator[bytes]:
+    """Yield the packets of a chunk; raise `ValueError` if they do not fill it."""
     start = 0
     while start < len(data):
         head = data[start : start + _SIZE.size]

@@ -63,8 +63,9 @@ def replace_file(
 
     Args:
         path: The file to replace or create. Without `temporary`, its folder is created if it is missing.
-        temporary: A name on the same file system. The caller removes the file that a killed process leaves there.
-            None writes into a new folder beside `path`, which the next replacement of `path` removes after a kill.
+        temporary: Path of the temporary file, on the same file system. Two processes must not use the same path.
+            The caller removes the file that a killed process leaves there. None writes into a new folder beside
+            `path`. If the process is killed, the next replacement of `path` removes that folder.
         durable: Flush the file before the rename and the folder after it. Otherwise a power failure may lose the
             file until the caller flushes it.
 

@@ -273,7 +273,7 @@ def test_an_unknown_key_is_named_once(tmp_path):
         ({"final_obs": np.full((N, 2), None)}, FieldTypeError, "observations of infos: expected numbers"),
         ({"final_obs": "walk"}, FieldTypeError, "observations of infos: expected numbers, got str"),
         ({"final_obs": {1, 2}}, FieldTypeError, "observations of infos: expected numbers, got set"),
-        ({"final_obs": 3.0}, SchemaError, "a row of each environment, got a single float"),
+        ({"final_obs": 3.0}, SchemaError, "one row per environment, got a single float"),
         ({"final_obs": np.array(None)}, FieldTypeError, "observations of infos: expected numbers"),
         ({"final_obs": [last_seen(0) * 1j] * N}, FieldTypeError, "expected real numbers, got torch.complex"),
         ({"final_obs": [last_seen(0), np.zeros(3), None]}, SchemaError, r"expected one shape, got \[2\], \[3\]"),
@@ -296,7 +296,7 @@ def test_a_rollout_needs_the_infos_of_each_step(tmp_path):
     values = {name: np.stack([value] * 3) for name, value in record().items()}
     infos = [[{"terminal_observation": last_seen(env)} for env in range(N)]] * 2
     with RolloutWriter(tmp_path, N, durable=False) as writer:
-        with pytest.raises(SchemaError, match="infos of each of 3 steps, got those of 2"):
+        with pytest.raises(SchemaError, match="infos of 3 steps, got infos of 2 steps"):
             writer.add_rollout(values, infos=infos)
         assert writer.num_frames == 0
 

@@ -102,9 +102,9 @@ def test_a_close_misspelling_is_told_once(tmp_path, given, meant):
         for _ in range(5):
             writer.add(observation=np.zeros((2, 1)), action=np.zeros((2, 1)), **{given: np.zeros(2)})
         meant = meant.replace("final_obs", "final_observation")
-        assert [f"{given!r} is recorded as an extra field: if {meant!r}" in str(one.message) for one in caught] == [
-            True
-        ]
+        assert [
+            f"{given!r} is recorded as an extra field. If it is {meant!r}" in str(one.message) for one in caught
+        ] == [True]
         assert caught[0].filename == __file__ and given in writer.schema
 
 

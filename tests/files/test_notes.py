@@ -291,7 +291,7 @@ def test_an_episode_is_said_a_mebibyte_of_at_most_and_the_next_one_as_much(tmp_p
     large = {"a": "x" * (MAX_NOTE_BYTES - 100)}
     with RolloutWriter(tmp_path, 1, durable=False) as writer:
         step(writer, 0, num_envs=1, episode=large)
-        with pytest.raises(UsageError, match="bytes said of an episode"):
+        with pytest.raises(UsageError, match="bytes of metadata per episode"):
             step(writer, 1, num_envs=1, episode=large)
         step(writer, 1, num_envs=1, done=[True], episode={"b": 1})
         step(writer, 2, num_envs=1, episode=large)

@@ -72,7 +72,9 @@ READERS = [lambda where: RolloutDataset(where, 1), lambda where: RolloutDataset(
 @pytest.mark.parametrize("reader", READERS)
 def test_a_url_is_read_only_where_fsspec_is_installed_and_the_text_says_how(monkeypatch, reader):
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(UsageError, match=r"'s3://b/x': .*no fsspec\. To read it: pip install rollout-data\[remote\]"):
+    with pytest.raises(
+        UsageError, match=r"'s3://b/x': .*no fsspec\. Install fsspec with: pip install rollout-data\[remote\]"
+    ):
         reader("s3://b/x")
 
 
@@ -81,7 +83,7 @@ def test_a_url_is_read_only_where_fsspec_is_installed_and_the_text_says_how(monk
 def test_a_url_of_no_known_kind_is_refused(tmp_path, monkeypatch, reader, url):
     pytest.importorskip("fsspec")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="or a URL that fsspec knows, got a URL of kind"):
+    with pytest.raises(UsageError, match="or a URL that fsspec knows, got the protocol"):
         reader(url)
     assert not list(tmp_path.iterdir())
 

@@ -120,7 +120,7 @@ def test_a_batch_that_does_not_tell_marks_from_ends_is_refused(tmp_path):
         for is_marked in (True, False)
     )
     with RolloutWriter(tmp_path / "b", 2, durable=False) as writer:
-        with pytest.raises(UsageError, match="expected is_last, which tells marked frames from ended ones, got None"):
+        with pytest.raises(UsageError, match="expected is_last, which separates first frames from ends, got None"):
             writer.add_rollout(batch)
         with pytest.raises(SchemaError, match=r"the flag 'is_last': expected shape \(4, 2\) as of 'done', got \(2,\)"):
             writer.add_rollout(batch._replace(is_last=batch.done[0]))

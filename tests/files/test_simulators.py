@@ -261,7 +261,7 @@ def test_keep_chooses_by_the_summary_of_an_episode(tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"keep": lambda episode: False, "max_dropped": 7}, "keep is false of them"),
+        ({"keep": lambda episode: False, "max_dropped": 7}, "keep returned False"),
         (
             {"success_only": True, "success_key": "solved"},
             "infos never have 'solved' or 'is_solved', but ['elapsed_steps', 'success']",
@@ -295,7 +295,7 @@ def test_a_wrapped_loop_goes_on_while_nothing_succeeds_yet(tmp_path):
         assert wrapper.rollout_writer.num_trajectories == 0
 
     with pytest.warns(
-        RolloutDataWarning, match="nothing is recorded: 100. in a row to drop: they ended without"
+        RolloutDataWarning, match="nothing is recorded: 100. dropped in a row: they ended without"
     ) as seen:
         play()
     assert len(seen) == 1, "once"

@@ -131,7 +131,7 @@ def test_a_wrong_record_is_refused_whole_and_the_writer_goes_on(tmp_path, change
             {"obs_segments": {"a": (3,)}},
             {},
             "cannot call RolloutWriter.add with the field 'observation': "
-            "expected 3 values in the last dimension, as obs_segments add up to, "
+            "expected 3 values in the last dimension, the sum of obs_segments, "
             "got shape (3, 4).",
         ),
         (

@@ -128,7 +128,7 @@ def test_urls_of_other_stores_are_published_read_and_played(folder, tmp_path, ur
     [
         (ConnectionError("the line is down"), "the line is down, 2 times"),
         (FileNotFoundError("no such bucket"), "a place where they may be put, got FileNotFoundError: no such bucket"),
-        (PermissionError("no right"), "the right to do so, got PermissionError: no right"),
+        (PermissionError("no right"), "permission, got PermissionError: no right"),
     ],
 )
 def test_an_upload_that_fails_is_repeated_if_that_may_help_and_in_the_end_one_error(folder, monkeypatch, error, told):

@@ -327,7 +327,7 @@ def test_damaged_checksums_are_named_and_not_the_block(recordings, tmp_path, pla
     path.write_bytes(content)
     with (
         warnings.catch_warnings(),
-        pytest.raises(DataFileError, match=r"\.sums'?: expected an intact file of checksums"),
+        pytest.raises(DataFileError, match=r"\.sums'?: expected an intact checksum file"),
     ):
         warnings.simplefilter("ignore")
         list(WindowLoader(WindowDataset(lagging(tmp_path / "walk"), 4), 256))

@@ -233,7 +233,7 @@ def test_a_file_that_is_replaced_while_it_is_copied_is_an_error_and_is_copied_wh
             path.write_bytes(content)
 
     system.fails = staticmethod(act)
-    with pytest.raises(DataFileError, match=r"files that stay while they are copied, got another 'set\.hdf5'"):
+    with pytest.raises(DataFileError, match=r"files that do not change while they are copied, got another 'set\.hdf5'"):
         rollout_data.open("stamped://set.hdf5", remote=remote)
     system.fails = staticmethod(lambda *request: None)
     check_same(rollout_data.open(path), rollout_data.open("stamped://set.hdf5", remote=remote))
@@ -275,7 +275,7 @@ def test_a_store_that_tells_no_size_is_refused(own, tmp_path, monkeypatch):
 @pytest.mark.parametrize("url", ["simplecache::memory://set", "blockcache::s3:/bucket/set"])
 def test_a_chain_of_file_systems_is_refused_by_its_name_and_no_folder_of_this_machine(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=f"a URL of kind '{url.partition(':/')[0]}'"):
+    with pytest.raises(UsageError, match=f"the protocol '{url.partition(':/')[0]}'"):
         rollout_data.open(url)
     with pytest.raises(UsageError, match="a path on this machine, got a URL"):
         RolloutWriter(url, 1)
