@@ -454,7 +454,7 @@ def _as_dtype(row: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     converted = row.to(dtype)
     if not dtype.is_floating_point and not torch.equal(converted.to(row.dtype), row):
         name = str(dtype).removeprefix("torch.")
-        expected = f"numbers that {name}, the dtype of the observations, can hold"
+        expected = f"numbers that the dtype of the observations, {name}, can hold"
         raise FieldTypeError(_FINALS, "of infos", expected, f"other numbers of {row.dtype}")
     return converted
 

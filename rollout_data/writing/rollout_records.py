@@ -299,7 +299,7 @@ def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> di
     result: dict[str, Leaf] = {}
     for name, value in values.items():
         if name in result:
-            raise SchemaError(action, f"with the field {name!r}", "each name once", "two values")
+            raise SchemaError(action, f"with the field {name!r}", "each place used once", "two values")
         if type(value) is np.ndarray:
             result[name] = value
         elif not isinstance(value, torch.Tensor) and isinstance(value, Mapping) and name not in FLAGS:
@@ -310,7 +310,7 @@ def _leaves(action: str, values: Mapping[str, Any], texts: dict[str, Any]) -> di
             below = {leaf: _leaf(action, leaf, leaves[leaf]) for leaf in leaves if leaf not in text_leaves}
             repeated = sorted(below.keys() & result.keys())
             if repeated:
-                raise SchemaError(action, f"with the field {repeated[0]!r}", "each name once", "two values")
+                raise SchemaError(action, f"with the field {repeated[0]!r}", "each place used once", "two values")
             result.update(below)
         elif value is not None:
             result[name] = _leaf(action, name, value)

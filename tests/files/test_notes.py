@@ -260,7 +260,7 @@ REFUSED = {
     "'success' as a bool": {"episode": [{"success": 1}, None]},
     "object has no form in JSON": {"episode": [{"a": object()}, None]},
     "a frame of it in the same step": {"episode": [None, {"a": 1}], "env_mask": [True, False]},
-    "1048576 bytes said": {"episode": [{"a": "x" * MAX_NOTE_BYTES}, None]},
+    "1048576 bytes of metadata": {"episode": [{"a": "x" * MAX_NOTE_BYTES}, None]},
     "one text, or shape (2,)": {"instruction": ["a"]},
     "texts of Unicode": {"instruction": "\ud800"},
     "at most 1048576 bytes": {"instruction": "x" * (MAX_NOTE_BYTES + 1)},

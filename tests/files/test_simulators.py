@@ -299,7 +299,7 @@ def test_a_wrapped_loop_goes_on_while_nothing_succeeds_yet(tmp_path):
     ) as seen:
         play()
     assert len(seen) == 1, "once"
-    with pytest.raises(UsageError, match="500 in a row to drop"):
+    with pytest.raises(UsageError, match="500 dropped in a row"):
         play(max_dropped=500)
 
 
