@@ -321,7 +321,7 @@ class Failing150:
 
 def test_a_recording_may_drop_10_episodes_of_each_environment_in_a_row(tmp_path):
     env = Failing150(success=np.zeros(150, bool))
-    with pytest.raises(UsageError, match="got 1500 in a row to drop"):
+    with pytest.raises(UsageError, match="got 1500 dropped in a row"):
         record_demonstrations(
             env, lambda observation: observation, tmp_path, min_trajectories=1, success_only=True,
             autoreset="same_step", show_progress=False,
@@ -330,7 +330,7 @@ def test_a_recording_may_drop_10_episodes_of_each_environment_in_a_row(tmp_path)
 
 def test_a_wrapped_loop_stops_where_infos_never_tell_a_success(tmp_path):
     wrapper = RecordingWrapper(Failing150(), tmp_path, success_only=True, autoreset="same_step")
-    with wrapper, pytest.raises(UsageError, match="1500 in a row to drop: infos never have 'success'"):
+    with wrapper, pytest.raises(UsageError, match="1500 dropped in a row: infos never have 'success'"):
         wrapper.reset()
         for _ in range(10):
             wrapper.step(np.zeros((150, 1), np.float32))
