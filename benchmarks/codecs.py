@@ -20,7 +20,7 @@ import torch
 
 from rollout_data import RolloutWriter
 from rollout_data.blocks.block_header import DATA, read_header
-from rollout_data.sources.source import Source
+from rollout_data.sources.live_source import LiveSource
 from storage import compress_image_seq, decompress_many
 
 from . import peers
@@ -189,7 +189,7 @@ def _ours(frames: np.ndarray, chain: str, draws: list[Any], length: int) -> Cont
             writer.add_rollout(observation=observation, action=torch.zeros(num_steps, num, 1))
     except ValueError as missing:
         return Contender(chain, partial(_skip, str(missing)), OURS)
-    source = Source(folder.name, chunk_cache_bytes=0)  # or every chunk of so small a set would be kept
+    source = LiveSource(folder.name, chunk_cache_bytes=0)  # or every chunk of so small a set would be kept
     source.refresh()
     store = source.snapshot()
     chunks = read_header(store.index.blocks[0].path).chunks[DATA].get(image)

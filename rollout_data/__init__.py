@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from .playback.transition import Transition as Transition
     from .remote.locations import RemoteOptions as RemoteOptions
     from .remote.push import push as push
-    from .sources.episode import Episode as Episode
-    from .sources.field_statistics import FieldStatistics as FieldStatistics
-    from .sources.recording import Recording as Recording
+    from .sources.recordings.episode import Episode as Episode
+    from .sources.recordings.field_statistics import FieldStatistics as FieldStatistics
+    from .sources.recordings.recording import Recording as Recording
     from .tools.doctor.examination import doctor as doctor
     from .tools.doctor.findings import Diagnosis as Diagnosis
     from .tools.doctor.findings import Finding as Finding
@@ -61,13 +61,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "Conversion": ".formats.convert",
     "Diagnosis": ".tools.doctor.findings",
-    "Episode": ".sources.episode",
+    "Episode": ".sources.recordings.episode",
     "EpisodeSummary": ".writing.record_environments",
-    "FieldStatistics": ".sources.field_statistics",
+    "FieldStatistics": ".sources.recordings.field_statistics",
     "Finding": ".tools.doctor.findings",
     "NewFolder": ".tools.edit.merge_split",
     "Normalizer": ".windows.normalizer",
-    "Recording": ".sources.recording",
+    "Recording": ".sources.recordings.recording",
     "RecordingSummary": ".writing.record_environments",
     "RecordingWrapper": ".writing.record_environments",
     "RemoteOptions": ".remote.locations",

@@ -28,9 +28,9 @@ from ..blocks.edit_blocks import named_edit
 from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN, load_metadata, mark_noted_ends
 from ..blocks.row_layout import RowLayout
 from ..blocks.trajectory_index import TrajectoryIndex
-from ..sources.episode_reader import ABSENT
-from ..sources.episode_source import RESERVED, Fit, common_fields
-from ..sources.folder_reader import SOURCE_ID
+from ..sources.common_fields import RESERVED, Fit, common_fields
+from ..sources.episode_info import ABSENT
+from ..sources.recordings.open_episodes import SOURCE_ID
 from ..writing.conversion_record import NOTE_NAME, ConversionNote, note_replaced
 from ..writing.json_values import plain
 from ..writing.record_inputs import is_taken

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from storage.errors import DataFileError, UsageError
 
 from ..remote.locations import RemotePath
-from ..sources.recording import Recording
+from ..sources.recordings.recording import Recording
 from ..writing.conversion_record import AFTER_LAST, ConversionNote, SummedEpisode, UnreadableEpisode
 from ..writing.json_values import plain
 

@@ -26,8 +26,8 @@ from storage.errors import (
 from ..blocks.block_folder import BlockFolder
 from ..blocks.block_header import damaged_fragments, read_header
 from ..remote.locations import DataDir, RemotePath
-from ..sources.episode import Episode
-from ..sources.recording import Recording
+from ..sources.recordings.episode import Episode
+from ..sources.recordings.recording import Recording
 from ..writing.conversion_record import ConversionNote, SummedEpisode, UnreadableEpisode
 from .block_episode_writer import OWN, OwnWriter
 from .conversion_resume import (

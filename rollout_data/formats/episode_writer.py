@@ -25,7 +25,7 @@ from storage.core.durable_files import read_text, replace_file
 from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 
-from ..sources.episode_reader import ABSENT
+from ..sources.episode_info import ABSENT
 from ..sources.video_range import VideoRange
 from ..writing.conversion_record import (
     NOTE_NAME,

@@ -12,7 +12,7 @@ import numpy as np
 
 from storage.core.fields import Field, Schema
 
-from ..sources.episode_reader import ForeignReader
+from ..sources.file_source import FileSource
 
 Array = np.ndarray[Any, Any]
 #: Steps of an episode that are compared.
@@ -23,7 +23,7 @@ _NUM_ENDS = 8
 _MAX_ROW_BYTES = 1 << 12
 
 
-def report_copied_actions(reader: ForeignReader) -> None:
+def report_copied_actions(reader: FileSource) -> None:
     """Report copied actions of the first episode with two steps or more."""
     numbers = (number for number, info in enumerate(reader.episodes) if info.length > 1)
     number = next(numbers, None)
@@ -74,7 +74,7 @@ def copied_actions(
                 yield expected, "those of the next step"
 
 
-def report_reset_rows(reader: ForeignReader) -> None:
+def report_reset_rows(reader: FileSource) -> None:
     """Report episodes that begin with the final observation of the previous episode and continue elsewhere."""
     num_resets = 0
     for number in range(1, min(len(reader.episodes), _NUM_ENDS + 1)):
@@ -86,7 +86,7 @@ def report_reset_rows(reader: ForeignReader) -> None:
         reader.advise("believe", where, "observations of their own", got, advice)
 
 
-def _begins_with_reset(reader: ForeignReader, number: int) -> bool:
+def _begins_with_reset(reader: FileSource, number: int) -> bool:
     """Return whether an episode repeats the final observation of the previous one, and changes after it."""
     info = reader.episodes[number]
     final = reader.episodes[number - 1].final

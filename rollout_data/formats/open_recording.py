@@ -9,7 +9,8 @@ from storage.core.arguments import instance
 from storage.errors import DataFileError, RolloutDataError, UsageError
 
 from ..remote.locations import DataDir, Origin, RemoteOptions, checked_remote, origins_of
-from ..sources.recording import Recording, open_origin
+from ..sources.recordings.open_episodes import open_episodes
+from ..sources.recordings.recording import Recording
 
 _ACTION = "call rollout_data.open"
 
@@ -45,13 +46,13 @@ def open(
     elif format is not None or options or remote is not None:
         got = f"{format!r} and {options!r}"
         raise UsageError(_ACTION, f"with path={path!r}", "no other format or options", got)
-    return Recording(origin, open_origin(origin))
+    return Recording(origin, open_episodes(origin))
 
 
 def open_source(action: str, name: str, source: DataDir) -> Recording:
     """Open the source of a call: a path or a `Recording`. Errors name the call and the argument."""
     origin = _origin_of(action, name, source)
-    return Recording(origin, open_origin(origin))
+    return Recording(origin, open_episodes(origin))
 
 
 def present_part(recording: Recording) -> tuple[Recording, list[DataFileError]]:

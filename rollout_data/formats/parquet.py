@@ -19,7 +19,7 @@ import numpy as np
 
 from storage.errors import CorruptFileError
 
-from ..sources.chunk_decoder import RowCache
+from ..sources.rows.chunk_decoder import RowCache
 from .input_checks import KnownFiles, damage_named, file_inside, optional
 
 #: Bytes that are decoded at a time; one row may be larger.

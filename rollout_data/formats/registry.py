@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from storage.errors import ForeignFileError, RolloutDataError, UsageError, nearest
 
-from ..sources.recordings_in_folder import recordings_in, several_error
+from ..sources.recordings.recordings_in_folder import recordings_in, several_error
 from . import format_detection as detection
 from .hdf5.hdf5_datasets import hdf5_names
 from .import_errors import report_copied_actions, report_reset_rows
 
 if TYPE_CHECKING:
-    from ..sources.episode_reader import ForeignReader
+    from ..sources.file_source import FileSource
     from .episode_writer import ForeignWriter
 
 
@@ -83,10 +83,10 @@ def _import_class(name: str, class_name: str, modules: Mapping[str, str], action
     return getattr(import_module(f".{modules[name]}", __package__), class_name)
 
 
-def reader_class(name: str) -> type[ForeignReader]:
+def reader_class(name: str) -> type[FileSource]:
     """Import and return the reader of a format."""
     modules = {known: format.module for known, format in FORMATS.items()}
-    reader: type[ForeignReader] = _import_class(name, "Reader", modules, "open")
+    reader: type[FileSource] = _import_class(name, "Reader", modules, "open")
     return reader
 
 
@@ -171,7 +171,7 @@ def _only_format(path: Path) -> str:
     raise ForeignFileError("open", where, expected, "something else", advice)
 
 
-def open_foreign(path: Path, format: str | None = None, **options: Any) -> ForeignReader:
+def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileSource:
     """Open a file or folder of another system.
 
     Raises:

@@ -23,8 +23,7 @@ from ..blocks.annotations import Notes
 from ..blocks.block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..blocks.row_layout import FrameRows, Grid, RowLayout, leaves_of, put
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, counted_from
-from ..sources.frame_store import FrameStore, MappedFrames
-from ..sources.remote_frames import RemoteFrames
+from ..sources.rows.row_source import Rows, RowSource
 from .step_planner import Bools, Deal, DealPart, Pieces, Plan, StreamState, plan_steps
 from .transition import Transition
 
@@ -34,10 +33,10 @@ PRIVILEGED = "privileged_observation"
 _NAMED = (OBSERVATION, PRIVILEGED, "action", "reward")
 #: The last one only where an end may be unknown.
 _FLAGS = ("done", "timeout", "is_first", "valid", "is_last", "end_unknown")
-#: How much of a trajectory is read ahead at once.
-_STRETCH_BYTES = 256 * 1024
-#: How many rows are looked at to see whether the files are in memory, and how often.
-_NUM_SAMPLES, _BATCHES_BETWEEN_LOOKS = 16, {True: 64, False: 16}
+#: Rows that are probed to learn whether the files are in memory.
+_NUM_SAMPLES = 16
+#: Whether the files are in memory -> batches until the next probe.
+_BATCHES_BETWEEN_PROBES = {True: 64, False: 16}
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,10 @@ class BatchReader:
 
     def _gather(self, plan: Plan, valid: Bools) -> FrameRows:
         """Gather the rows of a plan on the target device; those of lost trajectories are zeros, and not `valid`."""
-        store: FrameStore = plan.parts[0].deal.source
+        snapshot: RowSource = plan.parts[0].deal.source
         num_envs = len(plan.num_valid)
         length = plan.num_steps + 1
-        located = []
+        parts: list[tuple[RowSource, Rows]] = []
         num_lost = 0
         for source, pieces in ((part.deal.source, part.pieces) for part in plan.parts):
             lost = source.is_lost[pieces.trajectory]
@@ -104,20 +103,22 @@ class BatchReader:
                 num_lost += 1
                 pieces = Pieces(*(column[~lost] for column in pieces))
             target = pieces.env * length + pieces.time
-            located.append((source, source.locate(pieces.trajectory, pieces.frame, pieces.num_frames, target)))
-        covers = len(located) == 1 and not num_lost
-        gathered = {}
-        for name, column in store.layouts[DATA].columns.items():
-            memory = self._allocate(num_envs * length, column.row_bytes // 4, store.device)
-            sizes = (num_envs, length, -1) if plan.num_steps == 1 else (length, num_envs, -1)
-            windows = memory.view(sizes) if plan.num_steps == 1 else memory.view(sizes).transpose(0, 1)
+            parts.append((source, Rows(pieces.trajectory, pieces.frame, pieces.num_frames, target)))
+        covers = len(parts) == 1 and not num_lost
+        memory: dict[str, torch.Tensor] = {}
+        windows: dict[str, torch.Tensor] = {}
+        for name, column in snapshot.layouts[DATA].columns.items():
+            memory[name] = self._allocate(num_envs * length, column.row_bytes // 4, snapshot.device)
             if num_lost:
-                memory.zero_()
-            for source, runs in located:
-                if len(runs.target):
-                    source.copy((DATA, name), runs, length if covers else 0, windows)
-            gathered[name] = memory.to(self.options.device, non_blocking=True)
-        return FrameRows(gathered)
+                memory[name].zero_()
+            if plan.num_steps == 1:
+                windows[name] = memory[name].view(num_envs, length, -1)
+            else:
+                windows[name] = memory[name].view(length, num_envs, -1).transpose(0, 1)
+        for source, rows in parts:
+            if len(rows.target):
+                source.read_rows(rows, length if covers else 0, windows)
+        return FrameRows({name: rows.to(self.options.device, non_blocking=True) for name, rows in memory.items()})
 
     def _allocate(self, num_rows: int, num_words: int, device: torch.device) -> torch.Tensor:
         if device.type == "cpu" and self.options.device.type != "cuda":
@@ -126,23 +127,23 @@ class BatchReader:
 
     def _put_finals(self, part: DealPart, nexts: dict[str, Any], has_own: set[str], without_time: bool) -> None:
         """Put the true final observations of a part into next observations, which get memory of their own."""
-        store: FrameStore = part.deal.source
-        index = store.index
+        snapshot: RowSource = part.deal.source
+        index = snapshot.index
         ends = part.ends
         if not len(ends.trajectory):
             return
-        which = ((index.final_row[ends.trajectory] >= 0) & ~store.is_lost[ends.trajectory]).nonzero()[0]
+        which = ((index.final_row[ends.trajectory] >= 0) & ~snapshot.is_lost[ends.trajectory]).nonzero()[0]
         if not len(which):
             return
         trajectory = ends.trajectory[which]
         device = self.options.device
-        columns = list(store.layouts[FINAL].columns)
+        columns = list(snapshot.layouts[FINAL].columns)
         # Without a recorded privileged part, the next privileged observation is that of the stream.
         has_privileged = (index.flags[trajectory] & FINAL_OBSERVATION_ONLY) == 0
         privileged = has_privileged.nonzero()[0]
         places = [ends.time[which], ends.env[which]][without_time:]
         on_host = [*places, privileged, *(place[privileged] for place in places)]
-        finals = [store.finals(name, trajectory) for name in columns]
+        finals = [snapshot.final_rows(name, trajectory) for name in columns]
         there = sent_together([*finals, *map(torch.from_numpy, on_host)], device)
         rows = FrameRows(dict(zip(columns, there, strict=False)))
         at, (chosen, *at_privileged) = there[len(columns) :][: len(places)], there[len(columns) + len(places) :]
@@ -166,19 +167,19 @@ class BatchReader:
         is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
         return tensor if is_own else self._copied(tensor)
 
-    def empty(self, store: FrameStore, num_steps: int | None, num_envs: int) -> Transition:
+    def empty(self, snapshot: RowSource, num_steps: int | None, num_envs: int) -> Transition:
         """A batch of zeros, `[T, num_envs, ...]`, or `[num_envs, ...]` for None; every field has memory of its own."""
-        self._know(store.layouts)
+        self._know(snapshot.layouts)
         sizes = (num_envs,) if num_steps is None else (num_steps, num_envs)
         rows = FrameRows({
             name: torch.zeros((1, column.row_bytes // 4), dtype=torch.int32, device=self.options.device)
-            for name, column in store.layouts[DATA].columns.items()
+            for name, column in snapshot.layouts[DATA].columns.items()
         })  # fmt: skip
         own = {name: cut(rows, Grid(sizes, (0,) * len(sizes))) for name, cut in self._cuts.items()}
         if self.options.notes is not None:
             own.setdefault(TASK, torch.zeros(sizes, dtype=torch.int64, device=self.options.device))
         flags = torch.zeros(
-            (len(_FLAGS) - (not store.index.has_unknown_ends), *sizes), dtype=torch.bool, device=self.options.device
+            (len(_FLAGS) - (not snapshot.index.has_unknown_ends), *sizes), dtype=torch.bool, device=self.options.device
         )
         return map_batch(self._copied, _transition(own, {name: own[name] for name in self._final_cuts}, flags))
 
@@ -285,65 +286,64 @@ def _mix(below: Any, above: Any, nearest: Any, weight: torch.Tensor) -> Any:
 
 
 class ReadAhead:
-    """Advises the kernel about the rows that a stream reads next; files behind a network are asked for them."""
+    """Prefetches the rows that a stream reads next, from the disk or from behind a network."""
 
     def __init__(self, num_envs: int) -> None:
         self._index: TrajectoryIndex | None = None
+        #: int64 `[N]`, the frames of each env that were prefetched last, counted over all trajectories.
         self._begin = np.zeros(num_envs, np.int64)
         self._end = np.zeros(num_envs, np.int64)
         self._num_batches = 0
         self._is_warm = True
 
     def before(self, plan: Plan) -> None:
-        """Ask for the frames of a plan and those after them, as far as they were not asked for."""
+        """Prefetch the frames of a plan and those after them, except those that were prefetched already."""
         for part in plan.parts:
-            store = part.deal.source
-            if isinstance(store, (MappedFrames, RemoteFrames)):
-                self._look(store)
-                if not self._is_warm:
-                    self._advise(store, part.pieces)
+            source = part.deal.source
+            self._probe(source)
+            if not self._is_warm:
+                self._prefetch(source, part.pieces)
 
-    def _look(self, store: MappedFrames | RemoteFrames) -> None:
-        """See now and then whether the files are in memory."""
-        if store.index is not self._index:
-            self._index = store.index
+    def _probe(self, source: RowSource) -> None:
+        """Check now and then whether the files are in memory."""
+        if source.index is not self._index:
+            self._index = source.index
             self._end[:] = 0
             self._num_batches = 0
-        if self._num_batches % _BATCHES_BETWEEN_LOOKS[self._is_warm] == 0 and len(store.index):
-            frames = np.linspace(0, store.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
-            # Counted from the first trajectory on, as all stand one after the other.
-            runs = store.locate(np.zeros_like(frames), frames, np.ones_like(frames), np.arange(len(frames)))
-            self._is_warm = store.is_resident(runs)
+        if self._num_batches % _BATCHES_BETWEEN_PROBES[self._is_warm] == 0 and len(source.index):
+            frames = np.linspace(0, source.index.num_frames - 1, _NUM_SAMPLES).astype(np.int64)
+            # Counted from the first trajectory on, since all stand one after the other.
+            rows = Rows(np.zeros_like(frames), frames, np.ones_like(frames), np.arange(len(frames)))
+            self._is_warm = source.is_resident(rows)
         self._num_batches += 1
 
-    def _advise(self, store: MappedFrames | RemoteFrames, pieces: Pieces) -> None:
-        index = store.index
-        is_there = ~store.is_lost[pieces.trajectory]
+    def _prefetch(self, source: RowSource, pieces: Pieces) -> None:
+        index = source.index
+        is_there = ~source.is_lost[pieces.trajectory]
         if index.num_present < len(index.blocks):
             is_there &= index.fragment_block[index.first_fragment[pieces.trajectory]] < index.num_present
         pieces = Pieces(*(column[is_there] for column in pieces))
         env, _, trajectory, frame, count = pieces
         start = index.first_frame[trajectory] + frame
         stop = index.first_frame[trajectory + 1]
-        begin = self._begin[env]
-        end = self._end[env]
         needed = np.minimum(start + 2 * count, stop)
-        is_due = (start < begin) | (needed > end)
+        is_due = (start < self._begin[env]) | (needed > self._end[env])
         if not is_due.any():
             return
         # Envs that are due soon are included: with single frames some env would be due at nearly every batch.
-        stretch_bytes = store.stretch_bytes(len(self._end)) if isinstance(store, RemoteFrames) else _STRETCH_BYTES
-        num_frames = stretch_bytes // store.layouts[DATA].frame_bytes
-        new = np.flatnonzero(is_due | (np.minimum(needed + num_frames // 4, stop) > end))
-        stretch = np.maximum(num_frames, 2 * count[new])
-        # What was asked for already is not asked for again.
-        is_next = (start[new] >= self._begin[env[new]]) & (start[new] < self._end[env[new]])
-        first = np.where(is_next, self._end[env[new]], start[new])
-        last = np.minimum(start[new] + stretch, stop[new])
-        wanted = last > first
-        new = new[wanted]
-        first = first[wanted]
-        last = last[wanted]
-        self._begin[env[new]], self._end[env[new]] = start[new], last
-        inside = first - index.first_frame[trajectory[new]]
-        store.will_need(store.locate(trajectory[new], inside, last - first, np.arange(len(new)) * (1 << 32)))
+        num_frames = source.stretch_bytes(len(self._end)) // source.layouts[DATA].frame_bytes
+        is_due_soon = np.minimum(needed + num_frames // 4, stop) > self._end[env]
+        due = np.flatnonzero(is_due | is_due_soon)
+        stretch = np.maximum(num_frames, 2 * count[due])
+        # Frames that were prefetched already are not prefetched again.
+        continues = (start[due] >= self._begin[env[due]]) & (start[due] < self._end[env[due]])
+        first = np.where(continues, self._end[env[due]], start[due])
+        last = np.minimum(start[due] + stretch, stop[due])
+        is_wanted = last > first
+        due = due[is_wanted]
+        first = first[is_wanted]
+        last = last[is_wanted]
+        self._begin[env[due]] = start[due]
+        self._end[env[due]] = last
+        frame_within = first - index.first_frame[trajectory[due]]
+        source.prefetch(Rows(trajectory[due], frame_within, last - first, np.arange(len(due)) * (1 << 32)))

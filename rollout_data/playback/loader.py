@@ -23,8 +23,8 @@ from storage.core.threads import Owner, Unique
 from storage.errors import BackgroundError, DatasetExhausted, RolloutDataError, UsageError
 from storage.live.prefetch import PipelinedDataCollector, PrefetchedItems
 
-from ..sources.cached_frames import CachedFrames
-from ..sources.process_group import Board, Look
+from ..sources.processes.process_group import Board, Look
+from ..sources.rows.cached_rows import CachedRows
 from .passes import Undecided
 from .rollout_stream import RolloutStream
 from .step_planner import Plan, Position
@@ -194,7 +194,7 @@ class RolloutLoader(Shown):
         deal = dataset.position.deal
         last_scan = (dataset.source.listing(), 0, dataset.source.shared(dataset.source.snapshot()))
         board.write(f"{_MESSAGE}_{deal.turn}", (last_scan, None))
-        if isinstance(deal.source, CachedFrames):
+        if isinstance(deal.source, CachedRows):
             board.write(f"{_MESSAGE}_frames_{deal.turn}", (deal.source.shared(), None))
         options = {
             **self._options,

@@ -3,7 +3,7 @@
 The position of a trajectory in a pass and its first frame depend only on (seed, pass) and on the trajectory.
 New, deleted or unreadable trajectories do not change the order of the others. So a resume needs only the trajectory
 that was dealt last.
-One process scans the folders for all processes (`sources/process_group.py`): when a pass begins and, with
+One process scans the folders for all processes (`sources/processes/process_group.py`): when a pass begins and, with
 `refresh_s`, within a pass. After such a scan a pass has two sections, each with its own order: the new trajectories,
 and the rest.
 """
@@ -26,11 +26,12 @@ from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
 from ..blocks.missing_trajectories import Lengths, lacking
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, name_keys, random_keys, stable_order
-from ..sources.cached_frames import CachedFrames
-from ..sources.frame_store import FrameStore
-from ..sources.listing_messages import ListingMessages
-from ..sources.process_group import Agree, current_shard
-from ..sources.source import BlocksInUse, Source
+from ..sources.live_source import LiveSource
+from ..sources.processes.listing_messages import ListingMessages
+from ..sources.processes.process_group import Agree, current_shard
+from ..sources.rows.cached_rows import CachedRows
+from ..sources.rows.row_source import RowSource
+from ..sources.scanner import BlocksInUse
 from .step_planner import Deal, Position, go_on_with
 
 
@@ -212,7 +213,7 @@ def _seed(options: PassOptions, number: int, purpose: int) -> int:
     return int(np.random.SeedSequence([options.seed, number, purpose]).generate_state(1, np.uint64)[0])
 
 
-def wait_for_trajectories(source: Source, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple) -> None:
+def wait_for_trajectories(source: LiveSource, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple) -> None:
     """Scan the folders until a pass can use `wanted` trajectories; with 0 scan once.
 
     Raises:
@@ -237,7 +238,7 @@ def wait_for_trajectories(source: Source, wanted: int, options: PassOptions, in_
             bar.update(min(num_usable, wanted) - bar.n)
 
 
-def _not_in_time(source: Source, wanted: int, num_usable: int, options: PassOptions) -> WaitTimeoutError:
+def _not_in_time(source: LiveSource, wanted: int, num_usable: int, options: PassOptions) -> WaitTimeoutError:
     where = ", ".join(map(str, source.paths))
     expected = f"{wanted} complete ones within {options.wait_timeout_s:g} s"
     got = str(num_usable) if source.missing is None else f"no folder {source.missing.where}"
@@ -263,7 +264,7 @@ class Dealer:
         is_shared: Whether several processes share frames in memory: one copies them, and the others map the copy.
     """
 
-    source: Source
+    source: LiveSource
     options: PassOptions
     epoch: int
     keeps_on: torch.device | None
@@ -301,20 +302,20 @@ class Dealer:
         """Return the number of a pass among the passes of all epochs."""
         return pass_number + self.epoch * _PASSES_AN_EPOCH
 
-    def resumed(self, turn: int, upto: Mapping[str, int], played: Lengths) -> FrameStore:
+    def resumed(self, turn: int, upto: Mapping[str, int], played: Lengths) -> RowSource:
         """Return a snapshot for a pass that began in another process, with all trajectories that are `played`."""
         self._agreed(turn, 0, tuple)
-        store = self.source.snapshot(upto)
-        missing = lacking(store.index, played)
-        if missing and len(store.index):
+        snapshot = self.source.snapshot(upto)
+        missing = lacking(snapshot.index, played)
+        if missing and len(snapshot.index):
             return self.source.snapshot(upto, missing)
-        return store
+        return snapshot
 
     def dealt(
         self,
         number: int,
         turn: int,
-        store: FrameStore,
+        snapshot: RowSource,
         in_use: Int64s,
         sections: tuple[Section, Section | None],
         before: Deal | None = None,
@@ -322,13 +323,13 @@ class Dealer:
         """Return the rest of pass `number` in a snapshot: first the section of the last scan, then the other one."""
         rest, fresh = sections
         ordinal = self.number_of(number)
-        order, starts = self._left_of(store.index, rest, ordinal)
-        new, new_starts = self._left_of(store.index, fresh, ordinal)
+        order, starts = self._left_of(snapshot.index, rest, ordinal)
+        new, new_starts = self._left_of(snapshot.index, fresh, ordinal)
         if len(new):
             order = np.concatenate([new, order])
             starts = np.concatenate([new_starts, starts])
-        store = self._kept(turn, store, (order, in_use), before)
-        return Deal(store.index.lengths, order, starts, number, store, turn, sections, len(new))
+        snapshot = self._kept(turn, snapshot, (order, in_use), before)
+        return Deal(snapshot.index.lengths, order, starts, number, snapshot, turn, sections, len(new))
 
     def _left_of(self, index: TrajectoryIndex, section: Section | None, number: int) -> tuple[Int64s, Int64s]:
         """Return the trajectories of a section that were not dealt yet, in order, and their first frames."""
@@ -359,37 +360,37 @@ class Dealer:
     def refreshed(self, position: Position) -> Position:
         """Scan within a pass. New trajectories are dealt next, before the rest; none is dealt twice."""
         state, deal, _ = position
-        store, in_use, left = self._seen(deal.turn + 1, 0, deal, state.trajectory)
-        if store.index is deal.source.index:
+        snapshot, in_use, left = self._seen(deal.turn + 1, 0, deal, state.trajectory)
+        if snapshot.index is deal.source.index:
             return Position(state, replace(deal, turn=deal.turn + 1), left)
         rest, fresh = sections_at(deal, state.position)
         # Also of writers whose blocks are not listed now, but may be listed again.
         since = dict(fresh.since or {}) if fresh is not None else {}
         for writer, sequence in deal.source.index.writers_upto().items():
             since[writer] = max(sequence, since.get(writer, -1))
-        pool = choose(store.index, self.options)
+        pool = choose(snapshot.index, self.options)
         if self.options.keep_latest_n_trajs and rest.bounds is not None and len(pool):
             first, last = rest.bounds
-            first = max(list(first), store.index.name(int(pool[0])))
+            first = max(list(first), snapshot.index.name(int(pool[0])))
             rest = rest._replace(bounds=[first, last])
-        pool = pool[~_was_complete(store.index, pool, since)]
+        pool = pool[~_was_complete(snapshot.index, pool, since)]
         rest = rest._replace(upto=rest.upto or since)
-        sections = (rest, Section(_bounds(store.index, pool), since=since))
-        new = self.dealt(deal.number, deal.turn + 1, store, in_use, sections, deal)
+        sections = (rest, Section(_bounds(snapshot.index, pool), since=since))
+        new = self.dealt(deal.number, deal.turn + 1, snapshot, in_use, sections, deal)
         return go_on_with(state, deal, new, in_use, self.following)._replace(left=left)
 
     def _begin(self, number: int, before: Deal | None, in_use: Int64s) -> tuple[Deal, Int64s]:
         """Scan for trajectories and order a pass; return it and the numbers of the trajectories `in_use` in it."""
         turn = before.turn + 1 if before is not None else 0
         wanted = self.options.keep_latest_n_trajs or int(self.options.refresh_s is not None)
-        store, in_use, _ = self._seen(turn, wanted, before, in_use)
-        pool = choose(store.index, self.options)
-        order, starts = pass_order(store.index, pool, self.options, self.number_of(number))
-        sections = (Section(_bounds(store.index, pool)), None)
-        store = self._kept(turn, store, (order, in_use), before)
-        return Deal(store.index.lengths, order, starts, number, store, turn, sections, 0), in_use
+        snapshot, in_use, _ = self._seen(turn, wanted, before, in_use)
+        pool = choose(snapshot.index, self.options)
+        order, starts = pass_order(snapshot.index, pool, self.options, self.number_of(number))
+        sections = (Section(_bounds(snapshot.index, pool)), None)
+        snapshot = self._kept(turn, snapshot, (order, in_use), before)
+        return Deal(snapshot.index.lengths, order, starts, number, snapshot, turn, sections, 0), in_use
 
-    def _seen(self, turn: int, wanted: int, before: Deal | None, in_use: Int64s) -> tuple[FrameStore, Int64s, int]:
+    def _seen(self, turn: int, wanted: int, before: Deal | None, in_use: Int64s) -> tuple[RowSource, Int64s, int]:
         """Synchronize the snapshot across processes.
 
         Returns:
@@ -399,20 +400,20 @@ class Dealer:
         index = before.source.index if before is not None else None
         blocks_in_use = partial(index.blocks_of, in_use[in_use >= 0]) if index is not None else tuple
         left = self._agreed(turn, wanted, blocks_in_use)
-        store = self.source.snapshot()
+        snapshot = self.source.snapshot()
         if self.options.refresh_s is not None and not self.source.holds_blocks:
             advice = "Convert it first: rollout_data.convert(path, new_path); or leave out refresh_s"
             got = f"data of the format {self.source.format!r}"
             raise UsageError("refresh", f"a pass over {self._where}", "block files", got, advice)
-        if self.is_cut_off and index is not None and _content(index) != _content(store.index):
+        if self.is_cut_off and index is not None and _content(index) != _content(snapshot.index):
             expected = "folders that stay as they are, behind a plain DataLoader in several ranks"
             advice = "Use rollout_data.loader(dataset, num_workers=...), which asks rank 0"
             raise UsageError("begin the next pass", f"over {self._where}", expected, "a change", advice)
-        if before is not None and index is not None and index is not store.index:
+        if before is not None and index is not None and index is not snapshot.index:
             was_lost = before.source.is_lost[in_use]
-            in_use = _found_again(index, store.index, in_use)
-            store.is_lost[in_use[was_lost & (in_use >= 0)]] = True
-        return store, in_use, left
+            in_use = _found_again(index, snapshot.index, in_use)
+            snapshot.is_lost[in_use[was_lost & (in_use >= 0)]] = True
+        return snapshot, in_use, left
 
     def _agreed(self, turn: int, wanted: int, in_use: BlocksInUse) -> int:
         """Load the listing of the process that scans for all; return the number of batches until the next scan."""
@@ -441,29 +442,29 @@ class Dealer:
             spot = self.source.shared(self.source.snapshot())
         return self._listings.shorten(self.source.listing()), self._num_batches, spot
 
-    def _kept(self, turn: int, store: FrameStore, used: tuple[Int64s, Int64s], before: Deal | None) -> FrameStore:
+    def _kept(self, turn: int, snapshot: RowSource, used: tuple[Int64s, Int64s], before: Deal | None) -> RowSource:
         """Copy the frames of a pass into memory, or map the copy of another process of this machine."""
         device = self.keeps_on
         if device is None:
-            return store
+            return snapshot
         trajectories = np.setdiff1d(np.concatenate(used), -1)
         last = before.source if before is not None else None
-        copies: list[CachedFrames] = []
-        if isinstance(last, CachedFrames) and last.index is store.index and last.holds(trajectories):
+        copies: list[CachedRows] = []
+        if isinstance(last, CachedRows) and last.index is snapshot.index and last.holds(trajectories):
             copies.append(last)
 
         def copy_once() -> Any:
             """Copy the frames if this process has no copy; return the shared memory of the copy."""
             while not copies:
                 try:
-                    copies.append(CachedFrames(store, trajectories, device, self.is_shared))
+                    copies.append(CachedRows(snapshot, trajectories, device, self.is_shared))
                 except DataFileError as problem:
-                    self.source.leave_out(store, trajectories, problem, self.skips)
+                    self.source.leave_out(snapshot, trajectories, problem, self.skips)
             return copies[0].shared() if self.is_shared else None
 
         shared_copy = self.agree(f"frames_{turn}", copy_once) if self.is_shared else copy_once()
         if not copies:
-            mapped = CachedFrames.mapped(store, shared_copy)
+            mapped = CachedRows.mapped(snapshot, shared_copy)
             if mapped is not None and mapped.holds(trajectories):
                 return mapped
         copy_once()

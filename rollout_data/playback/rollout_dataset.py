@@ -1,6 +1,6 @@
 """RolloutDataset: recorded rollouts as batches of parallel streams.
 
-One rule: arguments are checked here; the order of batches is in `stream.py`.
+Arguments are checked here; `rollout_stream.py` has the order of batches.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..blocks.annotations import Notes
 from ..blocks.block_header import DATA
 from ..blocks.trajectory_index import Int64s
 from ..remote.locations import DataDirs, RemoteOptions, checked_remote, present_origins_of
-from ..sources.chunk_decoder import CHUNK_CACHE_BYTES
-from ..sources.field_statistics import FieldStatistics, compute_statistics
 from ..sources.format_registry import chunk_frames
-from ..sources.frame_store import FrameStore
-from ..sources.process_group import ShardChoice, checked_shard
+from ..sources.processes.process_group import ShardChoice, checked_shard
+from ..sources.recordings.field_statistics import FieldStatistics, compute_statistics
+from ..sources.rows.chunk_decoder import CHUNK_CACHE_BYTES
+from ..sources.rows.row_source import RowSource
 from .batch_reader import OBSERVATION, BatchOptions, BatchReader, write_into
 from .loader import PrefetchedBatches
 from .observation_components import assembled
@@ -181,17 +181,17 @@ class RolloutDataset(RolloutStream):
     @property
     def texts(self) -> dict[int, str]:
         """The texts that fields of texts and `task` have the numbers of; read from all files at each call."""
-        return self._notes.texts(self._store())
+        return self._notes.texts(self._snapshot())
 
     @property
     def num_trajectories(self) -> int:
         """Trajectories in the folders, as last seen."""
-        return len(self._store().index)
+        return len(self._snapshot().index)
 
     @property
     def num_frames(self) -> int:
         """Frames in the folders, as last seen."""
-        return self._store().index.num_frames
+        return self._snapshot().index.num_frames
 
     def statistics(
         self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
@@ -199,18 +199,18 @@ class RolloutDataset(RolloutStream):
         """Summarize each recorded field over all frames that there are now; see `WindowDataset.statistics`."""
         source = self.new_source()
         source.refresh()
-        store = source.snapshot()
+        snapshot = source.snapshot()
         folder = source.paths[0] if source.holds_blocks and not source.is_remote else None
-        parts = [(store, np.arange(len(store.index)))]
-        names = list(store.layouts[DATA].schema)
+        parts = [(snapshot, np.arange(len(snapshot.index)))]
+        names = list(snapshot.layouts[DATA].schema)
         return compute_statistics(
             arguments.calling(self, "statistics"), parts, folder, names, quantiles, use_cache, progress
         )
 
-    def _store(self) -> FrameStore:
+    def _snapshot(self) -> RowSource:
         if self._position is not None:
-            store: FrameStore = self._position.deal.source
-            return store
+            snapshot: RowSource = self._position.deal.source
+            return snapshot
         self.source.refresh()
         return self.source.snapshot()
 
@@ -218,7 +218,7 @@ class RolloutDataset(RolloutStream):
         """Allocate a batch of zeros in the form that `get_batch` gives."""
         self._ensure_started()
         return self.reader.empty(
-            self._store(), self._checked_steps(num_transitions_per_env, "get_buffer"), self.num_envs
+            self._snapshot(), self._checked_steps(num_transitions_per_env, "get_buffer"), self.num_envs
         )
 
     def fill_transition(self, buffer: Transition, env_ids: torch.Tensor | None = None) -> Transition:
@@ -285,7 +285,7 @@ class RolloutDataset(RolloutStream):
         name = os.fsdecode(filename) if isinstance(filename, (str, os.PathLike)) else repr(filename)
         if (frames := chunk_frames(name)) is not None:
             return frames
-        index = self._store().index
+        index = self._snapshot().index
         writer, _, number = name.rpartition(":")
         # Writers of several folders have the number of their folder before their names.
         writers = [known for known in index.writers if writer in (known, known[known.find(":") + 1 :])]
@@ -316,7 +316,7 @@ class RolloutDataset(RolloutStream):
             MissingFieldError: A component is missing.
             SchemaError, FieldTypeError: A component has another shape or dtype.
         """
-        schema = self._store().layouts[DATA].schema
+        schema = self._snapshot().layouts[DATA].schema
         fields = [field for name, field in schema.items() if name.partition("/")[0] == OBSERVATION]
         return assembled(f"call {type(self).__name__}.assemble_obs_components", fields, traj_data).to(self.device)
 

@@ -22,7 +22,7 @@ from storage.core.object_summary import Shown
 from storage.errors import UsageError
 
 from ..remote.locations import DataDirs
-from ..sources.process_group import is_in_worker
+from ..sources.processes.process_group import is_in_worker
 
 #: More streams than this are a mistake; each costs some memory before a frame is read.
 _MAX_ENVS = 1 << 24

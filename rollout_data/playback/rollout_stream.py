@@ -23,9 +23,9 @@ from storage.live.prefetch import PrefetchedItems
 
 from ..blocks.trajectory_index import Int64s
 from ..remote.locations import Origin
-from ..sources import process_group
-from ..sources.process_group import Agree, Board, Shard, current_shard, current_worker, is_in_worker
-from ..sources.source import Source
+from ..sources.live_source import LiveSource
+from ..sources.processes import process_group
+from ..sources.processes.process_group import Agree, Board, Shard, current_shard, current_worker, is_in_worker
 from .batch_reader import BatchOptions, BatchReader, ReadAhead
 from .passes import Dealer, PassOptions, Undecided
 from .rollout_file_base import RolloutFileBase, refuse_collation
@@ -71,7 +71,7 @@ class RolloutStream(RolloutFileBase[Transition]):
     def _forget(self) -> None:
         """Be as before the first batch."""
         self.wait_for_left_reader()
-        self._source: Source | None = None
+        self._source: LiveSource | None = None
         self._dealer: Any = None  # a `Dealer` from the first batch on
         self._position: Position | None = None
         self._shard = current_shard(self._chosen_shard)
@@ -111,16 +111,18 @@ class RolloutStream(RolloutFileBase[Transition]):
     # What there is
 
     @property
-    def source(self) -> Source:
+    def source(self) -> LiveSource:
         """The opened folders."""
         if self._source is None:
             self._source = self.new_source()
         return self._source
 
-    def new_source(self) -> Source:
+    def new_source(self) -> LiveSource:
         """Open the folders again; they may be missing as long as data are announced."""
         is_awaited = self._passes.are_data_coming
-        return Source(self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote, is_awaited=is_awaited)
+        return LiveSource(
+            self._origins, self.verify_on_open, self._chunk_cache_bytes, self._remote, is_awaited=is_awaited
+        )
 
     @property
     def problems(self) -> list[RolloutDataError]:

@@ -97,22 +97,22 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     turn = operator.index(live["turn"])
     left = operator.index(live["left"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
-    store = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
+    snapshot = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
     frame = np.array(saved["frame"], np.int64)
     is_first = np.array(saved["is_first"], bool)
     is_exhausted = np.array(saved["is_exhausted"], bool)
-    trajectory = store.index.find(keys)
+    trajectory = snapshot.index.find(keys)
     shapes = {column.shape for column in (trajectory, frame, is_first, is_exhausted)}
     if shapes != {(saved["settings"]["num_envs"],)}:
         raise Misfit(f"{saved['settings']['num_envs']} numbers of each kind", str(sorted(shapes)))
-    trajectory = _without_deleted(trajectory, is_exhausted, store.index, keys)
+    trajectory = _without_deleted(trajectory, is_exhausted, snapshot.index, keys)
     first, last = map(_name, saved["bounds"])
     rest = Section([first, last], _optional_name(saved["dealt"]), live["upto"])
     fresh = None
     if live["fresh"] is not None:
         bounds, dealt, since = live["fresh"]
         fresh = Section(bounds and [_name(bound) for bound in bounds], _optional_name(dealt), since=since)
-    deal = dealer.dealt(int(saved["pass"]), turn, store, trajectory, (rest, fresh))
+    deal = dealer.dealt(int(saved["pass"]), turn, snapshot, trajectory, (rest, fresh))
     if deal.number < 0 or not dealer.options.has_pass(deal.number):
         raise Misfit("a pass of this dataset", f"pass {deal.number}")
     frames_left = np.where(is_exhausted, 0, deal.lengths[trajectory] - frame)

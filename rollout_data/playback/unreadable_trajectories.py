@@ -8,30 +8,30 @@ import numpy as np
 
 from storage.errors import DataFileError, UnansweredError
 
-from ..sources.source import Source
+from ..sources.live_source import LiveSource
 from .step_planner import Plan, Position
 from .transition import Transition
 
 
-def leave_out(source: Source, plan: Plan, problem: DataFileError, skips: bool) -> list[Any]:
+def leave_out(source: LiveSource, plan: Plan, problem: DataFileError, skips: bool) -> list[Any]:
     """Mark the trajectories of a plan that cannot be read.
 
     Returns:
-        Their names and why, as `Source.note_loss` takes them.
+        The names of the trajectories and their errors, for `LiveSource.note_loss`.
 
     Raises:
         DataFileError: `problem`, if it is none of them.
     """
     for part in plan.parts:
         played = np.union1d(part.pieces.trajectory, part.ends.trajectory)
-        store = part.deal.source
+        snapshot = part.deal.source
         try:
-            lost = source.leave_out(store, played, problem, skips)
+            lost = source.leave_out(snapshot, played, problem, skips)
         except UnansweredError:
             raise
         except DataFileError:
             continue
-        return [(store.index.keys(left), why) for left, why in lost]
+        return [(snapshot.index.keys(left), why) for left, why in lost]
     raise problem
 
 
@@ -41,7 +41,7 @@ class ReadableCheck:
     def __init__(self) -> None:
         self._checked = 0, 0  # losses and pass for which some trajectory could still be read
 
-    def check(self, source: Source, position: Position, batch: Transition, skips: bool) -> None:
+    def check(self, source: LiveSource, position: Position, batch: Transition, skips: bool) -> None:
         num_lost = source.num_lost_trajectories
         state, deal, _ = position
         if not num_lost or self._checked == (num_lost, deal.number) or bool(batch.valid.any()):

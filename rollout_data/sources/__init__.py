@@ -1,1 +1,1 @@
-"""The places that episodes come from, and their rows as tensors."""
+"""The places that episodes come from, through one interface: `EpisodeSource`."""

@@ -9,8 +9,7 @@ import numpy as np
 
 from storage.errors import UsageError, nearest
 
-from .episode import end_of
-from .episode_reader import EpisodeInfo
+from .episode_info import EpisodeInfo, end_of
 
 #: What metadata of an episode may tell, with what stands where they do not.
 _FROM_METADATA: dict[str, Any] = {"env": -1, "end_time_ns": 0, "writer": ""}

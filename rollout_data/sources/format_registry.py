@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .episode_reader import ForeignReader
-    from .source_kind import Kind
+    from .file_source import FileSource
+    from .scanner import Scanner
 
 #: Module that knows all formats: the functions below call those of the same names there.
 _FORMATS = "rollout_data.formats.registry"
-#: Modules of the older layout of trajectory folders: its kind of source, and the names of its files.
-_TRAJECTORY_FOLDERS = "rollout_data.formats.trajectory_folders.trajectory_folder_source"
+#: Modules of the older layout of trajectory folders: its scanner, and the names of its files.
+_TRAJECTORY_FOLDERS = "rollout_data.formats.trajectory_folders.trajectory_folder_scanner"
 _TRAJECTORY_FILES = "rollout_data.formats.trajectory_folders.trajectory_listing"
 
 
@@ -28,21 +28,21 @@ def holds_files_of_others(folder: Path) -> bool:
     return bool(import_module(_FORMATS).holds_files_of_others(folder))
 
 
-def open_foreign(path: Path, format: str | None = None, **options: Any) -> ForeignReader:
+def open_foreign(path: Path, format: str | None = None, **options: Any) -> FileSource:
     """Open a file or folder of another system.
 
     Raises:
         ForeignFileError: It has no known format, or may have several.
         UsageError: The format has no such option.
     """
-    reader: ForeignReader = import_module(_FORMATS).open_foreign(path, format, **options)
-    return reader
+    source: FileSource = import_module(_FORMATS).open_foreign(path, format, **options)
+    return source
 
 
-def trajectory_folders() -> type[Kind]:
-    """Return the kind of source that reads trajectory folders."""
-    kind: type[Kind] = import_module(_TRAJECTORY_FOLDERS).Chunks
-    return kind
+def trajectory_folders() -> type[Scanner]:
+    """Return the class that scans trajectory folders."""
+    scanner: type[Scanner] = import_module(_TRAJECTORY_FOLDERS).TrajectoryFolderScanner
+    return scanner
 
 
 def chunk_frames(path: str) -> tuple[int, int] | None:

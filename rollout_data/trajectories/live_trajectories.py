@@ -26,8 +26,8 @@ from storage.errors import BufferEmptyError, MissingFieldError, SchemaError, Usa
 
 from ..blocks.block_header import DATA
 from ..blocks.row_layout import RowLayout
-from ..sources import mapped_files
-from ..sources.frame_store import FileMap
+from ..sources.rows import mapped_files
+from ..sources.rows.mapped_blocks import FileMap
 from .trajectory_cache import TrajectoryCache
 from .trajectory_files import Entry, naming
 from .trajectory_rows import Rows

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..blocks.block_header import DATA, FINAL
 from ..blocks.trajectory_index import Int64s, Runs, counted_from, mixed
-from ..sources.remote_frames import RemoteFrames, Stock
+from ..sources.rows.remote_blocks import RemoteBlocks, Stock
 from .window_index import WindowIndex
 from .window_reader import WindowPlan
 
@@ -92,14 +92,14 @@ class Route:
     """Has the rows of the windows of an epoch fetched, one group ahead of the one that is read.
 
     Args:
-        store: Where the rows are.
+        source: Where the rows are.
         plan: What windows are made of.
         windows: Which there are.
         order: Of the epoch.
     """
 
-    def __init__(self, store: RemoteFrames, plan: WindowPlan, windows: WindowIndex, order: ChunkedOrder) -> None:
-        self._store = store
+    def __init__(self, source: RemoteBlocks, plan: WindowPlan, windows: WindowIndex, order: ChunkedOrder) -> None:
+        self._source = source
         self._plan = plan
         self._windows = windows
         self._order = order
@@ -124,7 +124,7 @@ class Route:
         lengths = self._windows.lengths[place]
         stride = self._windows.stride
         first_anchor = self._windows.first_anchor
-        index = self._store.index
+        index = self._source.index
         stocks = []
         for name, number in self._plan.columns.items():
             first, last = self._plan.shapes[number].reach
@@ -142,18 +142,18 @@ class Route:
             begin = np.clip(begin + first, 0, limit - 1)
             count = np.clip(end + last + 1, 1, limit) - begin
             runs = index.locate(played, begin, count, np.cumsum(count) - count)
-            stocks.append(Stock(self._store, (DATA, name), runs))
+            stocks.append(Stock(self._source, (DATA, name), runs))
         stocks += self._ask_finals(np.unique(trajectory[index.final_row[trajectory] >= 0]))
-        known = (one for one in self._store.routes if one() is not None)
-        self._store.routes = (*known, *map(weakref.ref, stocks))
+        known = (one for one in self._source.routes if one() is not None)
+        self._source.routes = (*known, *map(weakref.ref, stocks))
         return stocks
 
     def _ask_finals(self, trajectory: Int64s) -> list[Stock]:
-        index = self._store.index
-        layout = self._store.layouts[FINAL]
+        index = self._source.index
+        layout = self._source.layouts[FINAL]
         sources = {name for field in self._plan.fields if field.is_next for name in field.sources}
         columns = sorted({layout.column_of[name].name for name in sources}) if len(trajectory) else []
         block = index.final_block[trajectory]
         row = index.final_row[trajectory]
         runs = Runs(np.arange(len(row)), block, row, np.ones(len(row), np.int64))
-        return [Stock(self._store, (FINAL, name), runs) for name in columns]
+        return [Stock(self._source, (FINAL, name), runs) for name in columns]

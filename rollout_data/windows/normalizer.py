@@ -15,7 +15,7 @@ import torch
 from storage.core.arguments import choice, real
 from storage.errors import MissingFieldError, UsageError, nearest
 
-from ..sources.field_statistics import FieldStatistics
+from ..sources.recordings.field_statistics import FieldStatistics
 
 NormalizationMode = Literal["mean_std", "min_max", "quantiles"]
 #: A feature whose scale is at most this part of its offset is a constant with noise: float32 tells no less apart.

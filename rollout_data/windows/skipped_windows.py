@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from storage.errors import DataFileError
 
-from ..sources.process_group import Board
+from ..sources.processes.process_group import Board
 
 OnError = Literal["raise", "skip"]
 

@@ -25,12 +25,12 @@ from ..blocks.block_header import DATA
 from ..blocks.row_layout import Allocate
 from ..blocks.trajectory_index import Int64s, LostBlockError
 from ..remote.locations import DataDirs, RemoteOptions, checked_remote, present_origins_of
-from ..sources.chunk_decoder import CHUNK_CACHE_BYTES
-from ..sources.field_statistics import FieldStatistics, Frames, compute_statistics
-from ..sources.frame_store import FrameStore
-from ..sources.remote_frames import RemoteFrames
-from ..sources.shared_memory import Spot
-from ..sources.source import Source
+from ..sources.live_source import LiveSource
+from ..sources.processes.shared_memory import Spot
+from ..sources.recordings.field_statistics import FieldStatistics, Frames, compute_statistics
+from ..sources.rows.chunk_decoder import CHUNK_CACHE_BYTES
+from ..sources.rows.remote_blocks import RemoteBlocks
+from ..sources.rows.row_source import RowSource
 from .chunked_order import ChunkedOrder, Route
 from .skipped_windows import OnError, WindowLosses
 from .window_index import CREATE, Padding, Split, SplitOptions, WindowIndex, checked_windows, choose_trajectories
@@ -101,7 +101,7 @@ class WindowDataset(WindowBatches):
         UsageError: An argument is wrong, or nothing was recorded.
     """
 
-    _made_anew = ("_pool", "_shared", "_source", "_store", "_windows", "_reader", "plan", "trajectories")
+    _made_anew = ("_pool", "_shared", "_source", "_snapshot", "_windows", "_reader", "plan", "trajectories")
 
     def __init__(
         self,
@@ -152,30 +152,30 @@ class WindowDataset(WindowBatches):
     def _open(self) -> None:
         """Open the folders: for the first time, or what was opened then, where a copy arrives."""
         super()._open()
-        self._source = Source(self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote)
+        self._source = LiveSource(self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote)
         before = [*(self.opened_as or []), *5 * [None]]
         upto, fingerprint, first_of_training, num_windows, form = before[:5]
         if self._source.adopt(None, self._spot):
-            self._store: FrameStore = self._source.snapshot()
+            self._snapshot: RowSource = self._source.snapshot()
         else:
             self._source.refresh()
-            self._store = self._source.snapshot(upto)
-        self.trajectories, first_of_training = choose_trajectories(self._store.index, self._split, first_of_training)
-        if not len(self._store.layouts[DATA].schema):
+            self._snapshot = self._source.snapshot(upto)
+        self.trajectories, first_of_training = choose_trajectories(self._snapshot.index, self._split, first_of_training)
+        if not len(self._snapshot.layouts[DATA].schema):
             found = f"nothing ({self.problems[0]})" if self.problems else "nothing"
             raise UsageError(CREATE, f"of {self.data_dir!r}", "recorded trajectories", found)
-        if not len(self._store.index) and self.problems and self.opened_as is None:
+        if not len(self._snapshot.index) and self.problems and self.opened_as is None:
             expected = "a trajectory that can be read"
             cause = self.problems[0]
             raise DataFileError("read windows", f"of {self.data_dir!r}", expected, "none", str(cause)) from cause
         may_lack = self._may_lack and upto is not None
         self._may_lack = False
-        found_now = _fingerprint(self._store, self.trajectories)
+        found_now = _fingerprint(self._snapshot, self.trajectories)
         if self.opened_as is not None and found_now != fingerprint and not may_lack:
             what = f"of {self.data_dir!r}"
             expected = "the trajectories that it was opened with"
             raise DataFileError("open the windows again", what, expected, "others", "Open the dataset anew")
-        layout = self._store.layouts[DATA]
+        layout = self._snapshot.layouts[DATA]
         next_observations = self._next_observations
         self.plan: WindowPlan = plan_windows(
             layout, self.length, self._delta, self._fields, next_observations, self._flatten_observations
@@ -184,24 +184,24 @@ class WindowDataset(WindowBatches):
             if field.name.split("/")[0] in (MASK, NEXT_MASK):
                 raise UsageError(CREATE, f"with the field {field.name!r}", "another name", "that of the masks")
         pads = self.padding != "none"
-        self._windows = WindowIndex(self._store.index, self.trajectories, *self.plan.reach, self.stride, pads)
+        self._windows = WindowIndex(self._snapshot.index, self.trajectories, *self.plan.reach, self.stride, pads)
         form_now = [self._windows.first_anchor, self._windows.least_length, self.stride, *self._chunks()]
         if form not in (None, form_now):
             what = f"windows of (first anchor, least length, stride, and of URLs: frames, chunks) {form_now}"
             raise UsageError("open the windows again", f"of {self.data_dir!r}", what, str(form))
         if upto is None and self._source.holds_blocks:
-            upto = self._store.index.writers_upto()
+            upto = self._snapshot.index.writers_upto()
         num_windows = len(self) if num_windows is None else num_windows
         self.opened_as = [upto, found_now, first_of_training, num_windows, form_now]
         mask_is_one = self._delta is None
         self._reader = WindowReader(
-            self._store, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
+            self._snapshot, self.plan, self.trajectories, self.padding, mask_is_one, self._contiguous
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """A worker that is started maps the index of this process."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
-        return {**super().__getstate__(), "_spot": self._source.shared(self._store) if is_for_worker else None}
+        return {**super().__getstate__(), "_spot": self._source.shared(self._snapshot) if is_for_worker else None}
 
     def _why_empty(self) -> str:
         where = f"there is no window in {str(self.data_dir)!r}"
@@ -209,7 +209,7 @@ class WindowDataset(WindowBatches):
         if not num and self._split.split is None:
             return f"{where}: no trajectory was kept"
         if not num:
-            total = int(self._store.index.is_present().sum())
+            total = int(self._snapshot.index.is_present().sum())
             fraction = self._split.validation_fraction
             return f"{where}: split {self._split.split!r} has none of {total} trajectories ({fraction} for validation)"
         needed = f"the {self._windows.least_length} frames that one needs (length {self.length}, stride {self.stride})"
@@ -271,7 +271,7 @@ class WindowDataset(WindowBatches):
     @property
     def texts(self) -> dict[int, str]:
         """The texts that fields of texts and `task` have the numbers of; read from all files at each call."""
-        return self._notes.texts(self._store)
+        return self._notes.texts(self._snapshot)
 
     @property
     def num_trajectories(self) -> int:
@@ -291,7 +291,7 @@ class WindowDataset(WindowBatches):
     @property
     def form(self) -> tuple[str, ...]:
         """The fields of a batch in words: equal for datasets whose batches can be put together."""
-        schema = self._store.layouts[DATA].schema
+        schema = self._snapshot.layouts[DATA].schema
         words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
         words += [f"with {TASK}"] if self._has_texts else []
         words += [f"{field.name} joined" for field in self.plan.fields if field.is_joined]
@@ -304,7 +304,7 @@ class WindowDataset(WindowBatches):
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
         """Return where windows are: (writer, number of the trajectory) of each, and its anchor, int64 `[B]`."""
         place, anchor = self._windows.find(checked_windows("call WindowDataset.locate", windows, len(self)))
-        return self._store.index.keys(self.trajectories[place]), anchor
+        return self._snapshot.index.keys(self.trajectories[place]), anchor
 
     # Windows
 
@@ -321,22 +321,22 @@ class WindowDataset(WindowBatches):
         return windows.numpy(), ordered.numpy()
 
     def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:
-        if not isinstance(self._store, RemoteFrames):
+        if not isinstance(self._snapshot, RemoteBlocks):
             return super().ahead(seed)
-        return Route(self._store, self.plan, self._windows, self._chunked(seed)).advance
+        return Route(self._snapshot, self.plan, self._windows, self._chunked(seed)).advance
 
     def _chunks(self) -> list[int]:
         """Frames of a chunk, the rows beyond its end left out, and chunks of a group; nothing without a network."""
         if not self._source.is_remote:
             return []
-        columns = self._store.layouts[DATA].columns
+        columns = self._snapshot.layouts[DATA].columns
         reaches = [shape.reach for shape in self.plan.shapes]
         row_bytes = sum(columns[name].row_bytes for name in self.plan.columns)
         beyond = max(high for _, high in reaches) - min(low for low, _ in reaches) if reaches else 0
         return [max(1, self._remote.chunk_bytes // max(1, row_bytes) - beyond), self._remote.num_chunks]
 
     def _chunked(self, seed: Sequence[int] | None) -> ChunkedOrder:
-        index = self._store.index
+        index = self._snapshot.index
         first = index.fragment_frame.searchsorted(index.first_frame[self.trajectories])
         place = np.lexsort((index.fragment_row[first], index.fragment_block[first]))
         num_frames, num_chunks = self._chunks()
@@ -358,7 +358,7 @@ class WindowDataset(WindowBatches):
         place, anchor = self._windows.find(checked_windows("call WindowDataset.batch", windows, len(self)))
         batch = self._reader.read(place, anchor, allocate)
         if self._has_texts and TASK not in batch:
-            tasks = torch.from_numpy(self._notes.tasks(self._store)[self.trajectories[place]])
+            tasks = torch.from_numpy(self._notes.tasks(self._snapshot)[self.trajectories[place]])
             batch[TASK] = allocate(tasks.shape, tasks.dtype).copy_(tasks)
         return batch
 
@@ -374,14 +374,14 @@ class WindowDataset(WindowBatches):
         """Raise if no window can be read any more."""
         for window in (self._intact, *range(len(self))):
             trajectory = self.trajectories[self._windows.find(np.array([window]))[0]]
-            if self._store.is_lost[trajectory].any():
+            if self._snapshot.is_lost[trajectory].any():
                 continue
             problem = self._failure_of(window)
             if problem is None:
                 self._intact = window
                 return
             if isinstance(problem, LostBlockError) and not isinstance(problem.__cause__, DataFileError):  # gone
-                self._store.is_lost[self._store.index.trajectories_in([problem.block])] = True
+                self._snapshot.is_lost[self._snapshot.index.trajectories_in([problem.block])] = True
         where = repr(", ".join(map(str, self._source.paths)))
         got = f"none of {len(self)}"
         cause = self.problems[-1]
@@ -414,7 +414,7 @@ class WindowDataset(WindowBatches):
         place, anchor = self._windows.find(np.array([window]))
         trajectory = int(self.trajectories[place[0]])
         length = int(self._windows.lengths[place[0]])
-        return damaged_frame(self._store, self.plan, trajectory, int(anchor[0]), length) or problem
+        return damaged_frame(self._snapshot, self.plan, trajectory, int(anchor[0]), length) or problem
 
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
         found = (
@@ -440,8 +440,8 @@ class WindowDataset(WindowBatches):
 
     @property
     def frames(self) -> Frames:
-        """The store of its frames, and which trajectories of it: what statistics are taken of."""
-        return self._store, self.trajectories
+        """The snapshot and the trajectories in it that statistics are computed of."""
+        return self._snapshot, self.trajectories
 
     @property
     def field_names(self) -> list[str]:
@@ -450,7 +450,7 @@ class WindowDataset(WindowBatches):
         return [source for field in read for source in field.sources]
 
 
-def _fingerprint(store: FrameStore, trajectories: Int64s) -> int:
-    index = store.index
+def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> int:
+    index = snapshot.index
     columns = (index.first_frame[trajectories], index.number[trajectories], index.lengths[trajectories])
     return crc32(np.stack([*columns, index.writer[trajectories]]).tobytes())

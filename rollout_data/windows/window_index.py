@@ -20,7 +20,8 @@ from storage.core.arguments import choice, real
 from storage.errors import OutOfRangeError, UsageError
 
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, counted_from, mixed, share_of
-from ..sources.process_group import Shard
+from ..sources.processes.process_group import Shard
+from ..sources.rows.row_source import Rows
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
@@ -248,33 +249,30 @@ class WindowShape:
         count = np.diff(np.append(starts, len(wanted)))
         return cls(wanted, wanted[starts], count, starts.astype(np.int64), int(np.gcd.reduce(count)))
 
-    def pieces(self, trajectory: Int64s, anchor: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-        """Return what windows read, given the trajectory and anchor of each, int64 `[B]`.
+    def rows(self, trajectory: Int64s, anchor: Int64s) -> Rows:
+        """Return the frames of windows, given the trajectory and anchor of each, int64 `[B]`.
 
-        Returns:
-            Runs of consecutive frames: trajectory, first frame, frames and first row, int64 `[P]` each, by ascending
-            row; also of frames that do not exist, see `cut`.
+        Frames that do not exist are among them, see `cut`.
         """
         target, counts = self._targets(len(anchor))
         if len(self.first) == 1:
-            return trajectory, anchor + self.first, counts, target
-        return np.repeat(trajectory, len(self.first)), (anchor[:, None] + self.first).ravel(), counts, target
+            return Rows(trajectory, anchor + self.first, counts, target)
+        start = (anchor[:, None] + self.first).ravel()
+        return Rows(np.repeat(trajectory, len(self.first)), start, counts, target)
 
-    def cut(
-        self, pieces: tuple[Int64s, Int64s, Int64s, Int64s], lengths: Int64s
-    ) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    def cut(self, rows: Rows, lengths: Int64s) -> Rows:
         """Replace frames outside of trajectories of these `lengths`, int64 `[B]`, by the nearest ones in them.
 
         A run that reaches outside becomes one for each frame.
         """
-        trajectory, start, counts, target = pieces
+        trajectory, start, counts, target = rows
         lengths = np.repeat(lengths, len(self.first))
         is_cut = (start < 0) | (start + counts > lengths)
         num_pieces = np.where(is_cut, counts, 1)
         run = np.repeat(np.arange(len(counts)), num_pieces)
         target = counted_from(target, num_pieces)
         frame = np.clip(counted_from(start, num_pieces), 0, lengths[run] - 1)
-        return trajectory[run], frame, np.where(is_cut, 1, counts)[run], target
+        return Rows(trajectory[run], frame, np.where(is_cut, 1, counts)[run], target)
 
     @lru_cache(maxsize=8)  # noqa: B019 - a shape is small, and lives as long as its dataset
     def _targets(self, num_windows: int) -> tuple[Int64s, Int64s]:

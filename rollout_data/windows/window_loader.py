@@ -28,9 +28,9 @@ from storage.live.prefetch import PipelinedDataCollector
 from ..blocks.row_layout import Allocate
 from ..blocks.trajectory_index import Int64s
 from ..remote.locations import DataDir, is_one
-from ..sources.field_statistics import FieldStatistics, compute_statistics
-from ..sources.process_group import ShardChoice, agreement_of, checked_shard, current_shard
-from ..sources.source_kind import mixed_conventions
+from ..sources.origins import mixed_conventions
+from ..sources.processes.process_group import ShardChoice, agreement_of, checked_shard, current_shard
+from ..sources.recordings.field_statistics import FieldStatistics, compute_statistics
 from .skipped_windows import OnError
 from .window_dataset import WindowDataset
 from .window_index import Even, arrivals, checked_windows, rank_batches, turn_of

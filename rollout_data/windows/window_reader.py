@@ -22,7 +22,7 @@ from storage.errors import CorruptFileError, DataFileError, MissingFieldError, U
 from ..blocks.block_header import DATA, FINAL, FINAL_OBSERVATION_ONLY
 from ..blocks.row_layout import Allocate, FrameCut, FrameRows, Grid, RowLayout, joined, put
 from ..blocks.trajectory_index import Int64s, LostBlockError
-from ..sources.frame_store import FrameStore
+from ..sources.rows.row_source import RowSource
 from .window_index import CREATE, WindowShape
 
 MASK = "mask"
@@ -76,6 +76,12 @@ class WindowPlan:
     fields: tuple[WindowField, ...]
     shapes: tuple[WindowShape, ...]
     columns: Mapping[str, int]
+
+    @cached_property
+    def columns_of(self) -> tuple[tuple[str, ...], ...]:
+        """The columns of each shape, in the order of `columns`."""
+        numbers = range(len(self.shapes))
+        return tuple(tuple(name for name, shape in self.columns.items() if shape == number) for number in numbers)
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -207,7 +213,7 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
 
 
 def damaged_frame(
-    store: FrameStore, plan: WindowPlan, trajectory: int, anchor: int, length: int
+    snapshot: RowSource, plan: WindowPlan, trajectory: int, anchor: int, length: int
 ) -> DataFileError | None:
     """Find the first frame of a window that is damaged and build the error that names it; None if there is none.
 
@@ -218,20 +224,20 @@ def damaged_frame(
         frames = np.unique(np.clip(anchor + plan.shapes[number].deltas, 0, length - 1))
         for frame in frames.tolist():
             try:
-                store.rows(column, one, np.array([frame]), np.ones_like(one))
+                snapshot.column_rows(column, one, np.array([frame]), np.ones_like(one))
             except DataFileError as problem:
-                return _named_damage(store, column, (trajectory, frame), problem)
+                return _named_damage(snapshot, column, (trajectory, frame), problem)
     return None
 
 
-def _named_damage(store: FrameStore, column: str, at: tuple[int, int], problem: DataFileError) -> DataFileError:
+def _named_damage(snapshot: RowSource, column: str, at: tuple[int, int], problem: DataFileError) -> DataFileError:
     trajectory, frame = at
     cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
     if not isinstance(cause, DataFileError):  # the file is gone
         return problem
-    action = f"read frame {frame} of episode {store.name_of(trajectory)!r}"
+    action = f"read frame {frame} of episode {snapshot.name_of(trajectory)!r}"
     expected, got = (cause.expected, cause.got) if cause.got else ("intact data", str(cause))
-    where = f"in {str(store.file_of(column, trajectory, frame))!r}"
+    where = f"in {str(snapshot.file_of_row(column, trajectory, frame))!r}"
     skips = 'on_error="skip" leaves the windows with this frame out'
     advice = f"{cause.advice}; {skips}" if cause.advice else skips
     named = CorruptFileError(action, where, expected, got, advice).of(cause.kind, cause.episode)
@@ -240,25 +246,25 @@ def _named_damage(store: FrameStore, column: str, at: tuple[int, int], problem: 
 
 
 class WindowReader:
-    """Reads windows of some trajectories of a store, int64 `[K]`, with one mask for all fields or one for each."""
+    """Reads windows of some trajectories of a snapshot, int64 `[K]`, with one mask for all fields or one for each."""
 
     def __init__(
         self,
-        store: FrameStore,
+        snapshot: RowSource,
         plan: WindowPlan,
         trajectories: Int64s,
         padding: str,
         mask_is_one: bool,
         contiguous: bool,
     ) -> None:
-        self.store = store
+        self.snapshot = snapshot
         self.plan = plan
         self._trajectories = trajectories
         self._is_zero = padding == "zero"
         self._mask_is_one = mask_is_one
         self._contiguous = contiguous
-        self._layout = store.layouts[DATA]
-        index = store.index
+        self._layout = snapshot.layouts[DATA]
+        index = snapshot.index
         self._lengths = index.lengths[trajectories]
         self._is_timeout = index.is_timeout()[trajectories]
         final = index.final_row[trajectories] >= 0
@@ -267,7 +273,7 @@ class WindowReader:
         #: How each field is cut from rows: the parts, each with its length, steps, first row and choice among rows.
         self._cuts = {field.name: self._cut(field) for field in plan.fields if field.rows}
         self._final_cuts = {
-            field.name: FrameCut(store.layouts[FINAL], field.sources, field.is_joined)
+            field.name: FrameCut(snapshot.layouts[FINAL], field.sources, field.is_joined)
             for field in plan.fields
             if field.is_next
         }
@@ -297,21 +303,25 @@ class WindowReader:
 
     def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
         """Column -> `[B * W, row_bytes / 4]` int32."""
-        located = []
-        for shape in self.plan.shapes if len(at.anchor) else ():
-            pieces = shape.pieces(self._trajectories[at.place], at.anchor)
-            outside = at.reaches_outside(*shape.reach)
-            located.append(self.store.locate(*(shape.cut(pieces, at.length) if outside else pieces)))
-        rows = {}
-        for name, number in self.plan.columns.items():
-            shape = self.plan.shapes[number]
-            num_words = self._layout.columns[name].row_bytes // 4
-            out = rows[name] = allocate((len(at.anchor) * len(shape.deltas), num_words), torch.int32)
-            if located:
-                self.store.copy((DATA, name), located[number], shape.unit, out)
-            if self._is_zero and at.reaches_outside(*shape.reach):
-                out.numpy()[~at.inside(shape.deltas, *shape.reach).ravel()] = 0
-        return rows
+        memory: dict[str, torch.Tensor] = {}
+        for number, shape in enumerate(self.plan.shapes):
+            out: dict[str, torch.Tensor] = {}
+            for name in self.plan.columns_of[number]:
+                num_words = self._layout.columns[name].row_bytes // 4
+                out[name] = allocate((len(at.anchor) * len(shape.deltas), num_words), torch.int32)
+            memory |= out
+            if not len(at.anchor):
+                continue
+            rows = shape.rows(self._trajectories[at.place], at.anchor)
+            reaches_outside = at.reaches_outside(*shape.reach)
+            if reaches_outside:
+                rows = shape.cut(rows, at.length)
+            self.snapshot.read_rows(rows, shape.unit, out)
+            if self._is_zero and reaches_outside:
+                is_outside = ~at.inside(shape.deltas, *shape.reach).ravel()
+                for values in out.values():
+                    values.numpy()[is_outside] = 0
+        return memory
 
     def _cut(self, field: WindowField) -> tuple[list[Any], bool]:
         cut = FrameCut(self._layout, field.sources, field.is_joined)
@@ -340,8 +350,8 @@ class WindowReader:
         if not len(window):
             return values
         which, place = np.unique(self._trajectories[at.place[window]], return_inverse=True)
-        columns = {self.store.layouts[FINAL].column_of[source].name for source in field.sources}
-        rows = FrameRows({column: self.store.finals(column, which) for column in columns})
+        columns = {self.snapshot.layouts[FINAL].column_of[source].name for source in field.sources}
+        rows = FrameRows({column: self.snapshot.final_rows(column, which) for column in columns})
         finals = self._final_cuts[field.name](rows, Grid((len(which),), (1,)))
         own = allocate(values.shape, values.dtype).copy_(values)
         put(own, (torch.from_numpy(window), torch.from_numpy(step)), finals[torch.from_numpy(place.reshape(-1))])

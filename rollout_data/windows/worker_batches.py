@@ -27,8 +27,8 @@ from storage.errors import DataFileError, MissingFieldError, OutOfRangeError, Un
 
 from ..blocks.row_layout import Allocate
 from ..blocks.trajectory_index import Int64s
-from ..sources.process_group import is_in_worker
-from ..sources.shared_memory import SharedMemory, Spot, shared_memory
+from ..sources.processes.process_group import is_in_worker
+from ..sources.processes.shared_memory import SharedMemory, Spot, shared_memory
 from .skipped_windows import OnError
 
 #: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.

@@ -19,7 +19,7 @@ from storage.errors import UsageError
 
 from ..blocks.block_folder import BlockFolder, save_index_cache
 from ..blocks.trajectory_index import TrajectoryIndex
-from ..sources.recordings_in_folder import check_single
+from ..sources.recordings.recordings_in_folder import check_single
 from .conversion_record import note_replaced
 from .writer_journal import journal_path
 

@@ -45,16 +45,16 @@ def slow_disk() -> Iterator[threading.Event]:
 @pytest.fixture
 def without_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A system that cannot map files side by side."""
-    monkeypatch.setattr("rollout_data.sources.mapped_files.is_supported", False)
+    monkeypatch.setattr("rollout_data.sources.rows.mapped_files.is_supported", False)
 
 
 @pytest.fixture
 def cold_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are not in memory, as far as the system tells."""
-    monkeypatch.setattr("rollout_data.sources.mapped_files.Arena.is_resident", lambda arena, row: False)
+    monkeypatch.setattr("rollout_data.sources.rows.mapped_files.Arena.is_resident", lambda arena, row: False)
 
 
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """100 bytes of free memory."""
-    monkeypatch.setattr("rollout_data.sources.cached_frames.free_memory_bytes", lambda: 100)
+    monkeypatch.setattr("rollout_data.sources.rows.cached_rows.free_memory_bytes", lambda: 100)

@@ -8,13 +8,14 @@ from rollout_data.blocks.annotations import Notes
 from rollout_data.blocks.block_folder import BlockFolder
 from rollout_data.blocks.block_header import layouts_of
 from rollout_data.blocks.trajectory_index import TrajectoryIndex
-from rollout_data.sources.frame_store import FrameStore
+from rollout_data.sources.rows.row_source import RowSource
+from rollout_data.sources.rows.unmapped_rows import BlockFiles
 from storage.core.fields import Schema
 
 
-def notes_of(folder: Path) -> tuple[Notes, FrameStore]:
+def notes_of(folder: Path) -> tuple[Notes, RowSource]:
     """Give the notes of what a folder holds now, and a store of its index."""
     opened = BlockFolder(folder)
     opened.refresh()
     assert not opened.problems
-    return Notes(), FrameStore(TrajectoryIndex(list(opened.blocks.values())), layouts_of(opened.schema or Schema([])))
+    return Notes(), BlockFiles(TrajectoryIndex(list(opened.blocks.values())), layouts_of(opened.schema or Schema([])))

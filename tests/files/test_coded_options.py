@@ -11,7 +11,7 @@ import torch
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
 from rollout_data.blocks.block_content import BlockContent, frames_per_chunk
 from rollout_data.blocks.block_header import DATA, read_header
-from rollout_data.sources.chunk_decoder import RowCache
+from rollout_data.sources.rows.chunk_decoder import RowCache
 from storage.codecs.packers import PACKERS
 from storage.core.fields import Schema, flatten
 from storage.errors import UsageError

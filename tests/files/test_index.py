@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from rollout_data.blocks.block import Block
 from rollout_data.blocks.block_header import (  # fmt: skip
-    DATA,
     DROPPED,
     FIRST,
     FRAGMENT_DTYPE,
@@ -24,7 +23,8 @@ from rollout_data.blocks.block_header import (  # fmt: skip
     layouts_of,
 )
 from rollout_data.blocks.trajectory_index import End, LostBlockError, TrajectoryIndex
-from rollout_data.sources.cached_frames import FileFrames
+from rollout_data.sources.rows.row_source import Rows
+from rollout_data.sources.rows.unmapped_rows import UnmappedRows
 from storage.core.fields import Field, Schema
 
 
@@ -141,18 +141,19 @@ def test_blocks_of_one_file_are_told_apart_by_their_names():
     blocks = [replace(one, path=Path("many.h5"), name=name) for one, name in ((first, "demo_0"), (second, "demo_1"))]
     assert len({one.key for one in blocks}) == len({one.identity for one in blocks}) == 2
 
-    def read(block, place):
-        if block.name == "demo_1":
-            raise FileNotFoundError
-        return np.arange(3, dtype=np.float32)[:, None].repeat(2, 1).view(np.uint8)
+    class OneFile(UnmappedRows):
+        def read_block(self, block, place):
+            if block.name == "demo_1":
+                raise FileNotFoundError
+            return np.arange(3, dtype=np.float32)[:, None].repeat(2, 1).view(np.uint8)
 
-    index = TrajectoryIndex(blocks)
-    store = FileFrames(index, layouts_of(Schema([Field("observation", (2,))])), read)
-    out, zero = torch.zeros(2, 2, dtype=torch.int32), np.zeros(1, np.int64)
-    store.copy((DATA, "frames"), index.locate(zero, zero + 1, zero + 2, zero), 0, out)
+    source = OneFile(TrajectoryIndex(blocks), layouts_of(Schema([Field("observation", (2,))])))
+    out = torch.zeros(2, 2, dtype=torch.int32)
+    zero = np.zeros(1, np.int64)
+    source.read_rows(Rows(zero, zero + 1, zero + 2, zero), 0, {"frames": out})
     assert out.view(torch.float32).tolist() == [[1, 1], [2, 2]]
     with pytest.raises(LostBlockError, match="play trajectory 1 of writer 'w'") as lost:
-        store.copy((DATA, "frames"), index.locate(zero + 1, zero, zero + 1, zero), 0, out)
+        source.read_rows(Rows(zero + 1, zero, zero + 1, zero), 0, {"frames": out})
     assert lost.value.key == (Path("many.h5"), "demo_1") and lost.value.block == 1
 
 

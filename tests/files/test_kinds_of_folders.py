@@ -10,7 +10,7 @@ import pytest
 
 from rollout_data import RolloutDataset, WindowDataset
 from rollout_data.blocks.block_folder import INDEX_CACHE_NAME, save_index_cache
-from rollout_data.sources.source import Source
+from rollout_data.sources.live_source import LiveSource
 from storage.errors import DataFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import record
 from tests.formats.folders import NaiveFolder, values
@@ -101,7 +101,7 @@ def test_an_empty_folder_is_of_the_kind_of_the_others(tmp_path):
 
 
 def test_an_undecided_source_is_empty_and_says_so(tmp_path):
-    source = Source(tmp_path)
+    source = LiveSource(tmp_path)
     source.refresh()
     assert len(source.snapshot().index) == 0
     with pytest.raises(UsageError, match="expected at least 1 trajectories, got 0"):
@@ -111,7 +111,7 @@ def test_an_undecided_source_is_empty_and_says_so(tmp_path):
 
 
 def test_an_undecided_source_passes_on_what_it_finds(tmp_path):
-    source = Source(tmp_path)
+    source = LiveSource(tmp_path)
     record(tmp_path, [4])
     (tmp_path / "text.h5").write_text("hello")
     with pytest.warns(RolloutDataWarning, match="text.h5"):
@@ -237,7 +237,7 @@ def test_blocks_that_vanish_between_passes_are_counted_and_what_they_break_is_to
 
 
 def test_a_source_is_decided_by_its_own_refresh(tmp_path):
-    one, two = Source(tmp_path), Source(tmp_path)
+    one, two = LiveSource(tmp_path), LiveSource(tmp_path)
     record(tmp_path, [4])
     one.refresh()
     assert len(one.snapshot().index) == 1 and len(two.snapshot().index) == 0

@@ -26,6 +26,7 @@ class Gate:
         self.is_reached = threading.Event()
         self.is_open = threading.Event()
         self.has_opened: list[bool] = []
+        self.has_ended = threading.Event()
         self._num_reads = 0
 
     def pass_through(self) -> None:
@@ -33,6 +34,7 @@ class Gate:
         if self._num_reads == 2:
             self.is_reached.set()
             self.has_opened.append(self.is_open.wait(WAIT_S))
+            self.has_ended.set()
 
 
 class GatedWindows(WindowDataset):
@@ -69,6 +71,7 @@ def test_dropping_an_iteration_of_windows_does_not_wait(tmp_path):
     drop_in_a_cycle(batches)
     dataset.gate.is_open.set()
     rest = list(loader)  # goes on with the same epoch
+    assert dataset.gate.has_ended.wait(WAIT_S)
     assert dataset.gate.has_opened == [True]
     delivered = torch.cat([batch["observation"] for batch in [first, *rest]])
     expected = torch.cat([batch["observation"] for batch in WindowLoader(WindowDataset(tmp_path, 2), 2, shuffle=False)])

@@ -20,8 +20,8 @@ import rollout_data
 from rollout_data import RolloutDataset
 from rollout_data.blocks.block import Block
 from rollout_data.blocks.block_header import FRAGMENT_DTYPE
-from rollout_data.sources.listing_messages import ListingMessages
-from rollout_data.sources.process_group import Shard, agreement_of
+from rollout_data.sources.processes.listing_messages import ListingMessages
+from rollout_data.sources.processes.process_group import Shard, agreement_of
 from storage.errors import RolloutDataError, UsageError
 from tests.files.recorded import record
 

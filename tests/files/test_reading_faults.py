@@ -19,7 +19,7 @@ from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
 from rollout_data.blocks.block_folder import INDEX_CACHE_NAME, BlockFolder, save_index_cache
 from rollout_data.blocks.block_header import METADATA_NAME, open_block, read_header
 from rollout_data.blocks.folder_metadata import ENDS, UNKNOWN
-from rollout_data.sources.source import Source
+from rollout_data.sources.live_source import LiveSource
 from storage.errors import CorruptFileError, ForeignFileError, RolloutDataWarning, UsageError
 from tests.files.recorded import drain, frames_of, record
 
@@ -136,7 +136,7 @@ def test_a_block_with_other_fields_is_left_out(tmp_path):
 
 def test_a_block_that_vanishes_between_listing_and_opening_is_skipped(tmp_path):
     paths = record_blocks(tmp_path)
-    source = Source(tmp_path)
+    source = LiveSource(tmp_path)
     source.refresh()
     paths[1].unlink()
     assert source.snapshot().index.number.tolist() == [0, 2]

@@ -234,5 +234,8 @@ def test_a_dataset_that_a_thread_has_read_is_forgotten_with_its_files(tmp_path):
         return weakref.ref(dataset)
 
     dataset = read()
-    gc.collect()
+    stop_s = time.monotonic() + 60
+    while dataset() is not None and time.monotonic() < stop_s:  # the thread may still end its last read
+        time.sleep(0.01)
+        gc.collect()
     assert dataset() is None

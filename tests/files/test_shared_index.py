@@ -13,7 +13,7 @@ import torch
 
 import rollout_data
 from rollout_data import RolloutDataset, RolloutWriter, WindowDataset
-from rollout_data.sources.shared_memory import share, shared_at
+from rollout_data.sources.processes.shared_memory import share, shared_at
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory files")
 FEW, MANY, NUM_WORKERS = 1000, 300_000, 2

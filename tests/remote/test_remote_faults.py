@@ -12,7 +12,7 @@ pytest.importorskip("fsspec")
 
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader
-from rollout_data.sources.remote_frames import Stock
+from rollout_data.sources.rows.remote_blocks import Stock
 from storage.errors import DataFileError, UsageError
 from tests.files.recorded import drain, record
 

@@ -10,7 +10,7 @@ import pytest
 
 import rollout_data
 from rollout_data import RolloutWriter, report
-from rollout_data.sources.recording import Recording
+from rollout_data.sources.recordings.recording import Recording
 from rollout_data.tools.cli.command_line import main
 from rollout_data.tools.cli.play_command import BARS
 from rollout_data.tools.report import report_page as pages

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_data import RolloutWriter, WindowDataset
-from rollout_data.sources.field_statistics import ByteCounts, QuantileSketch, quantiles_of
+from rollout_data.sources.recordings.field_statistics import ByteCounts, QuantileSketch, quantiles_of
 from storage.errors import UsageError
 from tests.files import coded, recorded
 from tests.formats import folders

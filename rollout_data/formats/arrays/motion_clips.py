@@ -19,7 +19,8 @@ from storage.core.durable_files import read_text
 from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UsageError
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_info import EpisodeInfo
+from ...sources.file_source import FileSource
 from ..format_detection import MOTION_TRACKING, clip_files, clip_layout, is_clip
 from ..input_checks import KnownFiles, file_inside
 from .npz_arrays import Array, NpzArray, is_zip, read_npz
@@ -54,7 +55,7 @@ _Layout = tuple[str, ...]
 _Json = tuple[dict[str, Array], dict[str, Any]]
 
 
-class Reader(ForeignReader):
+class Reader(FileSource):
     """Reads one clip, or the clips of a folder in the order of the numbers in their names.
 
     Options:

@@ -12,7 +12,8 @@ import numpy as np
 from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_info import EpisodeInfo
+from ...sources.file_source import FileSource
 from ..format_detection import OGBENCH_ARRAYS
 from .npz_arrays import Array, NpzArray, read_npz
 
@@ -22,7 +23,7 @@ _MAX_EPISODES = 1 << 18
 _ROWS_AT_ONCE = 1 << 20
 
 
-class Reader(ForeignReader):
+class Reader(FileSource):
     """Reads `<name>.npz`; `<name>-val.npz` is the validation split.
 
     The files do not state how a trajectory ended.

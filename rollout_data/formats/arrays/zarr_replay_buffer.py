@@ -14,7 +14,8 @@ import numpy as np
 from storage.core.fields import Field, Schema, dtype_name
 from storage.errors import CorruptFileError
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_info import EpisodeInfo
+from ...sources.file_source import FileSource
 from ...sources.natural_order import natural
 from ..format_detection import ZARR_ENDS
 from .npz_arrays import Array
@@ -26,7 +27,7 @@ _OBSERVATIONS = ("obs", "observation", "observations")
 _NAMES = {"action": "action", "actions": "action", "reward": "reward", "rewards": "reward"}
 
 
-class Reader(ForeignReader):
+class Reader(FileSource):
     """Reads a folder or zip file with `data/<field>` and `meta/episode_ends`.
 
     The format does not state how episodes ended, and rarely has rewards.

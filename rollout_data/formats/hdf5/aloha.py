@@ -14,7 +14,7 @@ import numpy as np
 
 from storage.errors import DataFileError
 
-from ...sources.episode_reader import EpisodeInfo
+from ...sources.episode_info import EpisodeInfo
 from ..format_detection import aloha_files
 from .hdf5_episodes import Column, Hdf5Reader, LayoutMaker, is_encoded
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from storage.errors import CorruptFileError
 
-from ...sources.episode_reader import EpisodeInfo
+from ...sources.episode_info import EpisodeInfo
 from ..format_detection import BFM_ZERO_BUFFER, BFM_ZERO_CONFIG
 from ..input_checks import file_inside, read_object
 from .flat_episodes import FlatReader, Part, ends_of, our_name

@@ -16,7 +16,7 @@ import numpy as np
 from storage.core import arguments
 from storage.errors import CorruptFileError, UsageError
 
-from ...sources.episode_reader import ABSENT, EpisodeInfo
+from ...sources.episode_info import ABSENT, EpisodeInfo
 from ...writing.conversion_record import NOTE_DATASET
 from ..format_detection import d4rl_groups
 from ..input_checks import parse_attribute

@@ -14,7 +14,7 @@ import numpy as np
 from storage.core.fields import Field, Schema
 from storage.errors import UsageError
 
-from ...sources.episode_reader import ABSENT
+from ...sources.episode_info import ABSENT
 from ...writing.conversion_record import NOTE_DATASET, ConversionNote
 from ..episode_writer import (
     Array,

@@ -16,7 +16,8 @@ import numpy as np
 from storage.core.fields import DTYPES, Field, Schema
 from storage.errors import CorruptFileError
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_info import EpisodeInfo
+from ...sources.file_source import FileSource
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
 from .hdf5_episodes import Column, row_shape
 
@@ -51,7 +52,7 @@ def our_name(path: str) -> str:
     return "/".join(filter(None, parts))
 
 
-class FlatReader(ForeignReader):
+class FlatReader(FileSource):
     """Reader of episodes that are ranges of rows.
 
     Attributes:

@@ -21,7 +21,8 @@ from storage.core.fields import DTYPES, MAX_FIELDS, Field, Schema
 from storage.errors import CorruptFileError, DataFileError
 from storage.saving.hdf5_files import reported
 
-from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
+from ...sources.episode_info import ABSENT, EpisodeInfo
+from ...sources.file_source import FileSource
 from ..encoded_images import decode_picture, picture_shape
 from ..input_checks import parse_json
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
@@ -130,7 +131,7 @@ class LazyMetadata(Mapping[str, Any]):
         return len(self._all)
 
 
-class Hdf5Reader(ForeignReader):
+class Hdf5Reader(FileSource):
     """Reader of episodes that are groups of HDF5 files. A format states its names in tables."""
 
     #: Dataset or group of an episode -> our name. It has a row per step.

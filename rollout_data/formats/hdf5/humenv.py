@@ -18,7 +18,7 @@ from storage.core.fields import DTYPES, unflatten
 from storage.errors import CorruptFileError, DataFileError, FieldTypeError
 from storage.saving.hdf5_files import Allowance
 
-from ...sources.episode_reader import EpisodeInfo
+from ...sources.episode_info import EpisodeInfo
 from ..format_detection import HUMENV_EPISODE, humenv_files
 from .hdf5_datasets import DatasetInfo, Files, OpenFile
 from .hdf5_episodes import Hdf5Reader

@@ -13,7 +13,7 @@ import numpy as np
 
 from storage.errors import UsageError
 
-from ...sources.episode_reader import EpisodeInfo
+from ...sources.episode_info import EpisodeInfo
 from .hdf5_datasets import OpenFile
 from .hdf5_episodes import Column, LayoutMaker, Source
 from .robomimic_reader import Reader as RobomimicReader

@@ -13,8 +13,8 @@ import numpy as np
 
 from storage.saving.hdf5_files import MAX_HEAP_BYTES
 
-from ...sources.episode_reader import ABSENT
-from ...sources.source_kind import ORDER_KEY
+from ...sources.episode_info import ABSENT
+from ...sources.origins import ORDER_KEY
 from ..episode_writer import Array, EpisodeToWrite
 from . import robomimic_writer
 

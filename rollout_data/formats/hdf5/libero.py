@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from storage.errors import CorruptFileError
 
-from ...sources.episode_reader import EpisodeInfo
+from ...sources.episode_info import EpisodeInfo
 from ..input_checks import parse_attribute
 from .hdf5_datasets import DatasetInfo, OpenFile
 from .hdf5_episodes import Layout

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from ...sources.episode_reader import EpisodeInfo
+from ...sources.episode_info import EpisodeInfo
 from ..format_detection import MANISKILL_TRAJECTORY
 from ..input_checks import file_inside, read_object
 from .hdf5_datasets import OpenFile

@@ -15,7 +15,7 @@ import numpy as np
 
 from storage.errors import DataFileError, RolloutDataWarning
 
-from ...sources.episode_reader import ABSENT, EpisodeInfo
+from ...sources.episode_info import ABSENT, EpisodeInfo
 from ..format_detection import ROBOMIMIC_DATA, ROBOMIMIC_DEMO
 from ..input_checks import parse_attribute
 from .flattened_names import OBS_NAMES, REPEATED, flat_key

@@ -17,7 +17,7 @@ from storage.core.fields import Field
 from storage.errors import UsageError
 from storage.saving.hdf5_files import MAX_HEAP_BYTES
 
-from ...sources.episode_reader import ABSENT
+from ...sources.episode_info import ABSENT
 from ...writing.conversion_record import ConversionNote
 from ..episode_writer import (
     Array,

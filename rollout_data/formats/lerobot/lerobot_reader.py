@@ -23,7 +23,8 @@ from storage.core import arguments
 from storage.core.fields import Schema
 from storage.errors import CorruptFileError, DataFileError
 
-from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
+from ...sources.episode_info import ABSENT, EpisodeInfo
+from ...sources.file_source import FileSource
 from ...sources.video_range import VideoRange
 from ..encoded_images import decode_picture
 from ..input_checks import KnownFiles, damage_named, file_inside, read_object
@@ -66,7 +67,7 @@ class Source:
     videos: Mapping[str, tuple[str, float]]
 
 
-class Reader(ForeignReader):
+class Reader(FileSource):
     """LeRobot datasets.
 
     Options:

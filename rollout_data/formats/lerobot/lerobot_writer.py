@@ -24,7 +24,7 @@ from storage.core.fields import Field
 from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, UsageError
 
-from ...sources.episode_reader import ABSENT
+from ...sources.episode_info import ABSENT
 from ...sources.video_range import VideoRange
 from ...writing.target_files import changed_file
 from ..episode_writer import EpisodeToWrite, ForeignWriter, shared_fields

@@ -9,7 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_info import EpisodeInfo
+from ...sources.file_source import FileSource
 from ..format_detection import MINARI_METADATA
 from ..input_checks import file_inside, parse_json, read_object
 
@@ -114,7 +115,7 @@ def read_description(
     return Description(metadata, spaces)
 
 
-def check_totals(reader: ForeignReader, episodes: Sequence[EpisodeInfo]) -> None:
+def check_totals(reader: FileSource, episodes: Sequence[EpisodeInfo]) -> None:
     """Compare the totals in the metadata with the episodes, unless some were left out.
 
     Raises:

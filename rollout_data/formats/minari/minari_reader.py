@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
+from ...sources.episode_info import ABSENT, EpisodeInfo
+from ...sources.file_source import FileSource
 from ..encoded_images import picture_format
 from ..format_detection import (
     MINARI_EPISODE,
@@ -88,7 +89,7 @@ class Reader(GroupReader):
             "rebuild": deliver the data.
     """
 
-    def __new__(cls, path: Path, options: Mapping[str, Any]) -> ForeignReader:  # type: ignore[misc]
+    def __new__(cls, path: Path, options: Mapping[str, Any]) -> FileSource:  # type: ignore[misc]
         folder = minari_folder(path) if path.is_dir() else None
         if folder is not None and has_minari_tables(folder):
             return TableReader(path, options)

@@ -17,7 +17,8 @@ import numpy as np
 from storage.core.fields import DTYPES, Field, Schema
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_info import EpisodeInfo
+from ...sources.file_source import FileSource
 from ..encoded_images import decode_picture, picture_shape
 from ..format_detection import MINARI_METADATA, minari_folder
 from ..hdf5.hdf5_datasets import numbered
@@ -48,7 +49,7 @@ class Leaf(NamedTuple):
     dtype: str
 
 
-class TableReader(ForeignReader):
+class TableReader(FileSource):
     """Reader of a dataset of tables. The files are opened for each read."""
 
     format = "minari"

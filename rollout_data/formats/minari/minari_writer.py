@@ -20,7 +20,7 @@ from storage.core.durable_files import replace_file
 from storage.core.fields import Field, Schema, unflatten
 from storage.errors import UsageError
 
-from ...sources.episode_reader import ABSENT
+from ...sources.episode_info import ABSENT
 from ...writing.conversion_record import ConversionNote
 from ...writing.target_files import file_sum
 from ..episode_writer import (

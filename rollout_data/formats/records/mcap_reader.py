@@ -15,7 +15,8 @@ import numpy as np
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError, UsageError
 
-from ...sources.episode_reader import EpisodeInfo, ForeignReader
+from ...sources.episode_info import EpisodeInfo
+from ...sources.file_source import FileSource
 from ..format_detection import mcap_files
 from ..input_checks import damage_named, file_inside
 from .mcap_messages import Log, Topic
@@ -71,7 +72,7 @@ class _Source(NamedTuple):
     messages: dict[str, Array]
 
 
-class Reader(ForeignReader):
+class Reader(FileSource):
     """Reads a file, or the files of a folder in the order of the numbers in their names.
 
     Options:

@@ -19,7 +19,8 @@ from storage.core import arguments
 from storage.core.fields import Field, Schema
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, RolloutDataError
 
-from ...sources.episode_reader import NO_FIELDS, EpisodeInfo, ForeignReader
+from ...sources.episode_info import NO_FIELDS, EpisodeInfo
+from ...sources.file_source import FileSource
 from ..encoded_images import decode_picture, picture_format
 from ..format_detection import RLDS_FEATURES, RLDS_INFO, rlds_folders
 from ..input_checks import KnownFiles, file_inside, read_object
@@ -52,7 +53,7 @@ _CHOICES = {"last_step": ("keep", "final"), "on_bad_index": ("refuse", "rebuild"
 _Stored = Mapping[str, Feature]
 
 
-class Reader(ForeignReader):
+class Reader(FileSource):
     """Reads a version folder, or a folder with one version.
 
     Options:

@@ -24,7 +24,8 @@ from storage.core.durable_files import open_regular
 from storage.core.fields import MAX_FIELDS, Field, Schema, dtype_name
 from storage.errors import CorruptFileError, DataFileError, UnsafeFileError
 
-from ...sources.episode_reader import ABSENT, EpisodeInfo, ForeignReader
+from ...sources.episode_info import ABSENT, EpisodeInfo
+from ...sources.file_source import FileSource
 from ..arrays.npz_arrays import Array
 from ..format_detection import rlinf_folders, rlinf_index
 from ..input_checks import KnownFiles, damage_named, file_inside, listed, read_object
@@ -51,7 +52,7 @@ _DAMAGE = (
 )
 
 
-class Reader(ForeignReader):
+class Reader(FileSource):
     """Reads a checkpoint folder, or a folder with a checkpoint for each rank.
 
     Entries of the index without a file are reported and left out.

@@ -17,7 +17,7 @@ import torch
 
 from storage.core.durable_files import replace_file
 
-from ...sources.episode_reader import ABSENT
+from ...sources.episode_info import ABSENT
 from ..episode_writer import EpisodeToWrite, ForeignWriter, finals_of, shared_fields
 
 _WEIGHTS = "recorded"

@@ -26,7 +26,7 @@ from storage.core.threads import each
 from storage.errors import CorruptFileError, DataFileError, ForeignFileError, nearest
 
 from ...blocks.block_header import DATA, END_UNKNOWN, FRAGMENT_DTYPE, OPEN, layouts_of
-from ...sources.episode_reader import ABSENT
+from ...sources.episode_info import ABSENT
 from ..input_checks import KnownFiles
 from .pickled_arrays import TruncatedPickleError
 from .trajectory_chunks import (

@@ -20,7 +20,7 @@ from storage.core.durable_files import replace_file
 from storage.core.fields import Schema
 from storage.errors import UsageError
 
-from ...sources.episode_reader import ABSENT
+from ...sources.episode_info import ABSENT
 from ..episode_writer import (
     DERIVED,
     Array,

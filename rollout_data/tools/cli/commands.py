@@ -19,8 +19,8 @@ from storage.errors import UsageError
 from ...formats.convert import convert as convert_recording
 from ...formats.open_recording import open as open_recording
 from ...remote.push import push as push_folder
-from ...sources.recording import Recording
-from ...sources.recordings_in_folder import check_single, recordings_in
+from ...sources.recordings.recording import Recording
+from ...sources.recordings.recordings_in_folder import check_single, recordings_in
 from ...writing.retention import LIMITS
 from ...writing.retention import prune as prune_folder
 from ..edit.pack_folder import check_folder, open_folder, pack_dataset, repair_folder

@@ -9,7 +9,7 @@ from typing import Any
 
 from storage.errors import RolloutDataError, UsageError
 
-from ...sources.recordings_in_folder import recordings_in
+from ...sources.recordings.recordings_in_folder import recordings_in
 from ..doctor import examination
 from ..doctor.findings import SEVERITIES, Diagnosis, Finding, Rule
 from ..doctor.rules.change_scripts import CHANGES

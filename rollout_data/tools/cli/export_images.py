@@ -17,7 +17,7 @@ from storage.errors import UsageError, nearest
 from ...formats.encoded_images import axes_of
 from ...formats.input_checks import optional
 from ...formats.lerobot.lerobot_features import write_video
-from ...sources.episode import Episode
+from ...sources.recordings.episode import Episode
 from ..report.embedded_data import to_rgb
 
 #: Bytes of the pictures that are read at once, as float64.

@@ -16,11 +16,11 @@ from ...blocks.folder_metadata import load_metadata
 from ...formats.episode_writer import plain
 from ...formats.open_recording import open as open_recording
 from ...remote.locations import DataDir, RemotePath, origins_of
-from ...sources.block_source import Blocks
-from ...sources.episode import end_of
+from ...sources.block_scanner import BlockScanner
+from ...sources.episode_info import end_of
 from ...sources.episode_table import COLUMNS
-from ...sources.recording import Recording
-from ...sources.source import kind_of
+from ...sources.live_source import scanner_of
+from ...sources.recordings.recording import Recording
 from ..edit.pack_folder import open_folder
 from .list_recordings import aligned
 
@@ -38,7 +38,7 @@ def describe(data_dir: str) -> dict[str, Any]:
     A folder of blocks also has counts of blocks and sizes of compressed fields.
     """
     origin = origins_of(data_dir)[0]
-    if isinstance(origin.path, RemotePath) or kind_of(origin) not in (Blocks, None):
+    if isinstance(origin.path, RemotePath) or scanner_of(origin) not in (BlockScanner, None):
         return _describe_recording(data_dir)
     return _describe_blocks(data_dir)
 

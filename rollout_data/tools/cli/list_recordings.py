@@ -11,7 +11,7 @@ import numpy as np
 from storage.errors import RolloutDataError
 
 from ...formats.open_recording import open as open_recording
-from ...sources.block_source import Blocks
+from ...sources.block_scanner import BlockScanner
 
 #: Columns of a row without `error`, in the order of the text.
 _COLUMNS = ("name", "format", "episodes", "frames", "problems")
@@ -27,7 +27,7 @@ def recording_row(path: Path) -> dict[str, Any]:
         return {"name": path.name, **unknown, "error": str(error)}
     return {
         "name": path.name,
-        "format": recording.format or Blocks.format,
+        "format": recording.format or BlockScanner.format,
         "episodes": len(recording),
         "frames": num_frames,
         "problems": len(recording.problems),

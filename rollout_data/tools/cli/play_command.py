@@ -16,8 +16,9 @@ from storage.errors import UsageError, nearest
 from ...formats.encoded_images import axes_of
 from ...formats.open_recording import open as open_recording
 from ...remote.locations import DataDir
-from ...sources.episode import Episode, end_of
-from ...sources.recording import Recording
+from ...sources.episode_info import end_of
+from ...sources.recordings.episode import Episode
+from ...sources.recordings.recording import Recording
 
 #: Bars from low to high.
 BARS = "▁▂▃▄▅▆▇█"

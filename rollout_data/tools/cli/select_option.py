@@ -14,7 +14,7 @@ import numpy as np
 from storage.errors import UsageError
 
 from ...sources.episode_table import COLUMNS
-from ...sources.recording import Recording
+from ...sources.recordings.recording import Recording
 
 #: Sign -> comparison. Its first argument is the value of the condition, so "<" is `gt`.
 _SIGNS = {

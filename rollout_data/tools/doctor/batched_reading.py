@@ -16,7 +16,7 @@ import numpy as np
 from storage.core.fields import Schema
 from storage.errors import RolloutDataError, UnansweredError
 
-from ...sources.recording import Recording
+from ...sources.recordings.recording import Recording
 
 Array = np.ndarray[Any, Any]
 #: Bytes of a batch. About the size of a processor's cache, which makes many small steps cheap.

@@ -27,7 +27,7 @@ from storage.errors import (
 
 from ...formats.open_recording import open, open_source
 from ...remote.locations import DataDir
-from ...sources.recording import Recording
+from ...sources.recordings.recording import Recording
 from .findings import (
     MAX_FRAMES,
     SEVERITIES,

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from storage.core.fields import Schema
 from storage.errors import RolloutDataError
 
-from ...sources.recording import Recording
+from ...sources.recordings.recording import Recording
 from .batched_reading import Array, Reading, evenly_spread
 from .batched_reading import Collector as Collector
 from .field_facts import Facts, Sample, runs_of

@@ -33,10 +33,10 @@ from ...blocks.folder_metadata import ENDS
 from ...blocks.trajectory_index import TrajectoryIndex
 from ...blocks.write_block import TEMPORARY_PREFIX, write_block
 from ...remote.locations import RemotePath, origins_of
-from ...sources.block_source import Blocks
-from ...sources.episode_reader import ABSENT
-from ...sources.recordings_in_folder import check_single
-from ...sources.source import kind_of
+from ...sources.block_scanner import BlockScanner
+from ...sources.episode_info import ABSENT
+from ...sources.live_source import scanner_of
+from ...sources.recordings.recordings_in_folder import check_single
 from ...writing.annotation_checks import episode_json
 
 LOCK_NAME = ".rollout_edits.lock"
@@ -366,7 +366,7 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         got = f"{1 + len(others)} paths" if others else f"the URL {str(origin.path)!r}"
         raise UsageError(_call(action), "", expected, got, advice)
     check_single(_call(action), origin.path)
-    if kind_of(origin) is not Blocks:
+    if scanner_of(origin) is not BlockScanner:
         expected = "path as a folder of block files"
         advice = "Convert it first: rollout_data.convert(path, new_path)"
         got = f"{str(path)!r}, which is of another format"

@@ -36,10 +36,10 @@ from ...formats.frame_rate import RATE_KEYS
 from ...formats.open_recording import check_any_readable, open_source, present_part
 from ...formats.open_recording import open as open_recording
 from ...remote.locations import DataDir, DataDirs, RemotePath, origins_of
-from ...sources.block_source import Blocks
-from ...sources.recording import Recording
-from ...sources.source import kind_of
-from ...sources.source_kind import MIXED, ORDER_KEY, conventions, mixed_conventions
+from ...sources.block_scanner import BlockScanner
+from ...sources.live_source import scanner_of
+from ...sources.origins import MIXED, ORDER_KEY, conventions, mixed_conventions
+from ...sources.recordings.recording import Recording
 from .copied_blocks import parts_of, rebuilt
 from .edits import Edits, Key, publish_edits, read_edits
 
@@ -454,7 +454,7 @@ def newest_ns(folder: BlockFolder) -> int:
 
 def is_own(recording: Recording) -> bool:
     """Return whether a recording is a folder of block files on this machine."""
-    return kind_of(recording.origin) is Blocks and not isinstance(recording.path, RemotePath)
+    return scanner_of(recording.origin) is BlockScanner and not isinstance(recording.path, RemotePath)
 
 
 def _intact_folder(recording: Recording) -> BlockFolder | None:

@@ -30,7 +30,7 @@ from ...blocks.block_header import METADATA_NAME, BlockHeader
 from ...blocks.edit_blocks import named_edit
 from ...blocks.folder_metadata import load_metadata, publish_metadata
 from ...blocks.write_block import write_block
-from ...sources.recordings_in_folder import check_single
+from ...sources.recordings.recordings_in_folder import check_single
 from ...writing.conversion_record import note_replaced
 from ...writing.writer_journal import DeadWriter, recover_dead_writers
 from ..doctor.examination import opened

@@ -15,7 +15,7 @@ import numpy as np
 
 from storage.core.fields import Schema
 
-from ...sources.episode import OBSERVATION, Episode, joined
+from ...sources.recordings.episode import OBSERVATION, Episode, joined
 from ...sources.video_range import VideoRange
 from ..doctor.findings import Finding
 

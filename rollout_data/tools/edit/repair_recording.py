@@ -33,7 +33,7 @@ from ...formats.block_episode_writer import OwnWriter
 from ...formats.episode_writer import EpisodeToWrite
 from ...formats.open_recording import check_any_readable, present_part
 from ...remote.locations import DataDir, RemotePath
-from ...sources.recording import Recording
+from ...sources.recordings.recording import Recording
 from ..doctor.examination import chosen_rules, doctor, opened
 from ..doctor.findings import Finding
 from ..doctor.provenance import masked

@@ -13,7 +13,7 @@ import numpy as np
 
 from storage.errors import DataFileError
 
-from ...sources.episode import Episode
+from ...sources.recordings.episode import Episode
 from .embedded_data import Array, is_picture, pack_rows, thumbnail
 from .summary import dimensions_of
 from .survey import MEDIAN, WHOLE, Column, Survey, quantiles

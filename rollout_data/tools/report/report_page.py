@@ -28,7 +28,7 @@ from storage.errors import DataFileError, UsageError
 from ...formats.input_checks import optional
 from ...formats.open_recording import open_source
 from ...remote.locations import DataDir, RemotePath
-from ...sources.recording import Recording
+from ...sources.recordings.recording import Recording
 from ..doctor.examination import diagnose
 from ..doctor.rule_table import RULES
 from ..doctor.scan import Collector, Scan

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ....blocks.block_header import FORMAT_NAME
-from ....sources.recording import Recording
+from ....sources.recordings.recording import Recording
 from ..findings import Rule
 
 

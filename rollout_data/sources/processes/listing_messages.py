@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blocks.block import Block
+from ...blocks.block import Block
 
 
 class ListingMessages:
-    """Shorten the listings of `Source.listing` to messages, and restore them.
+    """Shorten the listings of `LiveSource.listing` to messages, and restore them.
 
     Attributes:
         last: The listing that was received last. It may be replaced by an equal one.

@@ -18,21 +18,17 @@ from storage.core.arguments import seed as checked_seed
 from storage.core.fields import Schema
 from storage.errors import DataFileError, OutOfRangeError, RolloutDataError, UnansweredError, UsageError, nearest
 
-from ..blocks.block import Block
-from ..blocks.block_header import DATA
-from ..blocks.trajectory_index import Int64s, name_keys, random_keys, share_of
-from ..remote.local_copy import local_origin
-from ..remote.locations import Origin, RemoteOptions
-from .block_source import Blocks
+from ...blocks.block import Block
+from ...blocks.trajectory_index import Int64s, name_keys, random_keys, share_of
+from ...remote.locations import Origin
+from ..episode_info import EpisodeInfo
+from ..episode_source import EpisodeSource
+from ..episode_table import COLUMNS, as_table, kept_rows
+from ..file_scanner import chosen_episodes
+from ..live_source import LiveSource
 from .episode import Episode
-from .episode_reader import EpisodeInfo, ForeignReader
-from .episode_source import Readers, chosen_episodes
-from .episode_table import COLUMNS, as_table, column_of, kept_rows
 from .field_statistics import FieldStatistics, compute_statistics
-from .folder_reader import FolderReader
-from .format_registry import open_foreign
-from .recordings_in_folder import check_single
-from .source import Source, kind_of
+from .open_episodes import open_episodes
 
 _NUM_SHOWN = 5
 #: Steps whose rewards are read at once, with all that lies in the same rows.
@@ -49,30 +45,30 @@ class Recording(Sequence[Episode]):
     `refresh()`. An episode whose file was removed, as by `prune`, raises an error that names it; the others are read.
     """
 
-    def __init__(self, origin: Origin, reader: ForeignReader, numbers: Int64s | None = None) -> None:
+    def __init__(self, origin: Origin, source: EpisodeSource, numbers: Int64s | None = None) -> None:
         self._origin = replace(origin, opened=None)
-        self._reader = reader
+        self._source = source
         if numbers is not None:
             self._numbers = numbers
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled recording keeps its snapshot, and reads the files where it arrives."""
-        return {"_origin": self._origin, "_reader": self._reader}
+        return {"_origin": self._origin, "_source": self._source}
 
     @property
     def origin(self) -> Origin:
         """Where it lies, which of its episodes are meant, and the snapshot that is read."""
-        return replace(self._origin, opened=self._reader)
+        return replace(self._origin, opened=self._source)
 
     @cached_property
     def _numbers(self) -> Int64s:
-        chosen = chosen_episodes(self._column("id").tolist(), self._origin.ids, self.path)
+        chosen = chosen_episodes(self._source.column("id").tolist(), self._origin.ids, self.path)
         return np.array(chosen, np.int64)
 
     @property
     def format(self) -> str:
         """Name of its format."""
-        return self._reader.format
+        return self._source.format
 
     @property
     def path(self) -> Path:
@@ -82,17 +78,17 @@ class Recording(Sequence[Episode]):
     @property
     def metadata(self) -> dict[str, Any]:
         """What the file says of the whole."""
-        return self._reader.metadata
+        return self._source.metadata
 
     @property
     def problems(self) -> list[RolloutDataError]:
         """Data that were not read, were repaired or were left out, as exceptions that were not raised."""
-        return self._reader.problems
+        return self._source.problems
 
     @property
     def advice(self) -> list[RolloutDataError]:
         """Remarks on data that are read as they are stored, such as copied actions; exceptions that were not raised."""
-        return self._reader.advice
+        return self._source.advice
 
     @cached_property
     def schema(self) -> Schema:
@@ -144,17 +140,12 @@ class Recording(Sequence[Episode]):
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """One column of `table`; returns are NaN, as nothing is read for it."""
         action = "call Recording.column"
-        found: np.ndarray[Any, Any] = self._column(choice(action, "name", name, COLUMNS))[self._numbers]
+        found: np.ndarray[Any, Any] = self._source.column(choice(action, "name", name, COLUMNS))[self._numbers]
         return found
-
-    def _column(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a column of all episodes of the file."""
-        reader = self._reader
-        return reader.column(name) if isinstance(reader, FolderReader) else column_of(reader.episodes, name)
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
         """Which fields each episode has: int64 `[num_episodes]`, places in the list of schemas."""
-        which, schemas = self._reader.schemas()
+        which, schemas = self._source.schemas()
         return which[self._numbers], schemas
 
     def read_many(self, places: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
@@ -172,7 +163,7 @@ class Recording(Sequence[Episode]):
             DataFileError: They cannot be read.
         """
         action = "call Recording.read_many"
-        return self._reader.read_many(
+        return self._source.read_many(
             self._numbers[env_ids(action, "places", places, len(self))], names, starts, counts
         )
 
@@ -181,7 +172,7 @@ class Recording(Sequence[Episode]):
         if not is_whole(place) or not -len(self) <= place < len(self):
             kind = OutOfRangeError if is_whole(place) else UsageError
             raise kind("call Recording.info", "", f"place in {-len(self)}:{len(self)}", repr(place))
-        return self._reader.episodes[int(self._numbers[place])]
+        return self._source.episodes[int(self._numbers[place])]
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -199,9 +190,8 @@ class Recording(Sequence[Episode]):
             action = f"take an episode of the Recording of {str(self.path)!r}"
             raise kind(action, "", expected, repr(index), "select() takes names")
         number = int(self._numbers[index])
-        if isinstance(self._reader, FolderReader):
-            self._reader.check_there([number])
-        return Episode(self._reader, number, self._reader.episodes[number])
+        self._source.check_present([number])
+        return Episode(self._source, number, self._source.episodes[number])
 
     def __iter__(self) -> Iterator[Episode]:
         return (self[number] for number in range(len(self)))
@@ -215,20 +205,18 @@ class Recording(Sequence[Episode]):
 
     def refresh(self) -> Recording:
         """Take over what the files hold now, and return this recording; a selection keeps the episodes still there."""
-        reader = open_origin(replace(self._origin, ids=None))
+        source = open_episodes(replace(self._origin, ids=None))
         for name in ("_numbers", "schema", "table", "descriptions"):
             vars(self).pop(name, None)
-        self._reader = reader
+        self._source = source
         if self._origin.ids is not None:
-            there = {*self._column("id").tolist()}
+            there = {*self._source.column("id").tolist()}
             self._origin = replace(self._origin, ids=tuple(one for one in self._origin.ids if one in there))
         return self
 
     def removed(self) -> dict[str, DataFileError]:
         """Return the episodes of which a file is gone since the recording was opened: id -> the error that says so."""
-        if not isinstance(self._reader, FolderReader):
-            return {}
-        errors = self._reader.removed(self._numbers.tolist())
+        errors = self._source.removed(self._numbers.tolist())
         return {error.episode: error for error in errors.values()}
 
     def check_present(self) -> None:
@@ -237,18 +225,17 @@ class Recording(Sequence[Episode]):
         Raises:
             DataFileError: One was removed or replaced; it names the episode.
         """
-        if isinstance(self._reader, FolderReader):
-            self._reader.check_there(self._numbers.tolist())
+        self._source.check_present(self._numbers.tolist())
 
     @property
     def blocks(self) -> list[Block]:
         """The blocks of a folder of ours as it was opened, edits with their notes; none of other formats."""
-        return self._reader.blocks if isinstance(self._reader, FolderReader) else []
+        return self._source.blocks
 
     def _of(self, places: Any) -> Recording:
         """Return the episodes at some places: numbers, a slice or a mask."""
         ids = tuple(self.column("id")[places].tolist())
-        return Recording(replace(self._origin, ids=ids), self._reader, self._numbers[places])
+        return Recording(replace(self._origin, ids=ids), self._source, self._numbers[places])
 
     def select(self, ids: Iterable[str | int]) -> Recording:
         """Return the episodes of these names, in the order of the file.
@@ -299,14 +286,14 @@ class Recording(Sequence[Episode]):
     def parts(self, action: str, parts: Mapping[str, float] | None, seed: int) -> dict[str, Recording]:
         """Return the parts of `split`; errors name the `action`."""
         if parts is None:
-            if not self._reader.splits:
+            if not self._source.splits:
                 expected = "parts that the file names"
                 advice = 'Give shares, {"train": 0.9, ...}'
                 raise UsageError(action, f"of {str(self.path)!r}", expected, "none", advice)
             there = set(self.ids)
             return {
                 name: self.select([one for one in map(str, ids) if one in there])
-                for name, ids in self._reader.splits.items()
+                for name, ids in self._source.splits.items()
             }
         if not isinstance(parts, Mapping):
             raise UsageError(action, "", "parts as a mapping of names to shares", type(parts).__name__)
@@ -331,12 +318,11 @@ class Recording(Sequence[Episode]):
         What was computed is kept in the user's cache folder (`XDG_CACHE_HOME`), never beside the data.
         """
         self.check_present()
-        source = Source(self.origin)
-        source.refresh()
-        store = source.snapshot()
-        names = [name for name, field in store.layouts[DATA].schema.items() if not field.is_text]
-        chosen = np.arange(len(store.index))
-        parts = [(store, chosen)]
+        live = LiveSource(self.origin)
+        live.refresh()
+        rows = live.snapshot()
+        names = list(rows.numeric_fields)
+        parts = [(rows, np.arange(len(rows.index)))]
         action = "call Recording.statistics"
         return compute_statistics(action, parts, None, names, quantiles, use_cache, progress)
 
@@ -347,25 +333,3 @@ def _counted(number: int, what: str) -> str:
 
 def _some(name: str, there: Sequence[str]) -> str:
     return f"one of {len(there)} names, such as {nearest(name, there, _NUM_SHOWN)}"
-
-
-def open_origin(origin: Origin) -> ForeignReader:
-    """Open what lies somewhere, whatever its format; of an open recording, return its reader.
-
-    Raises:
-        DataFileError: It is of no known format, or cannot be read.
-    """
-    if origin.opened is not None:
-        reader: ForeignReader = origin.opened
-        return reader
-    origin = local_origin(origin, origin.remote or RemoteOptions())
-    kind = kind_of(origin)
-    if kind in (None, Blocks) and origin.format is None:
-        check_single("call rollout_data.open", origin.path)
-    if kind is None or kind is Readers:
-        return open_foreign(origin.path, origin.format, **origin.options)
-    if origin.options:
-        raise UsageError(
-            "open", repr(str(origin.path)), f"no option (of {kind.format})", repr(next(iter(origin.options)))
-        )
-    return FolderReader(origin, kind)

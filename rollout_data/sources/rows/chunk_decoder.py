@@ -17,9 +17,9 @@ import torch
 from storage.core.threads import each_part
 from storage.errors import CorruptFileError
 
-from ..blocks.block_header import BlockHeader, corrupt
-from ..blocks.chunk_table import ChunkTable, check_sum
-from ..blocks.trajectory_index import Int64s, Runs, counted_from
+from ...blocks.block_header import BlockHeader, corrupt
+from ...blocks.chunk_table import ChunkTable, check_sum
+from ...blocks.trajectory_index import Int64s, Runs, counted_from
 from .mapped_files import Arena
 
 #: How much of decoded chunks is kept by default, over all components of a dataset.

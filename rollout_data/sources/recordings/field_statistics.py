@@ -24,10 +24,10 @@ from storage.core.fields import DTYPES, Field
 from storage.core.memory import on_host
 from storage.errors import RolloutDataError, UsageError
 
-from ..blocks.block_folder import BAD_CACHE, stamp_of
-from ..blocks.block_header import DATA
-from ..blocks.trajectory_index import Int64s
-from .frame_store import FrameStore
+from ...blocks.block_folder import BAD_CACHE, stamp_of
+from ...blocks.block_header import DATA
+from ...blocks.trajectory_index import Int64s
+from ..rows.row_source import Rows, RowSource
 
 _CACHE_VERSION = 2
 #: Bytes of rows that are read at once.
@@ -39,8 +39,8 @@ _EXACT_BYTES = 64 << 20
 #: Rows of a buffer of the sketch.
 _SKETCH_ROWS = 4096
 Array = np.ndarray[Any, Any]
-#: A store, and which of its trajectories.
-Frames = tuple[FrameStore, Int64s]
+#: A source, and int64 numbers of episodes in it.
+Frames = tuple[RowSource, Int64s]
 _ARRAYS = ("mean", "std", "min", "max", "quantiles")
 
 
@@ -97,7 +97,7 @@ def compute_statistics(
         raise UsageError(action, "", "quantiles as a list of levels in [0, 1]", repr(levels))
     use_cache = flag(action, "use_cache", use_cache)
     progress = flag(action, "progress", progress)
-    parts = [(store, trajectories) for store, trajectories in parts if store.index.lengths[trajectories].sum()]
+    parts = [(snapshot, trajectories) for snapshot, trajectories in parts if snapshot.index.lengths[trajectories].sum()]
     if not parts:
         raise UsageError(action, "", "at least one frame", "none")
     schema = parts[0][0].layouts[DATA].schema
@@ -107,7 +107,9 @@ def compute_statistics(
     # One file for each question, so that a training and a validation split do not take turns.
     question = [about["fields"], about["levels"], *(crc32(trajectories.tobytes()) for _, trajectories in parts)]
     if folder is None:  # data of other systems are left as they are
-        question += [[os.path.abspath(block.path.parent) for block in store.index.blocks[:1]] for store, _ in parts]
+        question += [
+            [os.path.abspath(block.path.parent) for block in snapshot.index.blocks[:1]] for snapshot, _ in parts
+        ]
         folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "rollout_data"
     path = folder / f".statistics_{crc32(json.dumps(question).encode()):08x}.npz"
     found = _load(path, about, names, checked) if use_cache else None
@@ -121,29 +123,29 @@ def compute_statistics(
 def _compute(
     parts: Sequence[Frames], names: Sequence[str], levels: tuple[float, ...], progress: bool
 ) -> dict[str, FieldStatistics]:
-    num_frames = sum(int(store.index.lengths[trajectories].sum()) for store, trajectories in parts)
+    num_frames = sum(int(snapshot.index.lengths[trajectories].sum()) for snapshot, trajectories in parts)
     schema = parts[0][0].layouts[DATA].schema
     summaries = {name: _Summary(schema[name], num_frames) for name in names}
     with tqdm(desc="statistics", unit=" frames", unit_scale=True, disable=not progress) as bar:
-        for store, trajectories in parts:
-            layout = store.layouts[DATA]
+        for snapshot, trajectories in parts:
+            layout = snapshot.layouts[DATA]
             columns = {layout.column_of[name].name: layout.column_of[name] for name in names}
-            bar.total = (bar.total or 0) + int(store.index.lengths[trajectories].sum()) * len(columns)
+            bar.total = (bar.total or 0) + int(snapshot.index.lengths[trajectories].sum()) * len(columns)
             for column in columns.values():
                 inside = [name for name in names if name in column.offsets]
-                for rows in _portions(store, trajectories, column.name, column.row_bytes):
+                for rows in _portions(snapshot, trajectories, column.name, column.row_bytes):
                     for name in inside:
                         summaries[name].add(layout.decoded(name, rows))
                     bar.update(len(rows))
     return {name: summary.result(levels) for name, summary in summaries.items()}
 
 
-def _portions(store: FrameStore, trajectories: Int64s, column: str, row_bytes: int) -> Iterator[torch.Tensor]:
+def _portions(snapshot: RowSource, trajectories: Int64s, column: str, row_bytes: int) -> Iterator[torch.Tensor]:
     """Read all frames of some trajectories in order: `[n, row_bytes]` uint8, the same memory again and again."""
-    lengths = store.index.lengths[trajectories]
+    lengths = snapshot.index.lengths[trajectories]
     stops = np.cumsum(lengths)
     size = max(1, _PORTION_BYTES // row_bytes)
-    memory = torch.empty((min(size, int(stops[-1])), row_bytes // 4), dtype=torch.int32, device=store.device)
+    memory = torch.empty((min(size, int(stops[-1])), row_bytes // 4), dtype=torch.int32, device=snapshot.device)
     for start in range(0, int(stops[-1]), size):
         stop = min(start + size, int(stops[-1]))
         low, high = np.searchsorted(stops, [start, stop - 1], side="right")
@@ -155,9 +157,9 @@ def _portions(store: FrameStore, trajectories: Int64s, column: str, row_bytes: i
         begin = begin[kept]
         count = count[kept]
         frame = begin - (stops[which] - lengths[which])
-        runs = store.locate(trajectories[which], frame, count, begin - start)
+        rows = Rows(trajectories[which], frame, count, begin - start)
         out = memory[: stop - start]
-        store.copy((DATA, column), runs, 1, out)
+        snapshot.read_rows(rows, 1, {column: out})
         yield out.view(torch.uint8).cpu()
 
 
@@ -229,16 +231,16 @@ def _columns(values: Array, axis: int | None) -> Array:
     return np.moveaxis(values, 1 + axis, -1).reshape(-1, values.shape[1 + axis])
 
 
-def _fingerprint(store: FrameStore, trajectories: Int64s) -> str:
+def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> str:
     """What changes when a file, or the choice of trajectories, does."""
     files: list[list[Any]] = []
-    for path in dict.fromkeys(block.path for block in store.index.blocks):
+    for path in dict.fromkeys(block.path for block in snapshot.index.blocks):
         try:
             stamps = [stamp_of(one) for one in sorted(path.rglob("*"))] if path.is_dir() else stamp_of(path)
             files.append([os.path.abspath(path), stamps])
         except OSError:
             files.append([os.path.abspath(path), None])
-    index = store.index
+    index = snapshot.index
     chosen = np.stack([trajectories, index.number[trajectories], index.lengths[trajectories]])
     return f"{crc32(json.dumps(files).encode()):08x}{crc32(chosen.tobytes()):08x}"
 

@@ -1,4 +1,4 @@
-"""Folders of the older layout as a kind of source: a chunk is a block."""
+"""`TrajectoryFolderScanner`: lists folders of the older layout; a chunk stands for a block."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from ...blocks.block import Block, Key
 from ...blocks.block_folder import block_entries
 from ...blocks.block_header import DATA, layouts_of
 from ...blocks.missing_trajectories import NONE_GONE, Lengths
+from ...blocks.row_layout import RowLayout
 from ...blocks.trajectory_index import TrajectoryIndex
-from ...sources.cached_frames import FileFrames
-from ...sources.episode_reader import ABSENT
-from ...sources.frame_store import GONE, FrameStore, Place
-from ...sources.shared_memory import Spot
-from ...sources.source_kind import BlocksInUse, Choice, Kind, Origins, conventions
+from ...sources.episode_info import ABSENT
+from ...sources.origins import Origins, conventions
+from ...sources.processes.shared_memory import Spot
+from ...sources.rows.row_source import GONE, Place, RowSource
+from ...sources.rows.unmapped_rows import UnmappedRows
+from ...sources.scanner import BlocksInUse, Choice, Scanner
 from ..import_errors import copied_actions
 from .trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
 from .trajectory_listing import ChunkFile, is_trajectory_folder
@@ -32,7 +34,7 @@ from .trajectory_listing import ChunkFile, is_trajectory_folder
 _DAGGER = {"training_policy_logdir", "update_times_scale", "action_sample_std"}
 
 
-class Chunks(Kind):
+class TrajectoryFolderScanner(Scanner):
     """Folders of the older `trajectory_K/traj_START_END.pickle` layout.
 
     A chunk is a block. One that cannot be read is left out until it has changed, and the fields stay those of the
@@ -40,7 +42,7 @@ class Chunks(Kind):
     """
 
     format = "trajectory-folders"
-    about = "trajectory folders"
+    description = "trajectory folders"
 
     def __init__(self, source: Origins) -> None:
         self._source = source
@@ -52,7 +54,8 @@ class Chunks(Kind):
             scan_trajectory_folder(path) if scan is None else scan
             for path, scan in zip(source.paths, self._opened, strict=True)
         ]
-        self._listing, self._last = (Chunks, self._scans), self._store()
+        self._listing = (TrajectoryFolderScanner, self._scans)
+        self._last = self._rows()
         self._report_left_out()
         if labelled := [scan.data_dir for scan in self._scans if _DAGGER & scan.metadata.keys()]:
             where = repr(str(labelled[0]))
@@ -84,8 +87,8 @@ class Chunks(Kind):
         if [_contents(scan) for scan in scans] != [_contents(scan) for scan in before]:
             present = {(file.path, "") for scan in scans for file in scan.known}
             self._source.count_lost({block.key for block in self._last.index.blocks} - present, present)
-            self._last = self._store()
-            self._listing = (Chunks, scans)
+            self._last = self._rows()
+            self._listing = (TrajectoryFolderScanner, scans)
         self._report_left_out()
 
     def listing(self) -> Any:
@@ -94,13 +97,13 @@ class Chunks(Kind):
     def adopt(self, listing: Any, spot: Spot | None) -> bool:
         if listing is not None and listing is not self._listing:
             _, self._scans = self._listing = listing
-            self._last = self._store()
+            self._last = self._rows()
         return listing is not None
 
     def leave_out(self, key: Key) -> None:
         self._unreadable.update(file for scan in self._scans for file in scan.known if file.path == key[0])
 
-    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> FrameStore:
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
         return self._last
 
     def _report_copies(self, scan: FolderScan) -> None:
@@ -134,7 +137,7 @@ class Chunks(Kind):
                 problem = DataFileError("read all of", repr(str(path)), "data of one kind", got, advice)
                 self._source.report(problem)
 
-    def _store(self) -> FrameStore:
+    def _rows(self) -> ChunkRows:
         chunks: dict[Key, tuple[FolderScan, int]] = {}
         blocks: list[Block] = []
         for number, scan in enumerate(self._scans):
@@ -164,12 +167,25 @@ class Chunks(Kind):
                 chunks[of_folder[-1].key] = scan, chunk
             blocks += Choice(self._source.origins[number], f"{number}:").of(of_folder)
 
-        def read(block: Block, place: Place) -> np.ndarray:
-            scan, chunk = chunks[block.key]
-            return read_chunk_rows(scan, chunk, columns=[place[1]])[place[1]]
+        return ChunkRows(TrajectoryIndex(blocks), layouts_of(self._source.schema or Schema([])), chunks)
 
-        layouts = layouts_of(self._source.schema or Schema([]))
-        return FileFrames(TrajectoryIndex(blocks), layouts, read, losses=(*GONE, DataFileError))
+
+class ChunkRows(UnmappedRows):
+    """Rows of the chunks of trajectory folders.
+
+    Args:
+        chunks: Block of a chunk -> the scan that found it, and its number there.
+    """
+
+    def __init__(
+        self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], chunks: Mapping[Key, tuple[FolderScan, int]]
+    ) -> None:
+        super().__init__(index, layouts, losses=(*GONE, DataFileError))
+        self._chunks = chunks
+
+    def read_block(self, block: Block, place: Place) -> np.ndarray:
+        scan, chunk = self._chunks[block.key]
+        return read_chunk_rows(scan, chunk, columns=[place[1]])[place[1]]
 
 
 def _contents(scan: FolderScan) -> Any:

@@ -3,7 +3,7 @@
 One rule: every mapped piece starts at a multiple of the row size from the arena's base, so that
 one row number addresses any row of any file and one gather reads from all of them. Addresses
 between the pieces read as zeros. Only Linux can do this (`is_supported`); elsewhere
-`store.py` copies run by run.
+`unmapped_rows.py` copies run by run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from storage.errors import CorruptFileError, RolloutDataError, UsageError
 
-from ..blocks.trajectory_index import Int64s
+from ...blocks.trajectory_index import Int64s
 
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10

@@ -14,8 +14,9 @@ import numpy as np
 from storage.core.arguments import is_whole
 from storage.errors import MissingFieldError, UsageError, nearest
 
-from .episode_reader import EpisodeInfo, ForeignReader
-from .video_range import VideoRange
+from ..episode_info import EpisodeInfo, end_of
+from ..episode_source import EpisodeSource
+from ..video_range import VideoRange
 
 Array = np.ndarray[Any, Any]
 OBSERVATION = "observation"
@@ -46,14 +47,6 @@ class Fields(dict[str, Any]):
             return default
 
 
-def end_of(info: EpisodeInfo) -> str:
-    """Name how an episode ended: "terminated", "truncated", "unknown", or "open" if the recording was cut there."""
-    if info.terminated or info.truncated:
-        return "terminated" if info.terminated else "truncated"
-    is_known = None not in (info.terminated, info.truncated) or info.metadata.get("ends") == "open"
-    return "open" if is_known else "unknown"
-
-
 class Episode:
     """T steps from reset to end; a field is read when it is first asked for, and then kept by this object.
 
@@ -69,8 +62,8 @@ class Episode:
         metadata: Anything else that is known of it; `task` and `success` are there too if they are known.
     """
 
-    def __init__(self, reader: ForeignReader, number: int, info: EpisodeInfo) -> None:
-        self._reader = reader
+    def __init__(self, source: EpisodeSource, number: int, info: EpisodeInfo) -> None:
+        self._source = source
         self._number = number
         self._info = info
         self._read: dict[str, Any] = {}
@@ -119,7 +112,7 @@ class Episode:
             where = f"of episode {self.id!r}"
             expected = f"0 <= start <= stop <= {self.length}"
             raise UsageError(action, where, expected, f"{start!r}:{end!r}")
-        return self._reader.read(self._number, name, start, end)
+        return self._source.read(self._number, name, start, end)
 
     def video(self, name: str) -> VideoRange | None:
         """Return where the video of a field is; None if the field is not stored as video.
@@ -128,7 +121,7 @@ class Episode:
             UsageError: There is no such field.
         """
         self._check_name("call Episode.video", name)
-        return self._reader.video(self._number, name)
+        return self._source.video(self._number, name)
 
     def _check_name(self, action: str, name: str) -> None:
         if not isinstance(name, str) or (name not in self.schema and name not in self.texts):
@@ -141,7 +134,7 @@ class Episode:
         Returns:
             Field -> (number of changed values, largest difference).
         """
-        return self._reader.rounded(self._number)
+        return self._source.rounded(self._number)
 
     @property
     def observation(self) -> Any:
@@ -161,7 +154,7 @@ class Episode:
     @cached_property
     def final_observation(self) -> Any:
         """The observation after the last step, without a time axis; None where the file has none."""
-        found = {name: self._reader.read_final(self._number, name) for name in self.final}
+        found = {name: self._source.read_final(self._number, name) for name in self.final}
         return joined(OBSERVATION, found)
 
     def __getitem__(self, name: str) -> Any:

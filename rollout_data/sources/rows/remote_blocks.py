@@ -22,15 +22,16 @@ from storage.core.durable_files import crc32
 from storage.core.memory import BufferPool
 from storage.errors import CorruptFileError
 
-from ..blocks.block_header import DATA, FINAL, corrupt, row_ranges
-from ..blocks.chunk_table import ChunkTable
-from ..blocks.missing_trajectories import is_stand_in
-from ..blocks.row_layout import RowLayout
-from ..blocks.trajectory_index import Int64s, Runs, TrajectoryIndex
-from ..remote.fetcher import Request
-from ..remote.piece_checksums import PieceSums, rows_of_a_unit
-from ..remote.remote_folder import RemoteFolder
-from .frame_store import GONE, FrameStore, Place, gather
+from ...blocks.block_header import DATA, FINAL, corrupt, row_ranges
+from ...blocks.chunk_table import ChunkTable
+from ...blocks.missing_trajectories import is_stand_in
+from ...blocks.row_layout import RowLayout
+from ...blocks.trajectory_index import Int64s, Runs, TrajectoryIndex
+from ...remote.fetcher import Request
+from ...remote.piece_checksums import PieceSums, rows_of_a_unit
+from ...remote.remote_folder import RemoteFolder
+from .gather_rows import gather
+from .row_source import GONE, Place, Rows, RowSource
 
 #: A row of a block is known by one number; a block has fewer rows than this.
 _ROWS = 1 << 40
@@ -46,39 +47,39 @@ class Stock:
     """Rows of one place that were asked for together, in one piece of memory.
 
     Args:
-        store: Whose rows.
+        source: The source of the rows.
         place: Which kind of row.
         runs: The rows; those that overlap or nearly touch are joined.
     """
 
-    def __init__(self, store: RemoteFrames, place: Place, runs: Runs) -> None:
+    def __init__(self, source: RemoteBlocks, place: Place, runs: Runs) -> None:
         self.place = place
-        self._store = store
-        row_bytes = store.layouts[place[0]].columns[place[1]].row_bytes
+        self._source = source
+        row_bytes = source.layouts[place[0]].columns[place[1]].row_bytes
         first = runs.block * _ROWS + runs.row
         order = np.argsort(first, kind="stable")
         first, stop = first[order], np.maximum.accumulate((first + runs.num_rows)[order])
         is_head = np.ones(len(first), bool)
-        is_head[1:] = first[1:] > stop[:-1] + int(_GAP * store.options.chunk_bytes / row_bytes)
+        is_head[1:] = first[1:] > stop[:-1] + int(_GAP * source.options.chunk_bytes / row_bytes)
         heads = np.flatnonzero(is_head)
         #: int64 `[E]`, first row of each piece, its end, and where it lies in `words`.
         self._first = first[heads]
         self._stop = stop[np.append(heads[1:], len(first)) - 1]
         counts = self._stop - self._first
         self._base = np.cumsum(counts) - counts
-        self.words = store.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
+        self.words = source.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
         self.is_lost = False
         self._requests: list[tuple[int, Request]] = []
         self._passing: list[tuple[int, int, torch.Tensor]] = []  # block, first row and rows of each request
         unit = rows_of_a_unit(row_bytes)
-        step = max(1, store.options.chunk_bytes // row_bytes // unit) * unit
+        step = max(1, source.options.chunk_bytes // row_bytes // unit) * unit
         for start, end, base in zip(self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True):
             block, row = divmod(start, _ROWS)
             stop = row + end - start
             cuts = range(row // unit * unit + step, stop, step)  # no piece is fetched by two requests
             for low, high in pairwise([row, *cuts, stop]):
                 words = self.words[base + low - row : base + high - row]
-                request = store.request(place, block, low, high, words)
+                request = source.request(place, block, low, high, words)
                 self._passing.append((block, low, words))
                 self._requests += [(block, request)] if request is not None else []
 
@@ -114,9 +115,9 @@ class Stock:
         """Wait until all rows have come; after an error they can be asked for anew."""
         try:
             for block, request in self._requests:
-                self._store.wait(block, request)
+                self._source.wait(block, request)
             for block, row, words in self._passing:
-                self._store.compare(self.place, block, row, words)
+                self._source.compare(self.place, block, row, words)
         except BaseException:
             self.is_lost = True
             raise
@@ -130,7 +131,7 @@ class Stock:
             request.forget()
 
 
-class RemoteFrames(FrameStore):
+class RemoteBlocks(RowSource):
     """Rows of blocks behind a network; those of coded components are decoded as they come.
 
     Args:
@@ -157,7 +158,7 @@ class RemoteFrames(FrameStore):
         self._fragments: dict[tuple[int, Place], FragmentRows | None] = {}
         self._lock = threading.Lock()
 
-    def copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+    def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         left = runs
         for _ in range(2):  # what is left of a run may be in a stock that was looked through before
             for stock in [*[known() for known in self.routes], *reversed(self._kept)]:
@@ -170,16 +171,16 @@ class RemoteFrames(FrameStore):
             assert not len(rest.row), "a stock has what it was made for"
             self._keep(stock)
 
-    def will_need(self, runs: Runs) -> None:
+    def prefetch(self, rows: Rows) -> None:
+        runs = self.locate(rows)
         for name in self.layouts[DATA].columns if len(runs.row) else ():
             self._keep(Stock(self, (DATA, name), runs))
 
-    def is_resident(self, runs: Runs) -> bool:
-        """Return whether rows have to be requested before they are needed."""
+    def is_resident(self, rows: Rows) -> bool:
         return False
 
     def stretch_bytes(self, num_envs: int) -> int:
-        """How much of a trajectory each of some envs reads ahead: together a quarter of what is kept."""
+        # Together a quarter of what is kept.
         return max(1 << 12, min(self.options.chunk_bytes, self.options.kept_bytes // (4 * num_envs)))
 
     def request(self, place: Place, block: int, start: int, stop: int, out: torch.Tensor) -> Request | None:

@@ -1,0 +1,308 @@
+"""`BlockScanner`: lists folders of block files; the blocks are mapped side by side where that is possible."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.core.fields import Schema
+from storage.errors import DataFileError, RolloutDataError
+
+from ..blocks.block import Block
+from ..blocks.block_folder import LOOK_SHARE, BlockFolder, block_entries, counted_metadata, read_metadata
+from ..blocks.block_header import DATA, layouts_of
+from ..blocks.folder_metadata import load_metadata
+from ..blocks.missing_trajectories import NONE_GONE, Lengths, beside_stand_ins, is_stand_in, with_stand_ins
+from ..blocks.row_layout import RowLayout
+from ..blocks.trajectory_index import TrajectoryIndex
+from ..remote.locations import RemoteFiles
+from ..remote.remote_folder import RemoteFolder
+from .origins import Origins, conventions
+from .processes.shared_memory import SharedMemory, Spot, share, shared_at
+from .rows.mapped_blocks import FileMap, MappedBlocks, can_map
+from .rows.remote_blocks import RemoteBlocks
+from .rows.row_source import RowSource
+from .rows.unmapped_rows import BlockFiles
+from .scanner import BlocksInUse, Choice, Scanner
+
+
+class BlockScanner(Scanner):
+    """Folders of block files."""
+
+    format = "rollout-data"
+    description = "block files"
+
+    def __init__(self, source: Origins) -> None:
+        self._source = source
+        self._folders = [self._folder(path, label) for path, label in zip(source.paths, source.labels, strict=True)]
+        self._choices = [Choice(origin, label) for origin, label in zip(source.origins, source.labels, strict=True)]
+        #: Of each folder, the snapshot of an open recording; None: the folder is scanned.
+        self._opened = [
+            None if origin.opened is None else _Opened(origin.opened, label)
+            for origin, label in zip(source.origins, source.labels, strict=True)
+        ]
+        #: Deleted blocks that are in use.
+        self._pinned: list[Block] = []
+        #: Blocks that another process has listed; None: this process lists them.
+        self._adopted: list[Block] | None = None
+        self._files: FileMap | None = None
+        self._last: RowSource | None = None
+        #: The listing of a snapshot, and that snapshot.
+        self._listing: tuple[RowSource | None, Any] = None, None
+        #: An index in shared memory, and the memory.
+        self._shared: tuple[TrajectoryIndex | None, SharedMemory | None] = None, None
+        self._broken: DataFileError | None = None
+        self._next_release_s = 0.0
+        self._has_warned = False
+
+    @staticmethod
+    def is_there(path: Path) -> bool:
+        return bool(block_entries(path))
+
+    def _folder(self, path: Path, label: str) -> BlockFolder:
+        if self._source.is_remote:
+            return RemoteFolder(RemoteFiles(path, self._source.remote), self._source.verify_on_open, label)
+        return BlockFolder(path, self._source.verify_on_open, label)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        opened = self._opened[0]
+        if opened is not None:
+            return dict(opened.metadata)
+        if self._source.is_remote:
+            return self._remote_folders[0].metadata
+        folder = self._folders[0]
+        # After a scan the headers are known: `read_metadata` would read each block again.
+        stored = load_metadata(folder.data_dir) if self._last is not None else None
+        return read_metadata(folder.data_dir) if stored is None else counted_metadata(folder, stored)
+
+    @property
+    def conventions(self) -> set[tuple[str, str]]:
+        if self._source.is_remote:
+            return conventions(folder.metadata for folder in self._remote_folders)
+        stored = [load_metadata(folder.data_dir) for folder in self._folders]
+        return conventions(metadata.context for metadata in stored if metadata is not None)
+
+    @property
+    def _remote_folders(self) -> list[RemoteFolder]:
+        return [folder for folder in self._folders if isinstance(folder, RemoteFolder)]
+
+    # Listings for other processes
+
+    def listing(self) -> Any:
+        snapshot = self.snapshot()
+        if self._listing[0] is not snapshot:
+            self._listing = snapshot, self._listing_of(snapshot)
+        return self._listing[1]
+
+    def _listing_of(self, snapshot: RowSource) -> Any:
+        blocks = [(self._source.paths.index(block.path.parent), block) for block in snapshot.index.blocks]
+        return BlockScanner, self._source.schema, snapshot.index.num_present, blocks
+
+    def shared(self, source: RowSource) -> Spot | None:
+        index = source.index
+        if self._shared[0] is not index:
+            memory = share((self._listing_of(source), index))
+            self._shared = index, memory
+            stored, _ = shared_at(memory.spot if memory is not None else None)
+            if stored is not None:
+                # This process reads the shared arrays too, and releases its own.
+                vars(index).update({**vars(stored[1]), "blocks": index.blocks})
+                for folder in self._folders:
+                    folder.built = None
+        memory = self._shared[1]
+        return None if memory is None else memory.spot
+
+    def adopt(self, listing: Any, spot: Spot | None) -> bool:
+        if listing is not None and listing is self._listing[1]:
+            return True
+        stored, memory = shared_at(spot)
+        if stored is None and listing is None:
+            return False
+        _, self._source.schema, num_present, placed = listing if stored is None else stored[0]
+        paths = self._source.paths
+        blocks = [replace(block, path=paths[folder] / block.path.name) for folder, block in placed]
+        self._adopted = blocks[:num_present]
+        self._pinned = blocks[num_present:]
+        self._last = None
+        if stored is not None:
+            index = stored[1]
+            index.blocks = tuple(blocks)
+            # Memory of this process is kept as it is, since others map it by its spot.
+            own = self._shared[1]
+            is_own = own is not None and own.spot == spot
+            self._shared = index, own if is_own else memory
+        return True
+
+    # Scans
+
+    def refresh(self, in_use: BlocksInUse) -> None:
+        has_changed = self._last is None or bool(self._pinned) or self._adopted is not None
+        self._adopted = None
+        for folder, opened in zip(self._folders, self._opened, strict=True):
+            if opened is None:
+                has_changed |= folder.refresh()
+            for problem in folder.problems.values() if opened is None else opened.problems:
+                self._source.report(problem)
+        self._warn_without_sums()
+        if not has_changed:
+            return
+        blocks = self._blocks()
+        present = {block.key for block in blocks}
+        before = self._last.index if self._last is not None else None
+        if before is not None:
+            self._source.count_lost({block.key for block in before.blocks[: before.num_present]} - present, present)
+        mapped = self._files.mapped if self._files is not None else ()
+        deleted = [block for block in in_use() if block.key not in present]
+        pinned = [block for block in deleted if block.identity in mapped or is_stand_in(block)]
+        if pinned != self._pinned or before is None or _identities(before.blocks) != _identities(blocks):
+            self._pinned = pinned
+            self._last = None
+        self._source.lost.intersection_update(key for key, *_ in mapped)
+
+    def _warn_without_sums(self) -> None:
+        """Warn once of blocks behind a network that have no checksums of their pieces."""
+        num_blocks = sum(folder.num_without_sums for folder in self._remote_folders)
+        if not num_blocks or self._has_warned:
+            return
+        self._has_warned = True
+        where = repr(", ".join(map(str, self._source.paths)))
+        expected = "checksums of their pieces beside them"
+        advice = "'rollout-data push' writes them"
+        action = f"compare what is fetched of {num_blocks} blocks"
+        self._source.advise(DataFileError(action, f"of {where}", expected, "none", advice))
+
+    def release(self, in_use: BlocksInUse) -> None:
+        start_s = time.monotonic()
+        if self._files is None or start_s < self._next_release_s:
+            return
+        try:
+            present = {f"{folder.data_dir}{os.sep}{name}" for folder in self._folders for name in folder.found_now()}
+        except RolloutDataError:  # the folder cannot be listed: `refresh` raises it again
+            return
+        deleted = {identity for identity in self._files.mapped if str(identity[0][0]) not in present}
+        if deleted:
+            self._source.count_lost(key for key, *_ in deleted)
+            unused = deleted - _identities(in_use())
+            if unused:
+                self._files.unmap(unused)
+        stop_s = time.monotonic()
+        self._next_release_s = stop_s + max(1.0, (stop_s - start_s) / LOOK_SHARE)
+
+    def _blocks(self) -> list[Block]:
+        """Return the chosen blocks that are there."""
+        if self._adopted is not None:
+            return self._adopted
+        blocks: list[Block] = []
+        for folder, choice, opened in zip(self._folders, self._choices, self._opened, strict=True):
+            choice.header_of = folder.header_of if folder.has_unknown_ends else None
+            listed = [folder.blocks[name] for name in sorted(folder.blocks)] if opened is None else opened.blocks
+            blocks += choice.of(listed)
+        return blocks
+
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
+        if self._last is not None and upto is None:
+            return self._last
+        if upto is not None:
+            folders = {folder.label: folder.data_dir for folder in self._folders}
+            self._pinned = with_stand_ins(self._pinned, folders, gone)
+            self._last = None if gone else self._last
+        for folder, opened in zip(self._folders, self._opened, strict=True):
+            if opened is not None and opened.blocks:
+                self._source.check_schema(opened.schema, folder.data_dir)
+            elif folder.schema is not None and folder.blocks:
+                self._source.check_schema(folder.schema, folder.data_dir)
+        layouts = layouts_of(self._source.schema or self._folders[0].schema or Schema([]))
+        blocks = self._blocks()
+        if upto is not None:
+            blocks = [block for block in blocks if block.is_edit or block.sequence <= upto.get(block.writer, -1)]
+        snapshot = self._rows_of(beside_stand_ins(blocks, self._pinned), layouts)
+        if upto is None:
+            self._report_broken(snapshot.index)
+            self._last = snapshot
+        return snapshot
+
+    def _rows_of(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> RowSource:
+        if not self._source.is_remote and can_map([*blocks, *self._pinned]):
+            return self._mapped(blocks, layouts)
+        index = self._index(blocks, list(filter(is_stand_in, self._pinned)))
+        if self._source.is_remote:
+            return RemoteBlocks(index, layouts, self._remote_folders)
+        return BlockFiles(index, layouts)
+
+    def _mapped(self, blocks: list[Block], layouts: Mapping[str, RowLayout]) -> RowSource:
+        """Map blocks, in addition to those that are mapped already; a block that cannot be mapped is reported."""
+        files = self._files
+        if files is None or files.layouts is not layouts or not files.has_room(blocks):
+            # Deleted blocks cannot be mapped again: their trajectories count as lost.
+            files = FileMap(layouts, blocks, self._source.chunk_cache_bytes)
+            self._files = files
+        mapped = []
+        for block in blocks:
+            try:
+                if not block.is_edit:  # those have no rows, and their files may be gone
+                    files.add(block)
+                mapped.append(block)
+            except FileNotFoundError:
+                self._source.count_lost([block.key])
+            except RolloutDataError as problem:
+                self._source.report(problem)
+        # The index that the folder built while it scanned is that of these blocks, if none was left out or added.
+        is_as_scanned = (
+            self._adopted is None and not self._pinned and mapped == self._blocks() and not any(self._opened)
+        )
+        is_whole = is_as_scanned and len(self._folders) == 1 and self._choices[0].is_all
+        built = self._folders[0].built if is_whole else None
+        # Blocks that another process has listed keep their numbers, whether or not they could be mapped here.
+        known = mapped if self._adopted is None else blocks
+        self._next_release_s = 0.0
+        return MappedBlocks(self._index(known, self._pinned, built), layouts, files)
+
+    def _index(
+        self, blocks: list[Block], pinned: list[Block], built: Mapping[str, np.ndarray] | None = None
+    ) -> TrajectoryIndex:
+        """Return the index of some blocks: the shared one, if it is of these."""
+        shared = self._shared[0]
+        wanted = (*blocks, *pinned)
+        if shared is not None and (shared.blocks, shared.num_present) == (wanted, len(blocks)):
+            return shared
+        return TrajectoryIndex(wanted, len(blocks), built)
+
+    def _report_broken(self, index: TrajectoryIndex) -> None:
+        """Keep one problem for the trajectories that lack a block now; warn at the first of them only."""
+        problems = self._source.problems
+        if self._broken is not None and self._broken in problems:
+            problems.remove(self._broken)
+        if not index.num_broken:
+            return
+        problem = index.broken_problem(repr(", ".join(map(str, self._source.paths))))
+        if self._broken is None:
+            self._source.report(problem)
+        else:
+            problems.append(problem)
+        self._broken = problem
+
+
+class _Opened:
+    """The blocks of an open recording, whose folder is not scanned again.
+
+    Args:
+        source: Of the recording.
+        label: Prefix of the writers' names, as in `BlockFolder`.
+    """
+
+    def __init__(self, source: RowSource, label: str) -> None:
+        self.schema: Schema = source.layouts[DATA].schema
+        self.metadata: Mapping[str, Any] = source.metadata
+        self.problems: list[RolloutDataError] = source.problems
+        self.blocks = [replace(block, writer=label + block.writer) for block in source.blocks]
+
+
+def _identities(blocks: Iterable[Block]) -> set[Any]:
+    return {block.identity for block in blocks}

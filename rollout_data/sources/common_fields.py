@@ -1,0 +1,93 @@
+"""`common_fields`: the fields of a stream of episodes that do not all have the same ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from storage.core.fields import Field, Schema
+
+#: Names that a batch uses itself.
+RESERVED = (
+    "done", "timeout", "end_unknown", "is_first", "is_last", "valid", "mask", "next_mask", "stream_id", "extras",
+    "next_observation", "next_privileged_observation",
+)  # fmt: skip
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class Fit(NamedTuple):
+    """The fields of a stream of episodes, and the episodes and fields that do not fit.
+
+    Attributes:
+        schema: The fields.
+        left_out: Schema of episodes that are not streamed -> how it differs.
+        lacking: Schema of other episodes -> names of the fields that are NaN there.
+        dropped: Name of a field that is not streamed -> the condition that it does not meet.
+        forms: Schemas of the episodes that are streamed, each once.
+    """
+
+    schema: Schema
+    left_out: dict[Schema, str]
+    lacking: dict[Schema, list[str]]
+    dropped: dict[str, str]
+    forms: list[Schema]
+
+
+def common_fields(schemas: Iterable[Schema], keeps_episodes: bool = False) -> Fit:
+    """Find the fields of a stream: those of all episodes that do not contradict the fields of most episodes.
+
+    A field that some episodes lack becomes one of floats, as it reads as NaN there. Pictures and other integers of
+    several axes have to be in all episodes.
+
+    Args:
+        schemas: The fields of each episode.
+        keeps_episodes: Leave out pictures that some episodes lack, instead of leaving out these episodes.
+    """
+    fields: dict[str, Field] = {}
+    left_out: dict[Schema, str] = {}
+    counts = Counter(schemas)
+    all_names = dict.fromkeys(name for schema in counts for name in schema)
+    taken = [name for name in all_names if name.partition("/")[0] in RESERVED]
+    dropped = dict.fromkeys(taken, "a name that batches do not use themselves")
+    for schema, _ in counts.most_common():
+        own_fields = {name: field for name, field in schema.items() if field.num_elements and name not in dropped}
+        missing = [name for name, field in fields.items() if name not in own_fields and not _can_lack(field)]
+        difference = f"no {missing[0]!r}" if missing and not keeps_episodes else _difference(fields, own_fields)
+        if difference:
+            left_out[schema] = difference
+            continue
+        for name in missing:
+            del fields[name]
+            dropped[name] = "a field of all episodes"
+        new = [name for name in own_fields if name not in fields]
+        if fields:
+            dropped |= {name: "a field of all episodes" for name in new if not _can_lack(own_fields[name])}
+        fields |= {name: own_fields[name] for name in new if name not in dropped}
+    kept = [schema for schema in counts if schema not in left_out]
+    lacking_of = {schema: [name for name in fields if name not in schema] for schema in kept}
+    lacking = {schema: names for schema, names in lacking_of.items() if names}
+    for name in {name for names in lacking.values() for name in names}:
+        if fields[name].dtype not in FLOATS:
+            wide = "float64" if fields[name].numpy_dtype.itemsize > 2 else "float32"
+            fields[name] = replace(fields[name], dtype=wide)
+    return Fit(Schema(fields.values()), left_out, lacking, dropped, kept)
+
+
+def _can_lack(field: Field) -> bool:
+    """Return whether episodes without a field can be streamed with it, as NaN."""
+    return field.dtype in FLOATS or len(field.shape) <= 1
+
+
+def _difference(fields: Mapping[str, Field], others: Mapping[str, Field]) -> str:
+    """Return how the fields of other episodes contradict `fields`; "" if they do not."""
+    for name, field in fields.items():
+        other = others.get(name, field)
+        if (field.dtype, field.shape) != (other.dtype, other.shape):
+            return f"{name!r} as {other.dtype}{list(other.shape)} instead of {field.dtype}{list(field.shape)}"
+    for known in fields:
+        for name in others:
+            if known.startswith(f"{name}/") or name.startswith(f"{known}/"):
+                return f"{name!r} instead of {known!r}"
+    return ""

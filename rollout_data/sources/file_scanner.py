@@ -1,0 +1,158 @@
+"""`FileScanner`: opens files of other systems, and chooses the episodes and fields that a stream of them has.
+
+All episodes of a stream have the same fields, those of most episodes. A field that an episode lacks reads as NaN, and
+an episode with contradicting fields is left out; both are reported once. Files are listed once, when they are opened.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from storage.core.fields import Field, Schema
+from storage.errors import DataFileError, UsageError, nearest
+
+from ..blocks.missing_trajectories import NONE_GONE, Lengths
+from ..remote.locations import Origin
+from .common_fields import RESERVED, Fit, common_fields
+from .episode_info import EpisodeInfo
+from .file_source import FileSource
+from .format_registry import detect, holds_files_of_others, open_foreign
+from .origins import Origins, conventions
+from .processes.shared_memory import Spot
+from .rows.joined_files import EpisodeKey, JoinedFiles
+from .rows.row_source import RowSource
+from .scanner import BlocksInUse, Scanner
+
+_ADVICE = "Read it from the episodes of rollout_data.open"
+
+
+class FileScanner(Scanner):
+    """Files of other systems."""
+
+    format = ""
+    description = "files of another system"
+
+    def __init__(self, source: Origins) -> None:
+        self._source = source
+        self._files = [_opened(origin) for origin in source.origins]
+        self.format = " and ".join(dict.fromkeys(file.format for file in self._files))
+        self._listing = (FileScanner, self._files)
+        self._snapshot = self._joined()
+        for file in self._files:
+            for problem in file.problems:
+                source.report(problem)
+            for remark in file.advice:
+                source.advise(remark)
+
+    @staticmethod
+    def is_there(path: Path) -> bool:
+        # Several files are refused by `open_foreign`, with their names; as blocks of ours they would be damaged ones.
+        return detect(path) is not None or holds_files_of_others(path)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        metadata = dict(self._files[0].metadata)
+        if "fps" in metadata:
+            metadata.setdefault("frame_rate_hz", metadata["fps"])
+        return metadata
+
+    @property
+    def conventions(self) -> set[tuple[str, str]]:
+        of_files = [file.metadata for file in self._files]
+        of_episodes = [self._files[number].episodes[episode].metadata for number, episode in self._chosen()]
+        return conventions([*of_files, *of_episodes])
+
+    def refresh(self, in_use: BlocksInUse) -> None:
+        """Do nothing: files of other systems are listed once."""
+
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
+        return self._snapshot
+
+    def listing(self) -> Any:
+        return self._listing
+
+    def adopt(self, listing: Any, spot: Spot | None) -> bool:
+        if listing is not None and listing is not self._listing:
+            self._listing = listing
+            _, self._files = listing
+            self._snapshot = self._joined()
+        return listing is not None
+
+    def _chosen(self) -> list[EpisodeKey]:
+        """Return the episodes that are read."""
+        keys: list[EpisodeKey] = []
+        for number, (origin, file) in enumerate(zip(self._source.origins, self._files, strict=True)):
+            names = [info.name for info in file.episodes]
+            keys += [(number, episode) for episode in sorted(chosen_episodes(names, origin.ids, file.path))]
+        return keys
+
+    def _joined(self) -> JoinedFiles:
+        """Return the chosen episodes as rows; report the episodes and fields that do not fit."""
+        chosen = self._chosen()
+        infos = [self._files[number].episodes[episode] for number, episode in chosen]
+        fit = common_fields([info.schema for info in infos])
+        self._report(fit, infos)
+        kept = [(key, info) for key, info in zip(chosen, infos, strict=True) if info.schema not in fit.left_out]
+        if kept:
+            self._source.check_schema(fit.schema, self._source.paths[0])
+        texts = self._common_texts([info for _, info in kept], fit.schema)
+        keys = [key for key, _ in kept]
+        labels = self._source.labels
+        return JoinedFiles(self._files, labels, keys, fit.schema, texts, self._source.chunk_cache_bytes)
+
+    def _common_texts(self, infos: Sequence[EpisodeInfo], schema: Schema) -> Schema:
+        """Return the text fields of all episodes as fields of the numbers of their texts; report the others."""
+        counts = Counter(name for info in infos for name in info.texts)
+        fields: list[Field] = []
+        for name, count in counts.items():
+            is_free = name not in schema and not schema.below(name) and name.partition("/")[0] not in RESERVED
+            if is_free and count == len(infos):
+                fields.append(Field(name, (), "int64", is_text=True))
+                continue
+            expected = "texts in all episodes" if is_free else "a name that no other field and no batch has"
+            where = f"of {str(self._source.paths[0])!r}"
+            self._source.report(DataFileError(f"stream the texts {name!r}", where, expected, "another", _ADVICE))
+        return Schema(fields)
+
+    def _report(self, fit: Fit, infos: Sequence[EpisodeInfo]) -> None:
+        """Report episodes that are left out, fields that read as NaN, and fields that are left out."""
+        where = ", ".join(repr(str(path)) for path in self._source.paths)
+        differences = [(schema, "Left out of streams", difference) for schema, difference in fit.left_out.items()]
+        for schema, missing in fit.lacking.items():
+            differences.append((schema, "Read as NaN", f"no {', '.join(map(repr, missing))}"))
+        for schema, advice, got in differences:
+            names = [repr(info.name) for info in infos if info.schema == schema]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            action = f"stream all of episode {', '.join(names[:3])}{more}"
+            expected = "the fields of most episodes"
+            self._source.report(DataFileError(action, f"of {where}", expected, got, advice))
+        for name, condition in fit.dropped.items():
+            action = f"stream the field {name!r}"
+            self._source.report(DataFileError(action, f"of {where}", condition, "another", _ADVICE))
+
+
+def _opened(origin: Origin) -> FileSource:
+    if origin.opened is None:
+        return open_foreign(origin.path, origin.format, **origin.options)
+    copied: FileSource = pickle.loads(pickle.dumps(origin.opened))  # two threads may read at once
+    return copied
+
+
+def chosen_episodes(names: Sequence[str], ids: Sequence[str] | None, path: Path) -> list[int]:
+    """Return the numbers of the episodes with the names `ids`, in this order; of all where `ids` is None.
+
+    Raises:
+        UsageError: No episode has one of the names.
+    """
+    if ids is None:
+        return list(range(len(names)))
+    number_of = {name: number for number, name in enumerate(names)}
+    for name in ids:
+        if name not in number_of:
+            expected = f"one of {len(number_of)} names, such as {nearest(name, number_of, 4)}"
+            raise UsageError("find the episode", f"in {str(path)!r}", expected, repr(name))
+    return [number_of[name] for name in ids]

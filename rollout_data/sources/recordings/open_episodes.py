@@ -1,0 +1,94 @@
+"""`open_episodes`: the episodes of one file or folder of any format, as a source that recordings share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from storage.errors import DataFileError, RolloutDataError, UsageError
+
+from ...blocks.annotations import Notes
+from ...remote.local_copy import local_origin
+from ...remote.locations import Origin, RemoteOptions
+from ..block_scanner import BlockScanner
+from ..episode_source import EpisodeSource
+from ..file_scanner import FileScanner
+from ..format_registry import open_foreign
+from ..live_source import LiveSource, scanner_of
+from ..rows.row_source import RowSource
+from .recordings_in_folder import check_single
+
+#: Id of a converted episode in its source; noted besides its metadata and `ABSENT`.
+SOURCE_ID = "id"
+#: Scans until none of the edits is replaced while its notes are read.
+_MAX_SCANS = 100
+
+
+def open_episodes(origin: Origin) -> EpisodeSource:
+    """Open a file or folder, whatever its format; of an open recording, return its source.
+
+    Raises:
+        DataFileError: It has no known format, or cannot be read.
+    """
+    if origin.opened is not None:
+        opened: EpisodeSource = origin.opened
+        return opened
+    origin = local_origin(origin, origin.remote or RemoteOptions())
+    scanner = scanner_of(origin)
+    if scanner in (None, BlockScanner) and origin.format is None:
+        check_single("call rollout_data.open", origin.path)
+    if scanner is None or scanner is FileScanner:
+        return open_foreign(origin.path, origin.format, **origin.options)
+    if origin.options:
+        expected = f"no option (of {scanner.format})"
+        raise UsageError("open", repr(str(origin.path)), expected, repr(next(iter(origin.options))))
+    return _open_folder(origin)
+
+
+def _open_folder(origin: Origin) -> RowSource:
+    """Scan a folder of ours; scan again where an edit was replaced meanwhile."""
+    live = LiveSource(origin)
+    for _ in range(_MAX_SCANS):
+        live.refresh()
+        source = live.snapshot()
+        source.notes = Notes()
+        try:
+            source.notes.keep_edits(source)
+        except FileNotFoundError:
+            continue
+        listing = live.listing()
+        if live.holds_blocks:
+            scanner, schema, num_present, placed = listing
+            placed = [(folder, source.notes.kept(block)) for folder, block in placed]
+            listing = scanner, schema, num_present, placed
+        return _described(source, origin, listing, live.metadata, live.problems, live.advice)
+    where = repr(str(origin.path))
+    got = "edits that were replaced at each look"
+    raise DataFileError("open", where, "edits that stay while they are read", got, "Open it again later")
+
+
+def _open_again(origin: Origin, listing: Any, *known: Any) -> RowSource:
+    """Open a folder in another process, as the listing of an earlier scan describes it."""
+    live = LiveSource(origin)
+    live.adopt(listing)
+    return _described(live.snapshot(), origin, listing, *known)
+
+
+def _described(
+    source: RowSource,
+    origin: Origin,
+    listing: Any,
+    metadata: dict[str, Any],
+    problems: list[RolloutDataError],
+    advice: list[RolloutDataError],
+) -> RowSource:
+    """Add what a recording needs to a snapshot: the whole's metadata, problems and advice, and how to copy it."""
+    source.path = origin.path
+    source.listing = listing
+    source.scanner = listing[0]
+    source.format = source.scanner.format
+    source.metadata = metadata
+    source.problems = problems
+    source.advice = advice
+    source.reopening = _open_again, (replace(origin, opened=None), listing, metadata, problems, advice)
+    return source

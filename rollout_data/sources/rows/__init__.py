@@ -1,0 +1,1 @@
+"""Episodes as packed rows: mapped, read when needed, fetched or copied into memory."""

@@ -1,0 +1,421 @@
+"""`RowSource`: episodes as packed rows, which playback, windows and statistics read in bulk.
+
+Integers come in, rows go out; the frames of a batch are chosen by the callers. A file that was there when the index
+was built and cannot be read any more is a `LostBlockError`. After other errors, reading may be tried again.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+
+from storage.core.fields import Schema
+from storage.errors import CorruptFileError, DataFileError
+
+from ...blocks.annotations import Notes
+from ...blocks.block import Block
+from ...blocks.block_header import DATA, FINAL, BlockHeader, read_header
+from ...blocks.folder_metadata import ENDS
+from ...blocks.row_layout import RowLayout
+from ...blocks.trajectory_index import End, Int64s, LostBlockError, Runs, TrajectoryIndex
+from ...remote.locations import RemotePath
+from ..episode_info import ABSENT, NO_FIELDS, EpisodeInfo
+from ..episode_source import EpisodeSource
+from ..episode_table import column_of
+
+#: (table, column): one kind of row.
+Place = tuple[str, str]
+#: What a file raises that is gone, or is another's now.
+GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_CPU = torch.device("cpu")
+#: Bytes of a trajectory that a stream reads ahead at once.
+_STRETCH_BYTES = 256 * 1024
+_ENDS = np.array(["open", "terminated", "truncated", "unknown"])
+
+
+class Rows(NamedTuple):
+    """Consecutive frames of episodes, and the rows of the output that they fill.
+
+    Attributes:
+        episode: int64 `[K]`, number of the episode.
+        start: int64 `[K]`, first frame.
+        num_frames: int64 `[K]`, frames.
+        target: int64 `[K]`, first row of the output; frame `start + k` goes to row `target + k`.
+    """
+
+    episode: Int64s
+    start: Int64s
+    num_frames: Int64s
+    target: Int64s
+
+
+class RowSource(EpisodeSource):
+    """Episodes as rows: all fields of a frame that are stored side by side are one row, of a fixed number of bytes.
+
+    The subclasses differ in where the rows are: mapped files, files that are read when needed, files behind a network,
+    or memory. `LiveSource.snapshot` makes one, and adds what it knows of the whole.
+
+    Attributes:
+        index: The episodes as arrays: lengths, ends, writers, and where their frames are.
+        layouts: Table -> row layout: which fields lie in a row, and where.
+        device: Where the rows are.
+        is_lost: bool `[num_episodes]`, episodes that could not be read: their rows are not asked for any more.
+        notes: Metadata of episodes and texts of frames, from the blocks.
+        read_header: Reads the header of a block file of the index.
+        episode_tasks: The task of each episode, where the files are no blocks; None where they are.
+        read_texts: Reads the texts of all text fields, where the files are no blocks; None where they are.
+        episode_names: The name of each episode, where the files are no blocks; None where they are.
+        listing: What the scan of the folder found, for other processes; None of snapshots of a stream.
+        reopening: Function and arguments that open this snapshot in another process; None of snapshots of a stream.
+    """
+
+    def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU) -> None:
+        self.index = index
+        self.layouts = layouts
+        self.device = device
+        self.is_lost = np.zeros(len(index), bool)
+        self.read_header: Callable[[Block], BlockHeader] = _header_of
+        self.episode_tasks: Sequence[str] | None = None
+        self.read_texts: Callable[[], Iterable[str]] | None = None
+        self.episode_names: Sequence[str] | None = None
+        self.path = Path()
+        self.metadata = {}
+        self.problems = []
+        self.advice = []
+        self.splits = {}
+        self.notes = Notes()
+        self.listing: Any = None
+        self.reopening: tuple[Callable[..., RowSource], tuple[Any, ...]] | None = None
+        self._texts: dict[int, str] | None = None
+        self._last_rows: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
+        #: Episodes whose damaged notes are among the problems.
+        self._damaged_notes = set[int]()
+
+    def __reduce__(self) -> Any:
+        """A copy opens the files where it arrives, with the listing of this snapshot."""
+        if self.reopening is None:
+            raise TypeError("only the source of a recording can be pickled")
+        return self.reopening
+
+    # Descriptions: from the index and the notes
+
+    @property
+    def episodes(self) -> TrajectoryInfos:
+        # Built at each call: kept by the source, it would be a circle of references that keeps files mapped.
+        return TrajectoryInfos(self, self._damaged_notes)
+
+    @cached_property
+    def numeric_fields(self) -> Schema:
+        """The fields of a frame that are no texts."""
+        return Schema(field for field in self.layouts[DATA].schema.values() if not field.is_text)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [self.notes.kept(block) for block in self.index.blocks]
+
+    def name_of(self, episode: int) -> str:
+        """Return the name of an episode; "writer:number" in block files."""
+        if self.episode_names is not None:
+            return self.episode_names[episode]
+        writer, number = self.index.keys(np.array([episode]))[0]
+        return f"{writer[writer.find(':') + 1 :]}:{number}"
+
+    def schemas(self) -> tuple[Int64s, list[Schema]]:
+        if self._noted is None:
+            return super().schemas()
+        position_of: dict[Schema, int] = {}
+        position_of_names: dict[tuple[str, ...], int] = {}
+        absent = [tuple(names or ()) for names in self._noted_column(ABSENT)]
+        for names in dict.fromkeys(absent):
+            # Names that are no fields here make no other schema.
+            schema = _without(self.numeric_fields, names)
+            position_of_names[names] = position_of.setdefault(schema, len(position_of))
+        return np.array([position_of_names[names] for names in absent], np.int64), list(position_of)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        if self._noted is None:
+            return column_of(self.episodes, name)
+        index = self.index
+        writers = [writer[writer.find(":") + 1 :] for writer in index.writers] or [""]
+        writer = np.array(writers)[index.writer]
+        if name == "id":
+            return np.char.add(np.char.add(writer, ":"), index.number.astype(str))
+        if name == "ends":
+            is_unknown = (index.end == End.UNKNOWN) & index.is_end_unknown()
+            ends: np.ndarray[Any, Any] = _ENDS[np.where(is_unknown, 3, index.end)]
+            return ends
+        if name == "length":
+            return index.lengths
+        if name == "return":
+            return np.full(len(index), np.nan)
+        if name == "success":
+            noted = self._noted_column(name)
+            return np.array([int(value) if isinstance(value, bool) else -1 for value in noted], np.int8)
+        # A note of a converted episode comes before the value of the file.
+        stored = {"env": index.env.astype(np.int64), "writer": writer, "time": index.end_time_ns}
+        values = stored.get(name, np.full(len(index), ""))
+        noted = self._noted_column("end_time_ns" if name == "time" else name)
+        value_type = str if values.dtype.kind == "U" else int
+        if any(type(value) is value_type for value in noted):
+            pairs = zip(noted, values.tolist(), strict=True)
+            values = np.array([value if type(value) is value_type else other for value, other in pairs])
+        if name != "time":
+            return values
+        return np.where(values == 0, np.datetime64("NaT"), values.astype("datetime64[ns]"))
+
+    def _noted_column(self, name: str) -> list[Any]:
+        """Return the values noted under a name, one of each episode; None where there is none."""
+        return (self._noted or {}).get(name) or [None] * len(self.index)
+
+    @cached_property
+    def _noted(self) -> dict[str, list[Any]] | None:
+        """The notes of all names that a table needs, each parsed once; None if one is damaged."""
+        try:
+            return self.notes.columns(self, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
+        except CorruptFileError:
+            return None
+
+    def removed(self, numbers: Iterable[int]) -> dict[int, DataFileError]:
+        if isinstance(self.path, RemotePath):
+            return {}
+        asked = np.array(list(numbers), np.int64)
+        changed = {block.path for block in self.index.blocks_of(asked) if not _is_as_found(block)}
+        errors: dict[int, DataFileError] = {}
+        for number in asked.tolist() if changed else ():
+            lost = [block for block in self.index.blocks_of(np.array([number])) if block.path in changed]
+            if lost:
+                errors[number] = self._removed_error(number, lost[0])
+        return errors
+
+    def _removed_error(self, number: int, block: Block) -> DataFileError:
+        writer, within = self.index.keys(np.array([number]))[0]
+        name = f"{writer[writer.find(':') + 1 :]}:{within}"
+        is_replaced = block.path.exists()
+        got = f"{'another one' if is_replaced else 'none any more'} at {str(block.path)!r}"
+        change = "replaced" if is_replaced else "removed, as by prune"
+        advice = f"It was {change}; the other episodes are read, and refresh() lists what is there now"
+        error = LostBlockError("read the episode", f"{name!r} of {str(self.path)!r}", "its file", got, advice)
+        error.key = block.key
+        return error.of("", name)
+
+    # Fields of episodes as arrays
+
+    def read(self, number: int, name: str, start: int, stop: int) -> Any:
+        self.check_present([number])
+        column = self.layouts[DATA].column_of[name].name
+        wanted = number, column, start, stop
+        # The fields of one row are usually asked for one after the other.
+        if self._last_rows is None or self._last_rows[0] != wanted:
+            rows = self.column_rows(column, *(np.array([value]) for value in (number, start, stop - start)))
+            self._last_rows = wanted, rows
+        values: np.ndarray[Any, Any] = self._array((DATA, name), self._last_rows[1]).copy()
+        if not self.layouts[DATA].schema[name].is_text:
+            return values
+        return self._texts_of(name, values.reshape(-1))
+
+    def read_many(self, numbers: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
+        self.check_present(numbers.tolist())
+        column_of_field = self.layouts[DATA].column_of
+        columns = {column_of_field[name].name: column_of_field[name] for name in names}
+        values = dict[str, Any]()
+        for column in columns.values():
+            rows = self.column_rows(column.name, numbers, starts, counts)
+            for name in names:
+                if name in column.offsets:
+                    values[name] = self._array((DATA, name), rows)
+        return values
+
+    def read_final(self, number: int, name: str) -> Any:
+        self.check_present([number])
+        column = self.layouts[FINAL].column_of[name].name
+        values = self._array((FINAL, name), self.final_rows(column, np.array([number])))
+        if self.layouts[FINAL].schema[name].is_text:
+            return self._texts_of(name, values[:1].reshape(-1))[0]
+        return values[0, ...]
+
+    def _array(self, place: Place, rows: torch.Tensor) -> np.ndarray[Any, Any]:
+        """Return a field, (table, name), of rows of its column as numpy has it: bfloat16 as float32."""
+        values = self.layouts[place[0]].decoded(place[1], rows)
+        array: np.ndarray[Any, Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        return array
+
+    def _texts_of(self, name: str, numbers: np.ndarray[Any, Any]) -> list[str]:
+        """Return the texts of a field by their numbers."""
+        if self._texts is None:
+            self._texts = self.notes.texts(self)
+        missing = sorted(set(numbers.tolist()) - self._texts.keys())
+        if missing:
+            where = f"of {name!r} in {str(self.path)!r}"
+            expected = "the text of each number"
+            got = f"none of {missing[0]}"
+            raise DataFileError("read the texts", where, expected, got, "It was damaged and set aside")
+        return [self._texts[number] for number in numbers.tolist()]
+
+    # Rows of many episodes, for batches
+
+    def read_rows(self, rows: Rows, length: int, out: Mapping[str, torch.Tensor]) -> None:
+        """Copy rows of some columns into memory on `device`.
+
+        Args:
+            rows: Which frames, in ascending order of their targets. None reaches from one window into the next.
+            length: Rows of a window; then the rows cover all of the output. With 0 they may cover a part of it.
+            out: Column -> `[num_windows, length, row_bytes / 4]` int32 of any strides, or contiguous
+                `[num_rows, row_bytes / 4]`.
+
+        Raises:
+            DataFileError: Rows cannot be read. `LostBlockError` names the episodes of a file that is gone.
+        """
+        runs = self.locate(rows)
+        for column, tensor in out.items():
+            self._copy((DATA, column), runs, length, tensor)
+
+    def column_rows(self, column: str, episode: Int64s, start: Int64s, count: Int64s) -> torch.Tensor:
+        """Read a column of consecutive frames, one episode after the other: `[sum of count, row_bytes]` uint8, new."""
+        num_words = self.layouts[DATA].columns[column].row_bytes // 4
+        out = torch.empty((int(count.sum()), num_words), dtype=torch.int32)
+        if len(out):
+            self.read_rows(Rows(episode, start, count, np.cumsum(count) - count), 0, {column: out})
+            self.note_read_once(out.nbytes)
+        return out.view(torch.uint8)
+
+    def final_rows(self, column: str, episodes: Int64s) -> torch.Tensor:
+        """Read the final observations of episodes that have one: `[K, row_bytes]` uint8; new memory."""
+        block = self.index.final_block[episodes]
+        row = self.index.final_row[episodes]
+        runs = Runs(np.arange(len(episodes)), block, row, np.ones(len(episodes), np.int64))
+        width = self.layouts[FINAL].columns[column].row_bytes // 4
+        out = torch.empty((len(episodes), width), dtype=torch.int32, device=self.device)
+        self._copy((FINAL, column), runs, 1, out)
+        return out.view(torch.uint8)
+
+    def probe(self, episode: int) -> None:
+        """Read the first frame of an episode: raise the `DataFileError` that reading it would raise."""
+        for column in list(self.layouts[DATA].columns)[:1]:
+            number = np.array([episode])
+            self.column_rows(column, number, np.zeros_like(number), np.ones_like(number))
+
+    def file_of_row(self, column: str, episode: int, frame: int) -> Path:
+        """Return the file that holds a column of a frame."""
+        first = np.zeros(1, np.int64)
+        runs = self.index.locate(np.array([episode]), np.array([frame]), first + 1, first)
+        return self._file_of(self.index.blocks[int(runs.block[0])], (DATA, column), int(runs.row[0]))
+
+    def prefetch(self, rows: Rows) -> None:
+        """Fetch rows that are read soon in the background, where that helps."""
+
+    def is_resident(self, rows: Rows) -> bool:
+        """Return whether the first frames of `rows` are in memory; True where `prefetch` does not help."""
+        return True
+
+    def stretch_bytes(self, num_envs: int) -> int:
+        """Return how many bytes of a trajectory each of some envs should prefetch at once."""
+        return _STRETCH_BYTES
+
+    def note_read_once(self, num_bytes: int) -> None:
+        """Count bytes of rows that are not read again, so that their memory is released."""
+
+    def locate(self, rows: Rows) -> Runs:
+        """Return where frames are stored: runs of rows of one block each (see `TrajectoryIndex.locate`)."""
+        return self.index.locate(*rows)
+
+    @abstractmethod
+    def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        """Copy runs of rows of `row_bytes / 4` words into `out`, on `device` (see `gather`)."""
+
+    def _file_of(self, block: Block, place: Place, row: int) -> Path:
+        return block.path
+
+
+class TrajectoryInfos(Sequence[EpisodeInfo]):
+    """Descriptions of trajectories, each built when it is read.
+
+    Args:
+        source: Where the trajectories are.
+        damaged_notes: Numbers of trajectories whose damaged notes are among the problems of `source`; grows.
+    """
+
+    def __init__(self, source: RowSource, damaged_notes: set[int]) -> None:
+        self._source = source
+        self._damaged_notes = damaged_notes
+
+    def __len__(self) -> int:
+        return len(self._source.index)
+
+    def __iter__(self) -> Iterator[EpisodeInfo]:
+        return (self[number] for number in range(len(self)))
+
+    @overload
+    def __getitem__(self, number: int) -> EpisodeInfo: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[EpisodeInfo]: ...
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[position] for position in range(len(self))[number]]
+        source = self._source
+        index = source.index
+        label, within = index.keys(np.array([number]))[0]
+        writer = label[label.find(":") + 1 :]
+        end = index.end[number]
+        is_known = end != End.UNKNOWN
+        is_open = not index.is_end_unknown(np.array([number]))[0]
+        noted = self._notes_of(number)
+        noted.pop(ENDS, None)
+        absent = noted.pop(ABSENT, None) or ()
+        task = noted.pop("task", None)
+        success = noted.pop("success", None)
+        metadata = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
+        metadata |= noted
+        # Flags of the end, and parts of a joined observation, are no fields that could be left out.
+        other_names = [name for name in absent if name not in source.numeric_fields]
+        if other_names:
+            metadata[ABSENT] = other_names
+        if is_open and not is_known:
+            metadata[ENDS] = "open"
+        fields = source.layouts[DATA].schema
+        return EpisodeInfo(
+            name=f"{writer}:{within}",
+            length=int(index.lengths[number]),
+            schema=_without(source.numeric_fields, absent),
+            texts=tuple(field.name for field in fields.values() if field.is_text),
+            final=source.layouts[FINAL].schema if index.final_row[number] >= 0 else NO_FIELDS,
+            terminated=bool(end == End.TERMINATED) if is_known else None,
+            truncated=bool(end == End.TRUNCATED) if is_known else None,
+            success=success if isinstance(success, bool) else None,
+            task=task if isinstance(task, str) else "",
+            metadata=metadata,
+        )
+
+    def _notes_of(self, number: int) -> dict[str, Any]:
+        """Return the notes of a trajectory; damaged notes are a problem and read as {}."""
+        try:
+            return self._source.notes.of(self._source, number)
+        except CorruptFileError as problem:
+            if number not in self._damaged_notes:
+                self._damaged_notes.add(number)
+                self._source.problems.append(problem.of("note"))
+            return {}
+
+
+def _without(schema: Schema, names: Sequence[str]) -> Schema:
+    """Return a schema without some fields; the same object if there are none to leave out."""
+    return Schema(field for field in schema.values() if field.name not in names) if names else schema
+
+
+def _header_of(block: Block) -> BlockHeader:
+    return read_header(block.path)
+
+
+def _is_as_found(block: Block) -> bool:
+    """Return whether the file of a block is there, and the one that was opened."""
+    try:
+        status = block.path.stat()
+    except FileNotFoundError:
+        return False
+    is_stamped = bool(block.mtime_ns)
+    return not is_stamped or (status.st_size, status.st_mtime_ns) == (block.file_bytes, block.mtime_ns)

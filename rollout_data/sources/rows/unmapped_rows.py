@@ -1,0 +1,241 @@
+"""`UnmappedRows`: rows of files that are read when they are needed, and kept for a while."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from storage.errors import DataFileError, UnansweredError
+
+from ...blocks.block import Block
+from ...blocks.block_header import DATA, read_header
+from ...blocks.missing_trajectories import is_stand_in
+from ...blocks.row_layout import RowLayout
+from ...blocks.trajectory_index import LostBlockError, Runs, TrajectoryIndex
+from .chunk_decoder import CHUNK_CACHE_BYTES, RowCache
+from .row_source import GONE, Place, RowSource
+
+#: Rows of a damaged block with many rows that are tried first. If none of them can be read, the others are not tried.
+_NUM_SAMPLES = 8
+_MANY_ROWS = 64
+
+
+class UnmappedRows(RowSource):
+    """Rows of files that are not mapped, mostly of other systems; they are read when needed and kept for a while.
+
+    Small rows are read by whole blocks. Large rows that are decoded alone or in small groups, such as pictures, are
+    read by groups: a random window decodes only the groups that it needs.
+
+    A subclass implements `read_block`; where its files can be read in parts, also the three methods after it.
+
+    Args:
+        losses: Errors of a file that is lost for good; they become a `LostBlockError`.
+        max_cached_bytes: Bytes of whole blocks that are kept after reading.
+        max_group_bytes: Bytes of groups of rows that are kept after reading.
+    """
+
+    #: Whether `read_part` can read some rows of a block, so that the intact rows of a damaged block are read.
+    reads_parts = False
+
+    def __init__(
+        self,
+        index: TrajectoryIndex,
+        layouts: Mapping[str, RowLayout],
+        losses: tuple[type[Exception], ...] = GONE,
+        max_cached_bytes: int = 1 << 30,
+        max_group_bytes: int = CHUNK_CACHE_BYTES,
+    ) -> None:
+        super().__init__(index, layouts)
+        self._losses = losses
+        self._group_sizes: dict[tuple[int, Place], tuple[int | None, int]] = {}
+        #: Damaged rows of blocks whose other rows were read.
+        self._damaged: dict[tuple[int, Place], dict[int, DataFileError]] = {}
+        #: Blocks of which no row can be read.
+        self._broken: set[tuple[int, Place]] = set()
+        self._cache = RowCache(max_cached_bytes, keeps_last=True)
+        self._cached_groups = RowCache(max_group_bytes)
+
+    @abstractmethod
+    def read_block(self, block: Block, place: Place) -> np.ndarray:
+        """Read all rows of one kind of one block: `[num_rows, row_bytes]` uint8."""
+
+    def read_part(self, block: Block, place: Place, start: int, stop: int) -> np.ndarray:
+        """Read the rows `start:stop` of a block: `[stop - start, row_bytes]` uint8. Only called if `reads_parts`."""
+        return self.read_block(block, place)[start:stop]
+
+    def group_of(self, block: Block, place: Place) -> tuple[int | None, int]:
+        """Return how many rows of a block are decoded together, and the number of its first row in the first group.
+
+        (None, 0) where whole blocks are read; otherwise `reads_parts` is True.
+        """
+        return None, 0
+
+    def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
+        windows = (out if out.dim() == 3 else out[None]).view(torch.uint8).numpy()
+        for to, block, row, count in zip(*(column.tolist() for column in runs), strict=True):
+            window, begin = divmod(to, windows.shape[1])
+            target = windows[window, begin : begin + count]
+            group_rows, first_in_group = self._group_size(block, place)
+            if group_rows is None:
+                target[:] = self._rows_of_block(block, place, row, count)
+            else:
+                self._copy_groups(block, place, row, group_rows, first_in_group, target)
+
+    def _group_size(self, block: int, place: Place) -> tuple[int | None, int]:
+        """Return `group_of` a block, which is kept."""
+        key = block, place
+        if key not in self._group_sizes:
+            with self._losses_named(block):
+                self._group_sizes[key] = self.group_of(self.index.blocks[block], place)
+        return self._group_sizes[key]
+
+    def _rows_of_block(self, block: int, place: Place, first: int, count: int) -> np.ndarray:
+        """Return rows of a block, all of which is read and kept."""
+        rows: np.ndarray | None = self._cache.get((block, place))
+        if rows is None:
+            rows = self._read(block, place)
+            self._cache.put((block, place), rows)
+        damaged = self._damaged.get((block, place), {})
+        for number in sorted(damaged):
+            if first <= number < first + count:
+                raise self._lost(block, damaged[number]) from damaged[number]
+        return rows[first : first + count]
+
+    def _copy_groups(
+        self, block: int, place: Place, first: int, group_rows: int, first_in_group: int, out: np.ndarray
+    ) -> None:
+        """Copy the rows from `first` on to `out`; read the groups that are not kept, neighbours at once."""
+        about = self.index.blocks[block]
+        num_rows = int(about.fragments["length"].sum())
+        stop = first + len(out)
+        start_of = range(-first_in_group, num_rows, group_rows)
+        groups = range((first + first_in_group) // group_rows, (stop - 1 + first_in_group) // group_rows + 1)
+        kept = {group: self._cached_groups.get((block, place, group)) for group in groups}
+        missing = [group for group in groups if kept[group] is None]
+        for some in _neighbours(missing):
+            low = max(start_of[some[0]], 0)
+            high = min(start_of[some[-1]] + group_rows, num_rows)
+            rows = self._read_part_safely(block, place, low, high)
+            for group in some:
+                begin = max(start_of[group], 0) - low
+                kept[group] = rows[begin : start_of[group] + group_rows - low].copy()
+                self._cached_groups.put((block, place, group), kept[group])
+        for group, rows in kept.items():
+            begin = max(start_of[group], 0)
+            low = max(first, begin)
+            high = min(stop, begin + len(rows))
+            out[low - first : high - first] = rows[low - begin : high - begin]
+
+    def _read_part_safely(self, block: int, place: Place, start: int, stop: int) -> np.ndarray:
+        with self._losses_named(block):
+            return self.read_part(self.index.blocks[block], place, start, stop)
+
+    def _read(self, block: int, place: Place) -> np.ndarray:
+        with self._losses_named(block):
+            try:
+                return self.read_block(self.index.blocks[block], place)
+            except UnansweredError:
+                raise
+            except DataFileError:
+                if DataFileError not in self._losses:
+                    raise
+                is_broken = (block, place) in self._broken
+                intact = None if is_broken else self._intact_rows(block, place)
+                if intact is None:
+                    self._broken.add((block, place))
+                    raise
+                return intact
+
+    @contextmanager
+    def _losses_named(self, block: int) -> Iterator[None]:
+        """Raise what reading a block raises as the error that names its trajectories."""
+        try:
+            yield
+        except UnansweredError:
+            raise
+        except DataFileError as cause:
+            if DataFileError not in self._losses:
+                raise
+            raise self._lost(block, cause) from cause
+        except self._losses as cause:
+            raise self.index.lost_block(block, _in_words(cause)) from cause
+        except OSError as cause:
+            lost = self.index.lost_block(block, _in_words(cause))
+            advice = "Try again, or reset these envs"
+            raise DataFileError(lost.action, lost.where, lost.expected, lost.got, advice) from cause
+
+    def _lost(self, block: int, cause: DataFileError) -> LostBlockError:
+        lost = self.index.lost_block(block, _in_words(cause), is_gone=False)
+        if cause.advice:
+            lost.advice = f"{cause.advice}. {lost.advice}"
+        return lost
+
+    def _intact_rows(self, block: int, place: Place) -> np.ndarray | None:
+        """Read the intact rows of a damaged block, zeros for the others, which are noted; None if there are none."""
+        about = self.index.blocks[block]
+        num_rows = int(about.fragments["length"].sum())
+        if not self.reads_parts or place[0] != DATA or num_rows < 2:
+            return None
+        damaged: dict[int, DataFileError] = {}
+        rows = np.zeros((num_rows, self.layouts[DATA].columns[place[1]].row_bytes), np.uint8)
+
+        def read(start: int, stop: int) -> bool:
+            """Read some rows, by halves where that fails; False if none of them can be read."""
+            try:
+                rows[start:stop] = self.read_part(about, place, start, stop)
+                return True
+            except UnansweredError:
+                raise
+            except DataFileError as cause:
+                if stop - start == 1:
+                    damaged[start] = cause
+                    return False
+            middle = (start + stop) // 2
+            is_first_read = read(start, middle)
+            return read(middle, stop) or is_first_read
+
+        samples = range(0, num_rows, -(-num_rows // _NUM_SAMPLES)) if num_rows > _MANY_ROWS else ()
+        if samples and not any(read(row, row + 1) for row in samples):  # as where a whole file is damaged
+            return None
+        damaged.clear()
+        if not read(0, num_rows):
+            return None
+        self._damaged[block, place] = damaged
+        return rows
+
+
+def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
+    """Divide ascending numbers into runs of consecutive ones."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+class BlockFiles(UnmappedRows):
+    """Rows of block files of this machine that cannot be mapped side by side: each is mapped or decoded by itself."""
+
+    def read_block(self, block: Block, place: Place) -> np.ndarray:
+        if is_stand_in(block):
+            raise FileNotFoundError("it was removed")
+        offset, num_rows = block.places[place]
+        column = self.layouts[place[0]].columns[place[1]]
+        if column.is_coded:
+            return read_header(block.path).read_rows(*place, 0, num_rows)
+        if num_rows == 0:
+            return np.zeros((0, column.row_bytes), np.uint8)
+        return np.memmap(block.path, np.uint8, "r", offset, (num_rows, column.row_bytes))
+
+
+def _in_words(cause: Exception) -> str:
+    """Describe a cause for the text of another error."""
+    if isinstance(cause, DataFileError) and cause.expected:
+        return f"{cause.got or 'nothing'} instead of {cause.expected}"
+    return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)

@@ -1,0 +1,151 @@
+"""`Scanner`: lists files of one format and makes snapshots of their episodes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.errors import CorruptFileError, UsageError
+
+from ..blocks.annotation_table import EPISODES
+from ..blocks.annotations import parsed
+from ..blocks.block import Block, Identity, Key
+from ..blocks.block_header import END_UNKNOWN, OPEN, TRUNCATED, BlockHeader
+from ..blocks.folder_metadata import ENDS, OPEN_END, UNKNOWN
+from ..blocks.missing_trajectories import NONE_GONE, Lengths
+from ..remote.locations import Origin
+from .origins import Origins
+from .processes.shared_memory import Spot
+from .rows.row_source import RowSource
+
+#: Returns the blocks of the trajectories that are being played; called only if the folders have changed.
+BlocksInUse = Callable[[], Collection[Block]]
+
+
+class Scanner(ABC):
+    """Lists the files of one or several folders of one format, and makes snapshots of their episodes.
+
+    A snapshot never changes; `refresh` makes a new one when the folders have changed. `LiveSource` holds the scanner,
+    and receives its problems.
+
+    Attributes:
+        format: Name of the format.
+        description: The format in words, for errors.
+    """
+
+    format: str
+    description: str
+
+    @abstractmethod
+    def __init__(self, source: Origins) -> None:
+        """List the files."""
+
+    @staticmethod
+    @abstractmethod
+    def is_there(path: Path) -> bool:
+        """Return whether a path holds data of this format."""
+
+    @property
+    @abstractmethod
+    def metadata(self) -> dict[str, Any]:
+        """Metadata of the first folder."""
+
+    @property
+    @abstractmethod
+    def conventions(self) -> set[tuple[str, str]]:
+        """Control modes and orders of quaternions that metadata state; see `conventions`."""
+
+    @abstractmethod
+    def refresh(self, in_use: BlocksInUse) -> None:
+        """Scan the files again; blocks `in_use` stay readable although they are deleted."""
+
+    @abstractmethod
+    def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
+        """Return the episodes of the last scan; see `LiveSource.snapshot`."""
+
+    @abstractmethod
+    def listing(self) -> Any:
+        """Return the result of the last scan: a tuple of this class and plain data; the same object if unchanged."""
+
+    @abstractmethod
+    def adopt(self, listing: Any, spot: Spot | None) -> bool:
+        """Use the scan of another process; see `LiveSource.adopt`."""
+
+    def shared(self, source: RowSource) -> Spot | None:
+        """Return the shared memory in which other processes of this machine find the index of a snapshot, or None."""
+        return None
+
+    def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (most keep no file open)
+        """Close deleted files that are not `in_use`, where files are kept open."""
+
+    def leave_out(self, key: Key) -> None:  # noqa: B027 (most never list it again)
+        """Leave a block out of later scans until it has changed, where deleted blocks may be listed again."""
+
+
+class Choice:
+    """Which trajectories of the blocks of one origin are read: (writer, number) named "writer:number".
+
+    Attributes:
+        header_of: Reads the header of a block whose notes may say how trajectories ended; None if flags say it all.
+
+    Raises:
+        UsageError: A name has another form.
+    """
+
+    header_of: Callable[[Block], BlockHeader] | None = None
+
+    def __init__(self, origin: Origin, label: str) -> None:
+        self._numbers: dict[str, list[int]] | None = None if origin.ids is None else {}
+        self._cut: dict[Identity, Block] = {}
+        for name in origin.ids or ():
+            writer, _, number = name.rpartition(":")
+            if not number.isdecimal():
+                raise UsageError("choose trajectories", f"of {str(origin.path)!r}", "'writer:number'", repr(name))
+            assert self._numbers is not None
+            self._numbers.setdefault(label + writer, []).append(int(number))
+
+    @property
+    def is_all(self) -> bool:
+        """Whether blocks are given as they are."""
+        return self._numbers is None and self.header_of is None
+
+    def of(self, blocks: Iterable[Block]) -> list[Block]:
+        """Leave out what blocks hold of other trajectories; a block is given as the same object each time."""
+        if self.is_all:
+            return list(blocks)
+        chosen = []
+        for block in blocks:
+            if block.is_edit:  # without frames
+                chosen.append(block)
+                continue
+            if block.identity not in self._cut:
+                self._cut[block.identity] = replace(block, fragments=self._fragments(block))
+            chosen.append(self._cut[block.identity])
+        return [block for block in chosen if len(block.fragments) or block.is_edit]
+
+    def _fragments(self, block: Block) -> np.ndarray:
+        fragments: np.ndarray = block.fragments.copy()
+        if self.header_of is not None:
+            ends: dict[int, Any] = {}
+            try:
+                for key, text in self.header_of(block).read_notes(EPISODES):
+                    ends[key] = parsed(block.path, text).get(ENDS)
+            except FileNotFoundError:  # it was removed meanwhile, which reading it tells
+                ends = {}
+            except CorruptFileError:  # reading the notes tells
+                ends = {**dict.fromkeys(fragments["trajectory"].tolist(), UNKNOWN), **ends}
+            flags = fragments["flags"]
+            is_end = (fragments["flags"] & (OPEN | TRUNCATED)) > 0
+            for noted, marks in ((UNKNOWN, OPEN | END_UNKNOWN), (OPEN_END, OPEN)):
+                these = [key for key, end in ends.items() if end == noted]
+                is_noted = np.isin(fragments["trajectory"], these) & is_end
+                flags = np.where(is_noted, flags & ~np.uint32(TRUNCATED) | np.uint32(marks), flags)
+            fragments["flags"] = flags
+        if self._numbers is None:
+            return fragments
+        return fragments[np.isin(fragments["trajectory"], self._numbers.get(block.writer, []))]
