@@ -1,7 +1,7 @@
-"""Normalizer: values of fields brought to a common scale by statistics, and back; its numbers travel in checkpoints.
+"""`Normalizer`: normalize fields with dataset statistics, and reverse the normalization.
 
-One rule: a field is shifted and scaled, nothing else, so that going back is exact up to rounding. A feature that does
-not vary is only shifted.
+Each field is shifted and scaled, so the inverse is exact up to rounding. A constant feature is only
+shifted. Offsets and scales are buffers of the module, so checkpoints include them.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from storage.errors import MissingFieldError, UsageError, nearest
 from ..sources.recordings.field_statistics import FieldStatistics
 
 NormalizationMode = Literal["mean_std", "min_max", "quantiles"]
-#: A feature whose scale is at most this part of its offset is a constant with noise: float32 tells no less apart.
+#: Smallest ratio of scale to offset; below it, a feature counts as constant. The limit is the
+#: resolution of float32.
 _LEAST_PART = 1e-6
-#: A feature whose quantiles lie closer together than this part of the larger one counts as constant: scaled by their
-#: distance, a value at rest outside of them would become larger than 1000.
+#: Smallest ratio of the distance of two quantiles to the larger one; below it, a feature counts as
+#: constant. Otherwise a value outside the quantiles could become larger than 1000.
 _LEAST_QUANTILE_PART = 1 / 500
 _OFFSET = "offset:"
 _SCALE = "scale:"
 _NEXT = "next_"
 _CREATE = "create a Normalizer"
-#: Modules do not take names with dots.
+#: Replacement for "." in buffer names, since torch modules do not allow dots.
 _DOT = "%2E"
 Tensor = torch.Tensor
 
 
 class Normalizer(torch.nn.Module):
-    """Normalize fields of batches, `(x - offset) / scale`, and bring what a network gives back to their scale.
+    """Normalize fields of batches, `(x - offset) / scale`, and convert network outputs back.
 
     Args:
         statistics: From `statistics()` of a dataset, a mixture or a recording.
-        modes: Field, or what its name begins with -> how it is normalized; other fields stay as they are. A mode alone
-            is that of all fields. "mean_std": mean 0 and standard deviation 1. "min_max": least and greatest value at
-            -1 and 1. "quantiles": the lowest and the highest of the quantiles at -1 and 1; nothing is clipped.
-        min_range: For "quantiles", the least distance of the lowest and the highest quantile of a feature, in its unit:
-            a number for all fields, or one by field or beginning of its name. A feature whose quantiles are closer
-            counts as constant and is only shifted. None is 1/500 of the larger one of their absolute values.
+        modes: Field or name prefix -> mode; other fields are not changed. A single mode applies to
+            all fields. "mean_std": mean 0 and standard deviation 1. "min_max": minimum at -1 and
+            maximum at 1. "quantiles": lowest quantile at -1 and highest at 1, without clipping.
+        min_range: For "quantiles": smallest distance of the lowest and the highest quantile of a
+            feature, in the unit of the feature. A number for all fields, or a mapping of fields or
+            name prefixes. A feature with a smaller distance counts as constant and is only shifted.
+            None means 1/500 of the larger absolute value of the two quantiles.
 
-    Each feature that has statistics of its own has an offset and a scale. They are buffers: `to(device)` moves them and
-    `state_dict()` holds them, from which `from_state_dict` makes a normalizer without any data.
+    Each feature with statistics has an offset and a scale. Both are buffers: `to(device)` moves
+    them, and `state_dict()` contains them. `from_state_dict` creates a normalizer without data.
 
     Raises:
-        UsageError: A mode is not known; or statistics are not finite.
-        MissingFieldError: There are no statistics of a field.
+        UsageError: A mode is unknown, or statistics are not finite.
+        MissingFieldError: A field has no statistics.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Normalizer(torch.nn.Module):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> Normalizer:
-        """Make the normalizer that a `state_dict()` was taken of."""
+        """Create a normalizer from the `state_dict()` of another normalizer."""
         made = cls({})
         if not isinstance(state, Mapping):
             raise UsageError("call Normalizer.from_state_dict", "", "state as a mapping", type(state).__name__)
@@ -96,25 +98,26 @@ class Normalizer(torch.nn.Module):
         return [name[len(_OFFSET) :].replace(_DOT, ".") for name in names if name.startswith(_OFFSET)]
 
     def normalize(self, values: Any, name: str | None = None) -> Any:
-        """Normalize a tensor of the field `name`, or the fields in a batch; new tensors, the rest as it is.
+        """Normalize a tensor of the field `name`, or the fields of a batch, into new tensors.
 
         Args:
-            values: `[..., *shape]`; or a nested mapping or named tuple of such tensors, by names of fields. Next
-                observations are observations, and extras fields. Components that were joined along the last axis are
-                normalized as one tensor if each is a vector or a scalar.
-            name: Of the field, if `values` is a tensor.
+            values: `[..., *shape]`; or a nested mapping or named tuple of such tensors by field
+                name. Next observations use the statistics of observations. Components joined along
+                the last axis are normalized together if each is a vector or a scalar.
+            name: Name of the field if `values` is a tensor.
 
         Returns:
-            Of the type of `values`; tensors of floats keep their dtype, others become float32.
+            The same type as `values`. Floating-point tensors keep their dtype; others become
+            float32. Other entries of a batch are not changed or copied.
 
         Raises:
-            MissingFieldError: `name` is not normalized here.
-            UsageError: A tensor has another shape than the field; or neither a batch nor a name is given.
+            MissingFieldError: The normalizer has no field `name`.
+            UsageError: A tensor does not have the shape of the field, or a tensor has no name.
         """
         return self._applied("normalize", values, name, lambda x, offset, scale: (x - offset) / scale)
 
     def unnormalize(self, values: Any, name: str | None = None) -> Any:
-        """Bring what was normalized back to its scale: the inverse of `normalize`, of the same form."""
+        """Return values in the original scale: the inverse of `normalize`, same arguments."""
         return self._applied("unnormalize", values, name, lambda x, offset, scale: x * scale + offset)
 
     def forward(self, values: Any, name: str | None = None) -> Any:
@@ -142,7 +145,7 @@ class Normalizer(torch.nn.Module):
         return _moved(values, name, *found, function)
 
     def _of_batch(self, values: Any, prefix: str, function: Any) -> Any:
-        if hasattr(values, "_asdict"):  # what is named "extras" there stands beside the other fields
+        if hasattr(values, "_asdict"):  # the fields in "extras" have no prefix in statistics
             named = values._asdict()
             extras = named.pop("extras", None)
             moved = self._of_batch(named, prefix, function)
@@ -158,7 +161,7 @@ class Normalizer(torch.nn.Module):
         return out
 
     def _numbers(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return offset and scale of a field, of joined components, or of the field before a next field."""
+        """Return offset and scale of a field or of joined components; also for a next field."""
         names = self.fields
         for own in (name, name.removeprefix(_NEXT)):
             parts = [own] if own in names else [one for one in names if one.startswith(f"{own}/")]
@@ -172,7 +175,7 @@ class Normalizer(torch.nn.Module):
 
 
 def _min_ranges(given: Any, statistics: Mapping[str, FieldStatistics]) -> dict[str, float]:
-    """Check `min_range`; return the least distance of quantiles by field."""
+    """Check `min_range`; return the smallest distance of quantiles by field."""
     if given is None:
         return {}
     found: dict[str, float] = {}
@@ -212,9 +215,9 @@ def _offset_and_scale(
 
 
 def _moved(values: Tensor, name: str, offset: Tensor, scale: Tensor, function: Any) -> Tensor:
-    """Shift and scale, in the dtype of the statistics if that is the wider one."""
+    """Shift and scale values. Integers are computed in the dtype of the statistics."""
     sizes = zip(offset.shape[::-1], values.shape[::-1], strict=False)
-    may_repeat = offset.dim() > 1  # channels of pictures, or all elements together
+    may_repeat = offset.dim() > 1  # statistics per image channel, or over all elements
     if offset.dim() > values.dim() or any(mine != size and not (may_repeat and mine == 1) for mine, size in sizes):
         expected = f"shape [..., {', '.join(map(str, offset.shape))}]" + ", or more where that is 1" * may_repeat
         raise UsageError("normalize the field", repr(name), expected, str(tuple(values.shape)))

@@ -1,4 +1,4 @@
-"""Windows that were left out because their data are damaged: counted once, whichever process read them."""
+"""Windows skipped because of damaged data, counted once over all worker processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ OnError = Literal["raise", "skip"]
 
 
 class WindowLosses:
-    """The lost windows of a dataset, in all its worker processes.
+    """The skipped windows of a dataset, over all its worker processes.
 
     Attributes:
-        known: Names of those that this process lost.
+        known: Names of windows that this process skipped.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class WindowLosses:
         self._num_heard = 0
 
     def add(self, name: Sequence[Any], problem: DataFileError) -> None:
-        """Note that the window of a name cannot be read."""
+        """Record that the window with this name cannot be read."""
         key = repr(list(name))
         self.known.add(key)
         self._board.write(key, str(problem), is_final=True)
@@ -37,7 +37,7 @@ class WindowLosses:
         return len(self._board.names())
 
     def new_problems(self) -> list[DataFileError]:
-        """Return the problems that were noted since the last call."""
+        """Return the problems recorded since the last call."""
         names = self._board.names()[self._num_heard :]
         self._num_heard += len(names)
         texts = dict.fromkeys(str(self._board.read(name)) for name in names)

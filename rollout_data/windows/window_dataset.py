@@ -1,7 +1,7 @@
-"""WindowDataset: windows of recorded trajectories by number, for sequence models and action chunks.
+"""`WindowDataset`: numbered windows of trajectories, for sequence models and action chunks.
 
-One rule: integers decide which frames a batch needs, one gather per kind of row moves them; `__getitem__` is a batch
-of one. `fields.py` decides what a window is made of, `index.py` which windows there are.
+A batch is computed as integer frame numbers first; one gather per kind of row then copies the
+frames. `window_index.py` lists the windows; `window_reader.py` plans and reads their fields.
 """
 
 from __future__ import annotations
@@ -49,56 +49,64 @@ from .worker_batches import WindowBatches
 
 
 class WindowDataset(WindowBatches):
-    """Windows of trajectories, by number; a map-style dataset that reads whole batches at once.
+    """Numbered windows of trajectories; a map-style dataset that reads whole batches at once.
 
-    A window belongs to a frame `t` of a trajectory, its anchor, and has for each field the frames `t + delta`.
-    Read it through a `DataLoader` with `collate_fn=dataset.collate`, or through `WindowLoader`. The dataset shows
-    what was in the folders when it was opened; pickled copies (spawned workers) open the same files anew.
+    A window belongs to a frame `t` of a trajectory, its anchor. It contains the frames `t + delta`
+    of each field. Read it with a `DataLoader` with `collate_fn=dataset.collate`, or with
+    `WindowLoader`. The dataset is a snapshot of the folders. Pickled copies, as in spawned workers,
+    open the same files again.
 
     Args:
-        data_dir: A folder, a file of any format that `rollout_data.open` knows, a `Recording`, or a list of them of
-            one kind. Or URLs of folders of block files, such as "s3://bucket/walk"; see `remote`.
+        data_dir: A folder, a file of any format of `rollout_data.open`, a `Recording`, or a list of
+            one of these kinds. Or URLs of folders of block files, such as "s3://bucket/walk"; see
+            `remote`.
         length: L: fields without an entry in `delta` have the frames `t .. t + L - 1`.
         stride: Frames between the anchors of a trajectory.
-        delta: Field, or what its name begins with -> frames relative to the anchor, in this order: for example
-            `{"observation": [-1, 0], "action": range(16)}`, a frame stack and an action chunk.
-        padding: "none": only windows whose frames all exist. "repeat" (or "edge"), "zero": every `stride`-th
-            frame of a trajectory is an anchor, and frames outside read as the nearest one, or as zeros.
-        fields: Names, or what they begin with; None is all. Besides the recorded ones there are `done`, True on
-            the last frame of a trajectory, and `timeout`, True there if it was truncated or cut.
-        split: "train" or "validation"; None is all trajectories.
-        validation_fraction: Of M trajectories round(M * fraction) are for validation.
-        seed: Decides which ones: those with the least of numbers that depend on (seed, writer, number of the
-            trajectory) alone, not on the folder. `pack` makes other writers, hence other splits.
-        next_observations: Add `next_observation` (and `next_privileged_observation`): one frame later, after the
-            last frame the recorded final observation.
-        flatten_observations: Join the components of an observation along the last axis in `obs_segments` order, as
-            `RolloutDataset` does, `[B, L, D]`; its masks are one then, and `delta` has to ask for the same frames of
-            all of them. Statistics stay those of the components.
-        contiguous: Give every field contiguous memory of its own, rather than a view of rows.
-        texts: Add `task`: the number of the task that was noted of the episode, int64 `[B]`; see the attribute `texts`.
-        verify_on_open: Check every checksum when a block is first seen.
-        chunk_cache_bytes: How much of the decoded chunks of coded components, and of the decoded pictures of other
-            systems' files, is kept, those used last; 0 for none. LeRobot sets keep 128 MiB of encoded ones besides.
-        remote: How files behind a network are read.
-        on_error: "skip" leaves out windows whose data are damaged or gone: the batch is shorter by them, perhaps
-            empty, and no other window moves. "raise" names the file, the episode and the frame.
+        delta: Field or name prefix -> frames relative to the anchor, in this order. Example: frame
+            stack and action chunk, `{"observation": [-1, 0], "action": range(16)}`.
+        padding: "none": only windows whose frames all exist. "repeat" (or "edge") and "zero": every
+            `stride`-th frame is an anchor; frames outside the trajectory are copies of the nearest
+            frame, or zeros.
+        fields: Names or name prefixes; None means all fields. Two fields are computed: `done` is
+            True on the last frame of a trajectory; `timeout` is also True there if the trajectory
+            was truncated or cut.
+        split: "train" or "validation"; None means all trajectories.
+        validation_fraction: Of M trajectories, round(M * fraction) are for validation.
+        seed: Seed of the split. The split of a trajectory depends on (seed, writer, trajectory
+            number), not on the folder. `pack` creates new writers and therefore other splits.
+        next_observations: Add `next_observation` (and `next_privileged_observation`): one frame
+            later; after the last frame, the recorded final observation.
+        flatten_observations: Join the components of an observation along the last axis in
+            `obs_segments` order, as in `RolloutDataset`: `[B, L, D]` with one mask. `delta` must
+            contain the same frames for all components. Statistics stay per component.
+        contiguous: Copy every field to its own contiguous memory, instead of a view of rows.
+        texts: Add `task`: number of the episode's task, int64 `[B]`; see the attribute `texts`.
+        verify_on_open: Check every checksum when a block is first opened.
+        chunk_cache_bytes: Bytes of the cache of decoded chunks and of decoded images of other
+            formats, least recently used removed first; 0 disables it. LeRobot data sets cache
+            another 128 MiB of encoded images.
+        remote: Options for reading files over a network.
+        on_error: "skip" leaves out windows with damaged or deleted data: the batch is shorter, or
+            empty, and all other windows stay in their batches. "raise" raises an error with the
+            file, the episode and the frame.
 
-    A batch is a nested dict of `[B, L, *shape]` tensors on the CPU, and the caller's: raw fields are views of rows
-    gathered for it. `mask` says which frames exist: bool `[B, L]`, or with `delta` a mask for each field, nested like
-    the fields. `next_mask`, nested likewise, is False where no true next observation was recorded.
+    A batch is a nested dict of `[B, L, *shape]` tensors on the CPU; the caller owns it. Raw fields
+    are views of rows gathered for the batch. `mask` is True for frames that exist: bool `[B, L]`,
+    or with `delta` one mask per field, nested like the fields. `next_mask` is nested likewise; it
+    is False where no true next observation was recorded.
 
-    Without any window it is empty, and warns (`RolloutDataWarning`) of why: the split has no trajectory, or none is
-    long enough.
+    A dataset without windows is empty. It warns with the reason (`RolloutDataWarning`): the split
+    has no trajectory, or all trajectories are too short.
 
     Attributes:
-        problems: What could not be read, was repaired or left out, as exceptions.
-        advice: Remarks on data that are read as they are stored, such as copied actions.
-        num_lost_windows: Windows that were skipped, each counted once, those of worker processes included.
-        opened_as: What it shows, for `at`: a short list of plain data; the fourth is `len` when it was first opened.
+        problems: Exceptions for data that were unreadable, repaired or left out.
+        advice: Remarks on suspicious data that are read unchanged, such as copied actions.
+        num_lost_windows: Number of skipped windows, each counted once over all worker processes.
+        opened_as: Description of the snapshot, for `at`: a short list of plain data. The fourth
+            entry is the number of windows when the dataset was first opened.
 
     Raises:
-        UsageError: An argument is wrong, or nothing was recorded.
+        UsageError: An argument is invalid, or nothing was recorded.
     """
 
     _made_anew = ("_pool", "_shared", "_source", "_snapshot", "_windows", "_reader", "plan", "trajectories")
@@ -125,7 +133,7 @@ class WindowDataset(WindowBatches):
         on_error: OnError = "raise",
     ) -> None:
         self.on_error = choice(CREATE, "on_error", on_error, get_args(OnError))
-        self.losses, self._intact = WindowLosses(), 0  # the last window that was found to be readable
+        self.losses, self._intact = WindowLosses(), 0  # number of the last window that was readable
         self.data_dir = data_dir
         self._origins = present_origins_of(data_dir, CREATE, "data_dir")
         self.padding = choice(CREATE, "padding", padding, get_args(Padding))
@@ -150,7 +158,7 @@ class WindowDataset(WindowBatches):
             warnings.warn(self._why_empty(), RolloutDataWarning, stacklevel=2)
 
     def _open(self) -> None:
-        """Open the folders: for the first time, or what was opened then, where a copy arrives."""
+        """Open the folders. A pickled copy opens the snapshot of the original."""
         super()._open()
         self._source = LiveSource(self._origins, self._verify_on_open, self._chunk_cache_bytes, self._remote)
         before = [*(self.opened_as or []), *5 * [None]]
@@ -199,7 +207,7 @@ class WindowDataset(WindowBatches):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker that is started maps the index of this process."""
+        """Return the state; a spawned worker also gets the shared memory with the index."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
         return {**super().__getstate__(), "_spot": self._source.shared(self._snapshot) if is_for_worker else None}
 
@@ -217,80 +225,84 @@ class WindowDataset(WindowBatches):
         return f"{where}: no trajectory has {needed}, {longest}. Ask for fewer frames, or for padding."
 
     def at(self, opened_as: Any, may_lack: bool = False) -> WindowDataset:
-        """Return the dataset as it was `opened_as` this.
+        """Return the dataset with the snapshot that `opened_as` describes.
 
         Raises:
-            DataFileError: Trajectories of then are gone, unless it `may_lack` them; folders of the older layout do not
-                tell what came since, and may not.
+            DataFileError: Trajectories of the snapshot were deleted and `may_lack` is False.
+                `may_lack` has no effect for folders of the older layout, which do not record the
+                trajectories that were added later.
         """
         if self.opened_as == opened_as:
             return self
-        may_lack &= not self._source.is_remote  # another chunk would begin elsewhere
+        may_lack &= not self._source.is_remote  # a missing trajectory would move the chunks
         earlier: WindowDataset = object.__new__(type(self))
         earlier.__setstate__({**self.__getstate__(), "opened_as": opened_as, "_may_lack": may_lack})
         return earlier
 
     @property
     def is_remote(self) -> bool:
-        """Whether its files lie behind a network."""
+        """Whether the files are read over a network."""
         return self._source.is_remote
 
-    # What there is
+    # Description
 
     def __len__(self) -> int:
-        """Count the windows."""
+        """Return the number of windows."""
         return len(self._windows)
 
     @property
     def problems(self) -> list[RolloutDataError]:
-        """What could not be read, was repaired or left out, as exceptions, in the order in which it was found."""
+        """Exceptions for data that were unreadable, repaired or left out, oldest first."""
         for problem in self.losses.new_problems():
             self._source.report(problem)
         return self._source.problems
 
     @property
     def advice(self) -> list[RolloutDataError]:
-        """Remarks on data that are read as they are stored, such as copied actions; see `Recording.advice`."""
+        """Remarks on suspicious data that are read unchanged, such as copied actions.
+
+        See `Recording.advice`.
+        """
         return self._source.advice
 
     @property
     def num_lost_windows(self) -> int:
-        """Windows that were skipped because their data are damaged or gone, each counted once."""
+        """Number of windows skipped because of damaged or deleted data, each counted once."""
         return len(self.losses)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Contents of metadata.json of the (first) folder."""
+        """Content of metadata.json of the first folder."""
         return self._source.metadata
 
     @property
     def conventions(self) -> set[tuple[str, str]]:
-        """Control modes and orders of quaternions that metadata state, as (name, value)."""
+        """Control modes and quaternion orders in the metadata, as (name, value)."""
         return self._source.conventions
 
     @property
     def texts(self) -> dict[int, str]:
-        """The texts that fields of texts and `task` have the numbers of; read from all files at each call."""
+        """Text by number, for text fields and `task`. Each access reads all files."""
         return self._notes.texts(self._snapshot)
 
     @property
     def num_trajectories(self) -> int:
-        """Trajectories of this split, those without a whole window included."""
+        """Number of trajectories of this split, including trajectories without windows."""
         return len(self.trajectories)
 
     @property
     def lengths(self) -> Int64s:
-        """Frames of each trajectory of this split, int64 `[M]`."""
+        """Frames per trajectory of this split, int64 `[M]`."""
         return self._windows.lengths
 
     @property
     def num_frames(self) -> int:
-        """Frames of these trajectories."""
+        """Total number of frames of the trajectories of this split."""
         return int(self._windows.lengths.sum())
 
     @property
     def form(self) -> tuple[str, ...]:
-        """The fields of a batch in words: equal for datasets whose batches can be put together."""
+        """Text descriptions of the fields. Batches of datasets with equal forms can be joined."""
         schema = self._snapshot.layouts[DATA].schema
         words = [f"next {self._next_observations}, masks {'one' if self._delta is None else 'by field'}"]
         words += [f"with {TASK}"] if self._has_texts else []
@@ -302,21 +314,22 @@ class WindowDataset(WindowBatches):
         return tuple(words)
 
     def locate(self, windows: Sequence[int] | np.ndarray) -> tuple[list[tuple[str, int]], Int64s]:
-        """Return where windows are: (writer, number of the trajectory) of each, and its anchor, int64 `[B]`."""
+        """Return (writer, trajectory number) of each window, and the anchors, int64 `[B]`."""
         place, anchor = self._windows.find(checked_windows("call WindowDataset.locate", windows, len(self)))
         return self._snapshot.index.keys(self.trajectories[place]), anchor
 
     # Windows
 
     def shuffled(self, seed: Sequence[int], until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
-        """Return all windows in an order that is a function of `seed` and their names, and the keys that it goes by.
+        """Return all windows in a shuffled order and their sort keys.
 
-        Behind a network it is the order of a `ChunkedOrder`.
+        The order depends only on `seed` and the names of the windows. Files over a network use the
+        order of `ChunkedOrder`.
         """
         if self._source.is_remote:
             return self._chunked(seed).windows(), np.arange(len(self))
         keys = self._windows.random_keys(seed) ^ np.uint64(1 << 63)
-        # The same order as signed integers, which torch sorts by their bytes in a third of numpy's time.
+        # The xor keeps the order for signed integers: torch sorts them in a third of numpy's time.
         ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)), stable=True)
         return windows.numpy(), ordered.numpy()
 
@@ -326,7 +339,10 @@ class WindowDataset(WindowBatches):
         return Route(self._snapshot, self.plan, self._windows, self._chunked(seed)).advance
 
     def _chunks(self) -> list[int]:
-        """Frames of a chunk, the rows beyond its end left out, and chunks of a group; nothing without a network."""
+        """Return [frames per chunk, chunks per group] for files over a network; else [].
+
+        Frames per chunk do not include the rows after the end of the chunk that its windows read.
+        """
         if not self._source.is_remote:
             return []
         columns = self._snapshot.layouts[DATA].columns
@@ -343,15 +359,18 @@ class WindowDataset(WindowBatches):
         return ChunkedOrder(self._windows, place, num_frames, num_chunks, seed)
 
     def random_keys(self, seed: Sequence[int]) -> np.ndarray:
-        """uint64, a random number for each window; see `WindowIndex`."""
+        """Return a random number for each window, uint64; see `WindowIndex`."""
         return self._windows.random_keys(seed)
 
     def name(self, window: int) -> list[Any]:
-        """Name a window so that its place is known when it is gone; see `WindowIndex`."""
+        """Return the name of a window; see `WindowIndex`.
+
+        The name keeps its place in the order of windows after the window is deleted.
+        """
         return self._windows.name(window)
 
     def num_upto(self, name: Sequence[Any]) -> int:
-        """Count the windows up to the one of this name."""
+        """Return the number of windows up to the window of this name."""
         return self._windows.num_upto(*name)
 
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
@@ -371,7 +390,7 @@ class WindowDataset(WindowBatches):
         return kept
 
     def _check_readable(self) -> None:
-        """Raise if no window can be read any more."""
+        """Raise `DataFileError` if no window is readable."""
         for window in (self._intact, *range(len(self))):
             trajectory = self.trajectories[self._windows.find(np.array([window]))[0]]
             if self._snapshot.is_lost[trajectory].any():
@@ -388,7 +407,7 @@ class WindowDataset(WindowBatches):
         raise DataFileError("read windows", f"of {where}", "a window that can be read", got, str(cause)) from cause
 
     def _problem_of(self, window: int) -> DataFileError | None:
-        """Return why a window cannot be read, which is noted; None if it can."""
+        """Return the error of an unreadable window, and record it; None if it is readable."""
         problem = self._damage_of(window)
         if problem is not None and (name := self.name(window)) not in self.losses:
             self.losses.add(name, problem)
@@ -396,7 +415,7 @@ class WindowDataset(WindowBatches):
         return problem
 
     def _failure_of(self, window: int) -> DataFileError | None:
-        """Return what reading a window raises; None if it can be read."""
+        """Return the error that reading a window raises; None if it is readable."""
         place, anchor = self._windows.find(np.array([window]))
         try:
             self._reader.read(place, anchor, self._pool.empty)
@@ -407,7 +426,7 @@ class WindowDataset(WindowBatches):
         return None
 
     def _damage_of(self, window: int) -> DataFileError | None:
-        """Return why a window cannot be read, with the file, the episode and the frame; None if it can be read."""
+        """Return the error of an unreadable window with file, episode and frame; else None."""
         problem = self._failure_of(window)
         if problem is None:
             return None
@@ -426,11 +445,12 @@ class WindowDataset(WindowBatches):
     def statistics(
         self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
     ) -> dict[str, FieldStatistics]:
-        """Summarize each recorded field over the frames of this split, for normalization; each frame counts once.
+        """Compute statistics of each recorded field for normalization; each frame counts once.
 
-        Computed in one pass, in bounded memory, and kept in a file beside the data (of trajectory folders and URLs in
-        the user's cache folder), which is made anew when the data have changed. Where it cannot be written it is
-        computed again the next time.
+        The statistics cover the frames of this split. They are computed in one pass, in bounded
+        memory, and cached in a file beside the data. For trajectory folders and URLs, the cache is
+        in the user's cache folder. The cache is rewritten when the data change. If it cannot be
+        written, the next call computes the statistics again.
         """
         is_beside = self._source.holds_blocks and not self._source.is_remote
         folder = self._source.paths[0] if is_beside else None
@@ -440,12 +460,12 @@ class WindowDataset(WindowBatches):
 
     @property
     def frames(self) -> Frames:
-        """The snapshot and the trajectories in it that statistics are computed of."""
+        """The snapshot, and the trajectories in it that statistics use."""
         return self._snapshot, self.trajectories
 
     @property
     def field_names(self) -> list[str]:
-        """Names of the recorded fields that a batch is made of."""
+        """Names of the recorded fields of a batch."""
         read = [field for field in self.plan.fields if field.rows and not field.is_next]
         return [source for field in read for source in field.sources]
 

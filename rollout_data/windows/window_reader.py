@@ -1,8 +1,8 @@
-"""What a window is made of, and batches of windows: gather what is needed, and view it as nested fields.
+"""Plan and read windows: gather the rows of a batch, and view them as nested fields.
 
-One rule: what has to be read is decided once, when a dataset is opened; a batch is then a few table look-ups, and one
-gather for each kind of row. Fields are views of the rows, except those that a codec makes and next observations into
-which a true last one was put.
+The plan is made once, when a dataset is opened. A batch then needs a few table look-ups, and one
+gather per kind of row. Fields are views of the rows. Exceptions: fields decoded by a codec, and next
+observations that contain a recorded final observation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from .window_index import CREATE, WindowShape
 
 MASK = "mask"
 NEXT_MASK = "next_mask"
-#: Fields that are not stored: they follow from where a trajectory ends, and how.
+#: Fields that are not stored: computed from the end of the trajectory.
 DONE, TIMEOUT = "done", "timeout"
 FLAGS = (DONE, TIMEOUT)
-#: Groups of fields whose true last row may be recorded.
+#: Groups of fields that can have a recorded final observation.
 OBSERVATIONS = ("observation", "privileged_observation")
 NEXT = "next_"
-#: The greatest distance of two frames of a window, or of two windows.
+#: Largest distance in frames between two frames of a window, or between two windows.
 MAX_FRAMES = (1 << 31) - 1
 
 
@@ -43,11 +43,12 @@ class WindowField:
 
     Attributes:
         name: Name in the batch, levels joined by "/".
-        sources: The field that is read, or the components that are joined, in the order of the schema.
+        sources: The field that is read, or the components that are joined, in schema order.
         deltas: int64 `[L]`, frames relative to the anchor.
-        rows: For each source, which of the rows that are read of its column: a slice, or int64 `[L]`. Flags have none.
-        is_next: It is a next observation.
-        is_joined: Components are joined along the last axis, even if there is only one.
+        rows: For each source, positions in the rows read from its column: a slice, or int64 `[L]`.
+            Empty for flags.
+        is_next: Whether the field is a next observation.
+        is_joined: Whether components are joined along the last axis, even a single component.
     """
 
     name: str
@@ -59,17 +60,17 @@ class WindowField:
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """The least and the greatest delta."""
+        """The smallest and the largest delta."""
         return int(self.deltas.min()), int(self.deltas.max())
 
 
 @dataclass(frozen=True, eq=False)
 class WindowPlan:
-    """What a batch of windows is made of.
+    """The fields of a batch of windows, and the frames to read for them.
 
     Attributes:
-        fields: In the order of the schema, then flags, then next observations.
-        shapes: Frames to read; columns that need the same ones share one.
+        fields: Fields in schema order, then flags, then next observations.
+        shapes: Frames to read; columns with equal frames share a shape.
         columns: Column -> position in `shapes`.
     """
 
@@ -85,7 +86,7 @@ class WindowPlan:
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The least and the greatest delta of fields that are not next observations."""
+        """The smallest and the largest delta of fields that are not next observations."""
         ends = [field.reach for field in self.fields if not field.is_next]
         return min(low for low, _ in ends), max(high for _, high in ends)
 
@@ -98,12 +99,12 @@ def plan_windows(
     next_observations: bool,
     flatten_observations: bool = False,
 ) -> WindowPlan:
-    """Plan windows of the fields of a layout; the options are those of `WindowDataset`.
+    """Plan windows of the fields of a layout; see `WindowDataset` for the options.
 
     Raises:
         MissingFieldError: A name is not a field.
-        UsageError: No field is left, no observation where the next ones are wanted, or components are to be joined
-            that have other frames.
+        UsageError: No field is selected; next observations are requested without an observation; or
+            components to be joined have different frames.
     """
     known = [*layout.schema, *(flag for flag in FLAGS if flag not in layout.schema)]
     given = delta or {}
@@ -144,7 +145,7 @@ def plan_windows(
 def _shapes(
     layout: RowLayout, wanted: Sequence[tuple[str, str, Int64s]]
 ) -> tuple[tuple[WindowShape, ...], dict[str, int]]:
-    """Which frames are read of each column; see `WindowPlan`."""
+    """Return the frames to read from each column; see `WindowPlan`."""
     needed: dict[str, list[int]] = {}
     for _, source, deltas in wanted:
         if source in layout.schema:
@@ -159,7 +160,7 @@ def _shapes(
 
 
 def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
-    """Where `deltas` stand among those that are `read`: a slice where that is possible."""
+    """Return the positions of `deltas` in `read`: a slice if possible."""
     places = np.searchsorted(read, deltas)
     steps = np.diff(places)
     if not len(steps):
@@ -170,7 +171,7 @@ def _rows(deltas: Int64s, read: Int64s) -> slice | torch.Tensor:
 
 
 def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
-    """Fields called `name` or `name/...`."""
+    """Return the fields called `name` or `name/...`."""
     found = [one for one in known if one == name or one.startswith(f"{name}/")]
     if not found:
         groups = {one.split("/")[0] for one in known}
@@ -180,7 +181,7 @@ def _below(argument: str, name: str, known: Sequence[str]) -> list[str]:
 
 
 def _deltas_of(name: str, given: Mapping[str, Int64s], length: int) -> Int64s:
-    """The deltas of the longest entry that the name begins with."""
+    """Return the deltas of the longest entry that is a prefix of the name."""
     parts = name.split("/")
     for size in range(len(parts), 0, -1):
         found = given.get("/".join(parts[:size]))
@@ -193,7 +194,7 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
     """Return lists of frames relative to the anchor as int64 `[L]` each.
 
     Raises:
-        UsageError: There is no list for each field, or one is empty or has something else than whole numbers.
+        UsageError: `delta` is not a mapping of fields to lists of integers, or a list is empty.
     """
     if delta is None:
         return None
@@ -215,9 +216,9 @@ def checked_delta(delta: Mapping[str, Iterable[int]] | None) -> dict[str, Int64s
 def damaged_frame(
     snapshot: RowSource, plan: WindowPlan, trajectory: int, anchor: int, length: int
 ) -> DataFileError | None:
-    """Find the first frame of a window that is damaged and build the error that names it; None if there is none.
+    """Return the error for the first damaged frame of a window; None if no frame is damaged.
 
-    A file that is gone is no damage: the error that names its trajectories is raised as it is.
+    A deleted file is not damage: its error, which names the trajectories, is returned unchanged.
     """
     one = np.array([trajectory])
     for column, number in plan.columns.items():
@@ -233,7 +234,7 @@ def damaged_frame(
 def _named_damage(snapshot: RowSource, column: str, at: tuple[int, int], problem: DataFileError) -> DataFileError:
     trajectory, frame = at
     cause = problem.__cause__ if isinstance(problem, LostBlockError) else problem
-    if not isinstance(cause, DataFileError):  # the file is gone
+    if not isinstance(cause, DataFileError):  # the file was deleted
         return problem
     action = f"read frame {frame} of episode {snapshot.name_of(trajectory)!r}"
     expected, got = (cause.expected, cause.got) if cause.got else ("intact data", str(cause))
@@ -246,7 +247,11 @@ def _named_damage(snapshot: RowSource, column: str, at: tuple[int, int], problem
 
 
 class WindowReader:
-    """Reads windows of some trajectories of a snapshot, int64 `[K]`, with one mask for all fields or one for each."""
+    """Read windows of some trajectories of a snapshot.
+
+    `trajectories` is int64 `[K]`. A batch has one mask for all fields if `mask_is_one`, else a mask
+    for each field.
+    """
 
     def __init__(
         self,
@@ -270,20 +275,21 @@ class WindowReader:
         final = index.final_row[trajectories] >= 0
         is_whole = (index.flags[trajectories] & FINAL_OBSERVATION_ONLY) == 0
         self._has_final = {OBSERVATIONS[0]: final, OBSERVATIONS[1]: final & is_whole}
-        #: How each field is cut from rows: the parts, each with its length, steps, first row and choice among rows.
+        #: Field -> (parts, whether they are joined). A part is (cut, rows per window, steps, first
+        #: row, selected rows).
         self._cuts = {field.name: self._cut(field) for field in plan.fields if field.rows}
         self._final_cuts = {
             field.name: FrameCut(snapshot.layouts[FINAL], field.sources, field.is_joined)
             for field in plan.fields
             if field.is_next
         }
-        #: Most batches have no frame of such a trajectory.
+        #: Whether a trajectory has a single frame; `_flag` takes a faster path otherwise.
         self._has_single_frames = bool((self._lengths == 1).any())
 
     def read(self, place: Int64s, anchor: Int64s, allocate: Allocate) -> dict[str, Any]:
-        """Read the windows at frame `anchor` of trajectory number `place` of those given, int64 `[B]` both.
+        """Read the windows at frame `anchor` of trajectory `trajectories[place]`, both int64 `[B]`.
 
-        Gives a nested dict of `[B, L, *shape]` tensors, with masks.
+        Returns a nested dict of `[B, L, *shape]` tensors, with masks.
         """
         at = _Places(place, anchor, self._lengths[place])
         rows = FrameRows(self._gather(at, allocate))
@@ -302,7 +308,7 @@ class WindowReader:
         return {**batch, NEXT_MASK: unflatten(next_masks)} if next_masks else batch
 
     def _gather(self, at: _Places, allocate: Allocate) -> dict[str, torch.Tensor]:
-        """Column -> `[B * W, row_bytes / 4]` int32."""
+        """Read the rows of a batch: column -> `[B * W, row_bytes / 4]` int32."""
         memory: dict[str, torch.Tensor] = {}
         for number, shape in enumerate(self.plan.shapes):
             out: dict[str, torch.Tensor] = {}
@@ -335,7 +341,7 @@ class WindowReader:
         return parts, bool(cut.parts)
 
     def _values(self, field: WindowField, rows: FrameRows, num_windows: int, allocate: Allocate) -> torch.Tensor:
-        """Return a field that is stored as `[B, L, *shape]`."""
+        """Return a stored field: `[B, L, *shape]`."""
         found, (parts, is_joined) = [], self._cuts[field.name]
         for part, length, steps, first, chosen in parts:
             values = part(rows, Grid((num_windows, length), steps, first))
@@ -343,7 +349,7 @@ class WindowReader:
         return joined(found, 2, allocate) if is_joined else found[0]
 
     def _with_finals(self, field: WindowField, values: torch.Tensor, at: _Places, allocate: Allocate) -> torch.Tensor:
-        """Put true last observations among next ones, which then get memory of their own."""
+        """Insert recorded final observations into a copy of next observations, if there are any."""
         if at.least_after > field.reach[1]:
             return values
         window, step = np.nonzero(self._is_final(field, at))
@@ -358,33 +364,33 @@ class WindowReader:
         return own
 
     def _is_final(self, field: WindowField, at: _Places) -> np.ndarray:
-        """bool `[B, L]`, the row is a true last observation that was recorded."""
+        """Return whether each row is a recorded final observation: bool `[B, L]`."""
         has_final: np.ndarray = self._has_final[field.sources[0].split("/")[0]][at.place]
         found: np.ndarray = (field.deltas == at.after[:, None]) & has_final[:, None]
         return found
 
     def _flag(self, field: WindowField, at: _Places) -> torch.Tensor:
-        """`done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
+        """Return `done` or `timeout`: bool `[B, L]`, True on a trajectory's last frame."""
         flag = np.zeros((len(at.anchor), len(field.deltas)), bool)
         last = field.reach[1] + 1
         if at.least_after <= last or self._has_single_frames:
             near = np.flatnonzero((at.after <= last) | (at.length == 1))
             after = at.after[near, None] - 1
-            # The nearest frame stands for one outside, unless zeros do.
+            # Frames outside the trajectory have the flags of the nearest frame, except with zeros.
             is_last = field.deltas == after if self._is_zero else (field.deltas >= after) | (at.length[near, None] == 1)
             flag[near] = is_last if field.name == DONE else is_last & self._is_timeout[at.place[near], None]
         return torch.from_numpy(flag)
 
     def _mask(self, field: WindowField, at: _Places) -> torch.Tensor:
-        """bool `[B, L]`, the frame exists, or a true last observation does."""
+        """Return whether each frame, or its recorded final observation, exists: bool `[B, L]`."""
         inside = at.inside(field.deltas, *field.reach)
         return torch.from_numpy(inside | self._is_final(field, at) if field.is_next else inside)
 
 
 class _Places:
-    """Where windows stand, int64 `[B]` each: place of the trajectory, anchor, frames of the trajectory.
+    """Positions of windows, int64 `[B]` each: trajectory, anchor, frames of the trajectory.
 
-    `after` is the delta of the frame after the last one.
+    `after` is the delta from the anchor to the first frame after the trajectory.
     """
 
     def __init__(self, place: Int64s, anchor: Int64s, length: Int64s) -> None:
@@ -395,11 +401,11 @@ class _Places:
         self.least_after = int(self.after.min(initial=MAX_FRAMES))
 
     def reaches_outside(self, low: int, high: int) -> bool:
-        """Whether any frame from delta `low` to `high` does not exist."""
+        """Return whether any frame from delta `low` to `high` is missing."""
         return high >= self.least_after or (low < 0 and low < -int(self.anchor.min(initial=MAX_FRAMES)))
 
     def inside(self, deltas: Int64s, low: int, high: int) -> np.ndarray:
-        """bool `[B, L]`, the frame exists; a new array. The deltas are from `low` to `high`."""
+        """Return whether each frame exists: bool `[B, L]`, new. `deltas` lie in [low, high]."""
         inside = np.ones((len(self.anchor), len(deltas)), bool)
         if self.reaches_outside(low, high):
             cut = np.flatnonzero((-self.anchor > low) | (self.after <= high))

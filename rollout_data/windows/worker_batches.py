@@ -1,7 +1,8 @@
-"""Batches on their way from `DataLoader` workers: memory that both processes keep mapped, used again and again.
+"""Transfer of batches from `DataLoader` workers through shared memory, mapped once and reused.
 
-One rule: a place is written only after the worker has dropped the last tensor over it, and so has the consumer. Sending
-fresh tensors costs a file, a mapping and its page faults for every batch, several times what gathering it costs.
+A slot of shared memory is written only after worker and consumer have released all its tensors.
+Without reuse, every batch would cost a file, a mapping and its page faults: several times the time
+of the gather.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from ..sources.processes.process_group import is_in_worker
 from ..sources.processes.shared_memory import SharedMemory, Spot, shared_memory
 from .skipped_windows import OnError
 
-#: Batches of one worker that may be under way or in use at once; with more, batches travel as usual.
+#: Batches of one worker in transfer or in use at once; further batches use torch's own transfer.
 NUM_PLACES = 8
 _ALIGNMENT = 64
-#: Bytes before the batch, the first of which tells whether it is on its way or in use.
+#: Bytes before the batch. The first byte is 1 while the batch is in transfer or in use.
 _HEADER_BYTES = 4096
 _IS_LENT = 0
 
 
 def collate_windows(batch: Any) -> Any:
-    """Return a batch as a plain dict, which torch's pytree looks into; stack a list of single windows into one."""
+    """Return a batch as a plain dict, as torch's pytree needs it; stack a list of windows."""
     if not isinstance(batch, list):
-        return dict(batch) if type(batch) is WindowBatch else batch  # what a worker shares becomes one on its way
+        return dict(batch) if type(batch) is WindowBatch else batch  # sending converts others
     if not batch or not all(isinstance(window, Mapping) for window in batch):
         raise UsageError("collate", "", "a batch or a list of windows", f"a list of {len(batch)} others")
     flat = [flatten(window) for window in batch]
@@ -50,7 +51,7 @@ def collate_windows(batch: Any) -> Any:
 
 
 class WindowBatch(dict[str, Any]):
-    """A nested dict of tensors that knows what torch's default collate does not: that it is a batch already."""
+    """A nested dict of tensors whose errors explain that torch's default collate cannot be used."""
 
     def __missing__(self, key: object) -> Any:
         advice = "" if isinstance(key, str) else "Give the DataLoader collate_fn=dataset.collate"
@@ -59,20 +60,20 @@ class WindowBatch(dict[str, Any]):
     __repr__ = described
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy is a plain dict."""
+        """Reduce to a plain dict."""
         return dict, (dict(self),)
 
 
 class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
-    """A map-style dataset that reads whole batches at once, into memory which a pickled copy makes anew."""
+    """A map-style dataset that reads whole batches at once; its memory is not pickled."""
 
-    #: What happens to windows whose data are damaged; see `WindowDataset`.
+    #: Handling of windows with damaged data; see `WindowDataset`.
     on_error: OnError = "raise"
-    #: Attributes that are not pickled, but made by `_open`.
+    #: Attributes that are not pickled; `_open` creates them.
     _made_anew: tuple[str, ...] = ("_pool", "_shared")
 
     def _open(self) -> None:
-        # Enough for the batches of a prefetching loader with several kinds of rows.
+        # 24 buffers are enough for the batches of a prefetching loader with several kinds of rows.
         self._pool, self._shared = BufferPool(24), WorkerMemory()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,13 +85,13 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Count the windows."""
+        """Return the number of windows."""
 
     def __getitem__(self, window: int) -> dict[str, Any]:
         """Return one window: a nested dict of `[L, *shape]` tensors.
 
         Raises:
-            IndexError: There is no such window; negative numbers count from the end.
+            IndexError: The number is out of range; negative numbers count from the end.
         """
         if not is_whole(window) or not -len(self) <= window < len(self):
             kind = OutOfRangeError if is_whole(window) else UsageError
@@ -106,19 +107,22 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
         return found
 
     def __getitems__(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
-        """Return a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`; the caller's.
+        """Return a batch: a nested dict of `[B, L, *shape]` tensors, in the order of `windows`.
+
+        The caller owns the tensors.
 
         Raises:
-            IndexError: There is no such window.
-            CorruptFileError: A chunk of a coded component is damaged; the text names it.
+            IndexError: A number is out of range.
+            CorruptFileError: A chunk of a coded component is damaged; the message names the chunk.
         """
         return self.batch(windows)
 
     def batch(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None = None) -> dict[str, Any]:
-        """Return a batch as `__getitems__` does; `on_error` None is that of the dataset.
+        """Return a batch like `__getitems__`; `on_error` None means the setting of the dataset.
 
         Raises:
-            DataFileError: A window is damaged and not skipped; names the file, the episode and the frame.
+            DataFileError: A window is damaged and not skipped; the message names file, episode and
+                frame.
         """
         try:
             return self._made(windows)
@@ -132,7 +136,7 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
             return self._made(kept)
         except UnansweredError:
             raise
-        except DataFileError:  # behind a network, damaged rows between those of two windows are fetched with them
+        except DataFileError:  # remote reads also fetch damaged rows that lie between two windows
             return self._made_one_by_one(kept)
 
     def _made(self, windows: Sequence[int] | np.ndarray) -> dict[str, Any]:
@@ -146,52 +150,53 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
 
     @abstractmethod
     def readable(self, windows: Sequence[int] | np.ndarray, on_error: OnError | None) -> Int64s:
-        """Leave out the windows that cannot be read, which are counted.
+        """Return the readable windows; count the unreadable ones.
 
         Raises:
-            DataFileError: Nothing of the data can be read any more.
+            DataFileError: No window of the dataset is readable.
         """
 
     @abstractmethod
     def damage(self, windows: Sequence[int] | np.ndarray, problem: DataFileError) -> DataFileError:
-        """Build the error for windows that cannot be read because of a problem, of the first one that is damaged."""
+        """Return the error for the first damaged window; `problem` if no window is damaged."""
 
     @abstractmethod
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
-        """Read a batch into memory that `allocate(shape, dtype)` gives; otherwise like `__getitems__`."""
+        """Read a batch into memory from `allocate(shape, dtype)`; otherwise like `__getitems__`."""
 
     def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:
-        """Return what is told the positions `start:stop` of an epoch before they are read; here it does nothing.
+        """Return a function that prefetches the positions `start:stop` of an epoch.
 
-        `seed` is that of `shuffled`; None goes by the numbers of the windows.
+        By default the function does nothing. `seed` is the seed of `shuffled`; None means ascending
+        order.
         """
         return lambda start, stop: None
 
-    #: For `DataLoader(dataset, collate_fn=dataset.collate)`: a batch is one already; lists of windows are stacked.
+    #: For `DataLoader(dataset, collate_fn=dataset.collate)`: lists of windows are stacked.
     collate = staticmethod(collate_windows)
 
 
 class WorkerMemory:
-    """Where a worker puts its batches. Belongs to one process and thread.
+    """Shared memory for the batches of one worker. Not thread-safe.
 
     Attributes:
-        places: One for each batch that is under way or in use, and those that are free.
+        places: Slots of shared memory, one for each batch in transfer or in use, and free slots.
     """
 
     def __init__(self) -> None:
-        # Only what goes to another process goes by its place; copies are ordinary ones.
+        # Only batches sent to another process use the slot; `copy` and `pickle` make plain dicts.
         ForkingPickler.register(_SharedBatch, _departing)
         self.places: list[_SharedPlace] = []
         self._place_bytes = 0
 
     def make(self, read: Callable[[Allocate], dict[str, Any]]) -> Any:
-        """Make a batch with `read(allocate)`: a nested dict that is pickled quickly where it has a place."""
-        place, num_bytes = self._free_place(), 0  # that the batch needs
+        """Read a batch with `read(allocate)`: a nested dict, in shared memory if possible."""
+        place, num_bytes = self._free_place(), 0  # bytes that the batch needs
         memory = torch.empty(0, dtype=torch.uint8, device="cpu") if place is None else place.lend()
-        given = {memory.data_ptr()}  # where the storages begin that tensors were given from
+        given = {memory.data_ptr()}  # start addresses of the storages of allocated tensors
 
         def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-            """Return the next bytes of the place; ordinary memory where they do not suffice."""
+            """Return the next bytes of the slot; ordinary memory if the slot is full."""
             nonlocal num_bytes
             start = num_bytes
             size = prod(shape) * dtype.itemsize
@@ -203,7 +208,7 @@ class WorkerMemory:
             return tensor
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
-            """Copy in what lies elsewhere and is small enough."""
+            """Copy a tensor from other memory into the slot if it fits."""
             if tensor.untyped_storage().data_ptr() in given:
                 return tensor
             inside = empty(tensor.shape, tensor.dtype)
@@ -214,7 +219,7 @@ class WorkerMemory:
         return WindowBatch(batch) if place is None else _SharedBatch(batch, place)
 
     def _free_place(self) -> _SharedPlace | None:
-        """A place that is not in use: a new one if there is none that is large enough, None if that cannot be."""
+        """Return a free slot, a new one if none is large enough; None if none can be created."""
         free = next((place for place in self.places if place.is_free()), None)
         if free is not None and free.num_bytes >= self._place_bytes:
             return free
@@ -228,7 +233,7 @@ class WorkerMemory:
 
 
 class _SharedPlace:
-    """Shared memory for one batch. All of it is taken from the system at once, so there are as few as will do."""
+    """Shared memory for one batch. The system reserves all of it when it is created."""
 
     def __init__(self, memory: SharedMemory, num_bytes: int) -> None:
         self.memory = memory
@@ -238,17 +243,20 @@ class _SharedPlace:
         self._part: weakref.ref[np.ndarray] | None = None
 
     def is_free(self) -> bool:
-        """Neither this process nor the consumer holds a tensor over it."""
+        """Return whether neither this process nor the consumer has a tensor in the slot."""
         return (self._part is None or self._part() is None) and not self.flags[_IS_LENT]
 
     def lend(self) -> torch.Tensor:
-        """Return the memory, uint8 `[n]`, as one that torch takes for ordinary: it copies what is sent singly."""
+        """Return the memory: uint8 `[n]`, for torch ordinary memory, copied when sent by itself."""
         part = self._bytes[_HEADER_BYTES:]
         self._part = weakref.ref(part)
         return torch.from_numpy(part)
 
     def spot(self, leaf: Any) -> Any:
-        """Return where a tensor lies; anything that lies elsewhere, or has more to it than values, stays as it is."""
+        """Return the place of a tensor in the slot; return other leaves unchanged.
+
+        Tensors in other memory, with gradients, or with lazy conjugation or negation are unchanged.
+        """
         if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
             return leaf
         if leaf.untyped_storage().data_ptr() != self._bytes.ctypes.data + _HEADER_BYTES:
@@ -259,7 +267,7 @@ class _SharedPlace:
 
 
 class _Spot(NamedTuple):
-    """Where in its place a tensor lies; the offset and the strides count its elements."""
+    """Place of a tensor in a slot; offset and strides in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -268,7 +276,7 @@ class _Spot(NamedTuple):
 
 
 class _SharedBatch(WindowBatch):
-    """A batch in shared memory: arrives in another process as a nested dict of the same tensors, whatever was done."""
+    """A batch in shared memory; another process receives a nested dict of views of that memory."""
 
     def __init__(self, batch: Mapping[str, Any], place: _SharedPlace) -> None:
         super().__init__(batch)
@@ -278,19 +286,19 @@ class _SharedBatch(WindowBatch):
 def _departing(batch: _SharedBatch) -> tuple[Any, ...]:
     place = batch.place
     batch.place = None
-    if place is None:  # sent before: the receiver may drop it, which frees the place
+    if place is None:  # sent before: the receiver may release it, which frees the slot
         return batch.__reduce__()
     form = map_leaves(place.spot, batch)
     place.flags[_IS_LENT] = 1
     return _arrive, (place.memory.spot, _HEADER_BYTES + place.num_bytes, form)
 
 
-#: Shared memory of workers, in the process that consumes.
+#: Mapped shared memory of workers, in the consuming process.
 mapped: dict[Spot, np.ndarray] = {}
 
 
 def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
-    """View a batch where it lies; its place is free when the last of its tensors is gone."""
+    """Return views of a batch in shared memory; the slot is free when all views are deleted."""
     found = mapped[spot] if spot in mapped else _kept(spot, SharedMemory(spot=spot).take(num_bytes))
     part = found[_HEADER_BYTES:]
     storage = torch.from_numpy(part).untyped_storage()
@@ -306,7 +314,7 @@ def _arrive(spot: Spot, num_bytes: int, form: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kept(spot: Spot, memory: np.ndarray) -> np.ndarray:
-    """Keep a worker's memory mapped as long as the loader keeps the worker."""
+    """Keep a worker's memory mapped until the worker process object is deleted."""
     for process in active_children():
         if process.pid == spot[0]:
             mapped[spot] = memory
@@ -315,5 +323,5 @@ def _kept(spot: Spot, memory: np.ndarray) -> np.ndarray:
 
 
 def _release(memory: np.ndarray, process: int) -> None:
-    if os.getpid() == process:  # in a fork the batch is only a copy of a name
+    if os.getpid() == process:  # a forked copy of the batch must not free the slot
         memory[_IS_LENT] = 0
