@@ -1,8 +1,8 @@
 """Plan and read windows: gather the rows of a batch, and view them as nested fields.
 
 The plan is made once, when a dataset is opened. A batch then needs a few table look-ups, and one
-gather per kind of row. Fields are views of the rows. Exceptions: fields decoded by a codec, and next
-observations that contain a recorded final observation.
+gather per kind of row. Fields are views of the rows. Exceptions: fields decoded by a codec, and
+next observations that contain a recorded final observation.
 """
 
 from __future__ import annotations

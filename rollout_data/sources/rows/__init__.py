@@ -1,1 +1,1 @@
-"""Episodes as packed rows: mapped, read when needed, fetched or copied into memory."""
+"""Episodes as packed rows: memory-mapped, read on demand, fetched, or cached in memory."""

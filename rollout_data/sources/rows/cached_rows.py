@@ -1,7 +1,7 @@
 """`CachedRows`: copies of whole trajectories in the memory of one device.
 
-A copy belongs to one process, or is shared by all workers of a machine. It lists the trajectories that could not be
-read.
+A copy belongs to one process, or is shared by all workers of a machine. It lists the unreadable
+trajectories.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..processes.shared_memory import SharedMemory, Spot, shared_memory
 from .gather_rows import gather
 from .row_source import Place, Rows, RowSource
 
-#: Trajectories that are copied at once: index arrays stay small beside the data.
+#: Trajectories copied per call. The limit keeps index arrays small compared with the data.
 _NUM_COPIED = 4096
 
 
@@ -45,14 +45,14 @@ class SharedRows(NamedTuple):
 
 
 class CachedRows(RowSource):
-    """Rows of some trajectories copied into memory of one device, each trajectory in one piece.
+    """Rows of some trajectories copied to one device; the rows of a trajectory are contiguous.
 
     Args:
-        source: Where the rows come from.
-        trajectories: int64 `[K]`, which trajectories; only these can be read.
-        device: Where to keep them.
-        is_shared: Other processes are going to map them; see `shared` and `mapped`.
-        memory: Where another process has put the rows of just these trajectories.
+        source: Source of the rows.
+        trajectories: int64 `[K]`, numbers of the trajectories; only these can be read.
+        device: Device of the copies.
+        is_shared: Whether other processes will map the copies; see `shared` and `mapped`.
+        memory: Shared memory in which another process has cached the same trajectories.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class CachedRows(RowSource):
 
     @classmethod
     def mapped(cls, source: RowSource, shared: SharedRows | None) -> CachedRows | None:
-        """Map the rows that another process has cached; None if they are of another index, or were released."""
+        """Map rows cached by another process; None if the index differs, or they were released."""
         if shared is None or shared.content != _content(source.index):
             return None
         try:
@@ -111,7 +111,7 @@ class CachedRows(RowSource):
         return cls(source, shared.trajectories, torch.device("cpu"), memory=memory)
 
     def shared(self) -> SharedRows | None:
-        """Move the frames to shared memory and return where other processes find them; None if they cannot be."""
+        """Move the rows to shared memory for other processes; None if there is no shared memory."""
         if self._memory is None:
             self._memory = self._shared_memory([rows.shape for rows in self._rows.values()])
             for place, rows in self._rows.items() if self._memory is not None else ():
@@ -122,7 +122,7 @@ class CachedRows(RowSource):
         return SharedRows(self._memory.spot, self._trajectories, _content(self.index), lost)
 
     def _shared_memory(self, shapes: Iterable[Sequence[int]]) -> SharedMemory | None:
-        """Make shared memory for rows of these shapes; None where it cannot be made."""
+        """Create shared memory for rows of these shapes; None if the system has no room for it."""
         return shared_memory([4 * prod(shape) for shape in shapes]) if self.device.type == "cpu" else None
 
     def _empty(self, shape: Sequence[int]) -> torch.Tensor:
@@ -132,7 +132,7 @@ class CachedRows(RowSource):
         return BufferPool(1).empty(shape, torch.int32)
 
     def holds(self, trajectories: Int64s) -> bool:
-        """Return whether all of these trajectories that can be read are cached."""
+        """Return whether all readable trajectories of these are cached."""
         return bool((self.is_lost[trajectories] | (self._first_row[trajectories] >= 0)).all())
 
     def locate(self, rows: Rows) -> Runs:
@@ -152,7 +152,7 @@ class CachedRows(RowSource):
 
 
 def _copy_column(source: RowSource, name: str, rows: Rows, out: torch.Tensor) -> None:
-    """Copy a column of whole trajectories to `[num_rows, row_bytes / 4]`, some thousand trajectories at once."""
+    """Copy a column of whole trajectories to `[num_rows, row_bytes / 4]`, in parts."""
     for first in range(0, len(rows.episode), _NUM_COPIED):
         part = Rows(*(values[first : first + _NUM_COPIED] for values in rows))
         start = int(part.target[0])
@@ -161,7 +161,7 @@ def _copy_column(source: RowSource, name: str, rows: Rows, out: torch.Tensor) ->
 
 
 def _check_room(needed_bytes: int) -> None:
-    """Raise unless the free memory has room for the rows, with a tenth to spare."""
+    """Raise if free memory is less than the bytes of the rows plus a tenth."""
     free = free_memory_bytes()
     if free is not None and needed_bytes > 0.9 * free:
         expected = f"at most 90 % of the free {free / 2**30:.1f} GiB"
@@ -170,13 +170,13 @@ def _check_room(needed_bytes: int) -> None:
 
 
 def _content(index: TrajectoryIndex) -> int:
-    """Return a checksum of the names, lengths and final observations of all trajectories, in their order."""
+    """Return a checksum of the names, lengths and final observations of all trajectories."""
     columns = np.stack([index.first_frame[1:], index.number, index.writer, index.final_row])
     return crc32(repr(index.writers).encode() + columns.tobytes())
 
 
 def free_memory_bytes() -> int | None:
-    """Return how much memory is free without swapping; None where the system does not say."""
+    """Return the bytes of memory available without swapping; None if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

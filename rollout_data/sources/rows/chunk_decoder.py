@@ -1,7 +1,7 @@
-"""The rows of a coded component over many blocks, decoded when they are asked for.
+"""Decode the rows of a coded component of many blocks on demand.
 
-One rule: a call decodes each chunk that it touches once; a chunk that is wanted whole goes straight to the
-output, of the others the decoded frames are kept for the next call, within a fixed number of bytes.
+A call decodes each chunk once. A chunk that is requested whole is decoded directly into the output.
+Other decoded chunks are cached for later calls, up to a fixed number of bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ...blocks.chunk_table import ChunkTable, check_sum
 from ...blocks.trajectory_index import Int64s, Runs, counted_from
 from .mapped_files import Arena
 
-#: How much of decoded chunks is kept by default, over all components of a dataset.
+#: Default size in bytes of the cache of decoded chunks, over all components of a dataset.
 CHUNK_CACHE_BYTES = 512 << 20
 
 
 class RowCache:
-    """Rows by key, anything with `nbytes`, the least recently used given up first; for several threads.
+    """A thread-safe LRU cache of objects with `nbytes`, such as rows.
 
     Args:
-        max_bytes: How much is kept at most.
-        keeps_last: Keep what was put last also if it is larger.
+        max_bytes: Size of the cache in bytes.
+        keeps_last: Whether to cache the latest object even if it is larger than `max_bytes`.
     """
 
     def __init__(self, max_bytes: int = CHUNK_CACHE_BYTES, keeps_last: bool = False) -> None:
@@ -42,11 +42,11 @@ class RowCache:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        """Rows can be read again: a pickled cache arrives empty."""
+        """Pickle an empty cache, since rows can be read again."""
         return RowCache, (self.max_bytes, self.keeps_last)
 
     def get(self, key: Any) -> Any:
-        """Return what is kept by a key, None if nothing is."""
+        """Return the cached object of a key; None if there is none."""
         with self._lock:
             found = self._kept.get(key)
             if found is not None:
@@ -54,7 +54,7 @@ class RowCache:
             return found
 
     def put(self, key: Any, rows: Any) -> None:
-        """Keep rows; what was not used for the longest time goes where they are too many."""
+        """Cache rows; evict the least recently used objects if the cache is full."""
         if rows.nbytes > self.max_bytes and not self.keeps_last:
             return
         with self._lock:
@@ -66,13 +66,13 @@ class RowCache:
 
 
 class ChunkFiles:
-    """The chunks of one column over all mapped blocks; grows as blocks come.
+    """The chunks of one column in all mapped blocks; `add` appends the chunks of a block.
 
     Args:
         place: (table, column).
         row_bytes: Size of a decoded row.
-        mapped: The bytes of all blocks; shared by several.
-        cache: Where decoded chunks are kept; shared by several.
+        mapped: Bytes of all blocks; other columns share them.
+        cache: Cache of decoded chunks; other columns share it.
     """
 
     def __init__(self, place: tuple[str, str], row_bytes: int, mapped: Arena, cache: RowCache) -> None:
@@ -82,13 +82,13 @@ class ChunkFiles:
         self._cache = cache
         self._files: dict[int, tuple[Path, ChunkTable]] = {}
         self._num_files = 0
-        #: int64 `[C + 1]`, first row of every chunk, and the number of rows.
+        #: int64 `[C + 1]`: first row of every chunk, then the total number of rows.
         self._rows = np.zeros(1, np.int64)
-        #: int64 `[4, C]`: file of every chunk, where it begins and ends in `mapped`, its checksum.
+        #: int64 `[4, C]`: per chunk, file number, start and stop in `mapped`, and checksum.
         self._spots = np.zeros((4, 0), np.int64)
 
     def add(self, header: BlockHeader, first_byte: int) -> int:
-        """Take the chunks of one more block, mapped from `first_byte` on; give the number of its first row."""
+        """Add the chunks of a block mapped at `first_byte`; return the number of its first row."""
         table = header.chunks[self.place[0]][self.place[1]]
         start = int(self._rows[-1])
         number = np.full(len(table.sums), self._num_files)
@@ -101,25 +101,25 @@ class ChunkFiles:
         return start
 
     def unmap(self, first: int, num_rows: int) -> None:
-        """Unmap the block whose first row has this number; its rows must not be read any more."""
+        """Unmap the block with first row `first`. Its rows must not be read afterwards."""
         if not num_rows:
             return
         del self._files[int(self._spots[0, np.searchsorted(self._rows, first)])]
         is_kept = np.isin(self._spots[0], list(self._files))
-        is_kept[1:] |= is_kept[:-1]  # the first chunk behind a kept one ends it
+        is_kept[1:] |= is_kept[:-1]  # the next first row is the end of a kept chunk
         self._rows, self._spots = self._rows[np.append(is_kept, True)], self._spots[:, is_kept]
 
     def copy(self, first: Int64s, runs: Runs, out: torch.Tensor) -> None:
         """Decode rows into `out`.
 
         Args:
-            first: int64 `[R]`, number of the first row of each run, as counted by `add`.
-            runs: Where they go and how many they are.
-            out: int32 on the CPU, `[rows, row_bytes / 4]`, or windows `[num_windows, length, row_bytes / 4]` of any
-                strides; no run reaches from one into the next.
+            first: int64 `[R]`, number of the first row of each run, as returned by `add`.
+            runs: Number of rows and target row of each run.
+            out: int32 on the CPU, `[rows, row_bytes / 4]`, or windows `[num_windows, length,
+                row_bytes / 4]` with any strides. No run crosses the end of a window.
 
         Raises:
-            CorruptFileError: A chunk is damaged; the text names it.
+            CorruptFileError: A chunk is damaged; the message names the chunk.
         """
         if not len(first):
             return
@@ -137,13 +137,18 @@ class ChunkFiles:
         each_part(decode, len(chunks), chunk_bytes * len(chunks))
 
     def will_need(self, first: Int64s, num_rows: Int64s) -> None:
-        """Have the chunks of rows fetched from the disk in the background."""
+        """Prefetch the chunks of rows from disk in the background."""
         begin = np.searchsorted(self._rows, first, side="right") - 1
         last = np.searchsorted(self._rows, first + num_rows, side="left") - 1
         self._mapped.will_need(self._spots[1, begin], self._spots[2, last] - self._spots[1, begin])
 
     def _cut(self, first: Int64s, runs: Runs) -> tuple[Int64s, list[tuple[int, int, int]]]:
-        """Cut runs at the bounds of chunks: chunk of each piece, ascending, and (row in it, number of rows, target)."""
+        """Cut runs at chunk boundaries.
+
+        Returns:
+            The chunk of each piece, ascending; and (first row in the chunk, number of rows, target)
+            of each piece.
+        """
         stop = first + runs.num_rows
         begin = np.searchsorted(self._rows, first, side="right") - 1
         num = np.searchsorted(self._rows, stop, side="left") - begin
@@ -176,7 +181,7 @@ class ChunkFiles:
             target[:] = rows[low : low + len(target)]
 
     def _decode(self, chunk: int, num_rows: int, out: np.ndarray | None = None) -> np.ndarray:
-        """Check a chunk and decode it, to new memory or to `out`, contiguous."""
+        """Check the checksum of a chunk and decode it, to new memory or to the contiguous `out`."""
         number, start, stop, checksum = self._spots[:, chunk].tolist()
         path, table = self._files[number]
         data = self._mapped.bytes_view[start:stop]

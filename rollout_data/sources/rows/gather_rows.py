@@ -1,4 +1,4 @@
-"""`gather`: copy runs of rows from one tensor into windows, by large pieces where that is faster."""
+"""`gather`: copy runs of rows from one tensor into windows, in large pieces if that is faster."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from storage.core.memory import BufferPool, sent, sent_together
 
 from ...blocks.trajectory_index import Int64s, Runs, counted_from
 
-#: Measured with rows of 2 KB: moving a piece costs as much as this many bytes more (a window of 25
-#: rows 1.02 of a memcpy, one row 1.57), and moving a broken one again this many times its bytes.
+#: Fixed cost of copying a piece, in bytes of a plain copy, measured with rows of 2 KB. A window of
+#: 25 rows takes 1.02 times as long as a memcpy, a single row 1.57 times.
 _BYTES_A_PIECE = 1100
+#: Cost of copying a piece again row by row, in plain copies of the piece.
 _PATCH_COST = 2.2
 _NO_PIECES = np.zeros(0, np.int64)
-#: Memory for single rows on their way.
+#: Buffers for single rows between source and output.
 _scratch = BufferPool(2)
-#: Batches with fewer rows are moved row by row.
+#: Number of rows up to which a batch is copied row by row.
 _FEW_ROWS = 256
 
 
 def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: torch.Tensor) -> None:
-    """Copy rows into `out`, which is on the device of `words` and int32.
+    """Copy rows into `out`.
 
     Args:
         words: `[R, W]` int32, the rows.
-        runs: Where they go and how many they are; none reaches from one window into the next.
+        runs: Number of rows and target row of each run. No run crosses the end of a window.
         first: int64, first row of each run in `words`.
-        length: Rows of a window; then the runs cover all of `out`, each row once, in ascending order. With 0 they may
-            cover a part of it.
-        out: `[num_windows, length, W]` of any strides, or contiguous `[rows, W]`.
+        length: Rows per window; the runs then cover each row of `out` once, in ascending order.
+            With 0, the runs may cover a part of `out`.
+        out: `[num_windows, length, W]` with any strides, or contiguous `[rows, W]`; int32 on the
+            device of `words`.
     """
     windows = out if out.dim() == 3 else out.view(-1, length, out.shape[1]) if length else out[None]
     if not length:
@@ -44,13 +46,13 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
     num_rows = num_windows * length
     is_whole = len(first) == num_windows  # each window is one run
     if words.device.type != "cpu" or (not is_whole and (num_rows <= _FEW_ROWS or num_words < length)):
-        # A device gathers single rows as fast as pieces, and one array of numbers is one copy to it.
+        # A GPU gathers single rows as fast as pieces, and needs only one array of row numbers.
         size = 1
         starts = counted_from(first, runs.num_rows)
     elif not is_whole:
         size = _piece_size(runs.target, length, num_rows, 4 * width)
-        begin = -(-runs.target // size)  # the first piece that begins in each run, or later
-        shift = first - runs.target  # what makes the row of a position in `out`
+        begin = -(-runs.target // size)  # first piece that starts in or after each run
+        shift = first - runs.target  # row in `words` minus row in `out`
         num_begun = np.concatenate((begin[1:], [num_rows // size])) - begin
         starts = np.repeat(shift, num_begun) + np.arange(0, num_rows, size)
         broken = np.unique(runs.target[runs.target % size != 0] // size)
@@ -60,7 +62,7 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
         rows = rows.view(num_windows, length).t().reshape(-1)
         windows = by_time
     rows = sent(rows, words.device)
-    if windows.is_contiguous():  # a piece is one copy
+    if windows.is_contiguous():  # each piece is contiguous
         pieces = words.as_strided((num_words - size + 1, size * width), (width, 1))
         torch.index_select(pieces, 0, rows, out=windows.view(-1, size * width))
     else:
@@ -73,12 +75,12 @@ def gather(words: torch.Tensor, runs: Runs, first: Int64s, length: int, out: tor
 
 
 def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: torch.Tensor) -> None:
-    """Copy single rows to places in windows; on the CPU through numpy, which takes a quarter of the time."""
+    """Copy single rows into windows; on the CPU with numpy, in a quarter of torch's time."""
     if not len(numbers):
         return
     window, row = np.divmod(place, windows.shape[1])
     if words.device.type == "cpu":
-        size = 1 << (len(numbers) - 1).bit_length()  # memory that is a little too small is of no use to a pool
+        size = 1 << (len(numbers) - 1).bit_length()  # a power of two, to reuse pooled memory
         scratch = _scratch.empty((size, words.shape[1]), words.dtype)[: len(numbers)]
         rows = torch.from_numpy(numbers)
         windows.numpy()[window, row] = torch.index_select(words, 0, rows, out=scratch).numpy()
@@ -88,10 +90,10 @@ def _copy_rows(words: torch.Tensor, numbers: Int64s, place: Int64s, windows: tor
 
 
 def _piece_size(target: Int64s, length: int, num_rows: int, row_bytes: int) -> int:
-    """How many rows to move at once: the divisor of a window's length that costs least.
+    """Return the number of rows per piece: the divisor of the window length with the lowest cost.
 
-    Large pieces move at the speed of a memcpy, but more of them lie in several runs and are moved
-    again, row by row.
+    Large pieces are copied at the speed of a memcpy. But more of them contain rows of several runs,
+    which are copied again row by row.
     """
     best = 1
     lowest = 1 + _BYTES_A_PIECE / row_bytes

@@ -33,26 +33,26 @@ from ..file_source import FileSource
 from .row_source import GONE, Place
 from .unmapped_rows import UnmappedRows
 
-#: Bytes of small rows that are read at once.
+#: Bytes of small rows per read.
 _PIECE_BYTES = 4 << 20
-#: Bytes of such pieces that are kept.
+#: Bytes of small rows that are cached.
 _CACHE_BYTES = 512 << 20
 #: Number of the file, and number of the episode in it.
 EpisodeKey = tuple[int, int]
 
 
 class JoinedFiles(UnmappedRows):
-    """Episodes of several files as rows. An episode is cut into pieces of some MiB, each of which stands for a block.
+    """Episodes of several files as rows. An episode is cut into blocks of some MiB.
 
-    A field that an episode lacks reads as NaN. Texts read as numbers, see `text_id`.
+    A field missing from an episode reads as NaN. Texts read as numbers; see `text_id`.
 
     Args:
         files: The opened files.
-        labels: Prefix of the writers' names of each file.
-        keys: The episodes, in their order.
+        labels: Prefix of the writer names of each file.
+        keys: The episodes, in order.
         schema: Numeric fields of the rows.
-        texts: Names of the text fields, and their fields of numbers.
-        max_group_bytes: Bytes of decoded pictures that are kept.
+        texts: Text field -> its numeric field.
+        max_group_bytes: Bytes of decoded images that are cached.
     """
 
     reads_parts = True
@@ -139,7 +139,7 @@ class JoinedFiles(UnmappedRows):
 def _pieces(
     file: FileSource, label: str, key: EpisodeKey, position: int, num_rows: int, finals: Sequence[str]
 ) -> list[Block]:
-    """Cut an episode, number `position` of all, into blocks of `num_rows` steps."""
+    """Cut the episode number `position` into blocks of `num_rows` steps."""
     number, episode = key
     info = file.episodes[episode]
     has_final = bool(finals) and all(name in info.final for name in finals)
@@ -159,7 +159,7 @@ def _pieces(
 
 
 def _layouts(schema: Schema) -> dict[str, RowLayout]:
-    """Return the layouts of `layouts_of` with a column for each picture, so that a damaged one costs no other field."""
+    """Return `layouts_of` with a column per image: a damaged image then affects no other field."""
     pictures = [name for name, field in schema.items() if len(field.shape) > 1]
     return {table: RowLayout(layout.schema, pictures) for table, layout in layouts_of(schema).items()}
 
@@ -172,7 +172,7 @@ def end_flags(info: EpisodeInfo) -> int:
 
 
 def _checked(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> Any:
-    """Return the values of a field that a file returned; raise if they have another shape."""
+    """Return the values of a field; raise if their shape differs from `shape`."""
     if np.shape(values) != shape:
         where = f"episode {block.fragments['trajectory'][0]} of {str(block.path)!r}"
         raise CorruptFileError("read", where, f"{name!r} of shape {shape}", str(np.shape(values)))
@@ -180,7 +180,7 @@ def _checked(block: Block, name: str, values: Any, shape: tuple[int, ...]) -> An
 
 
 def _read_texts(files: Sequence[FileSource], keys: Sequence[EpisodeKey], names: Sequence[str]) -> set[str]:
-    """Read all texts of some fields; episodes that cannot be read have none."""
+    """Return all texts of some fields; unreadable episodes are skipped."""
     texts: set[str] = set()
     for number, episode in keys if names else ():
         file = files[number]

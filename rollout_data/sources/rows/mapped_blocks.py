@@ -1,4 +1,4 @@
-"""`MappedBlocks`: rows of block files through memory maps; the page cache is the memory, nothing is copied twice."""
+"""`MappedBlocks`: rows of memory-mapped block files, copied directly from the page cache."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .gather_rows import gather
 from .mapped_files import PAGE_BYTES, Arena
 from .row_source import Place, Rows, RowSource
 
-#: All of a block, as rows of one byte: chunks lie in them.
+#: Place for a whole block as rows of one byte, from which chunks are decoded.
 _WHOLE = ("", "")
-#: The kernel allows 65,530 mappings a process by default; stay clear of it.
+#: Largest number of mappings; the kernel allows 65,530 per process by default.
 _MAX_MAPPINGS = 50_000
-#: Bytes of rows read once after which their memory is released.
+#: Bytes of rows that are read once, after which their memory is released.
 _MAX_READ_ONCE_BYTES = 64 << 20
-#: Bytes that a page fault maps around a row.
+#: Bytes mapped around a row by a page fault.
 _MAPPED_AROUND_BYTES = 64 << 10
-#: Threads that ask the kernel for pages while the disk is the limit.
+#: Threads that request pages from the kernel if data must be read from disk.
 _NUM_ADVISERS = 4
-#: With more runs than this, threads ask.
+#: Number of runs above which several threads request pages.
 _FEW_RUNS = 8
-#: Runs, evenly spread, that are probed first: if all are in memory, no thread asks.
+#: Runs, evenly spread, that are probed first; if all are in memory, no pages are requested.
 _NUM_PROBES = 16
 
 
 class FileMap:
-    """The mapped rows and chunks of many blocks, one arena for each kind of row; grows as blocks come.
+    """The mapped rows and chunks of many blocks, in one arena per kind of row.
 
-    `chunk_cache_bytes` of decoded chunks are kept at most.
+    `add` maps further blocks. Decoded chunks are cached, up to `chunk_cache_bytes`.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class FileMap:
         self.arenas = {place: Arena(self._row_bytes(place), self._size(place, blocks)) for place in plain}
         cache = RowCache(chunk_cache_bytes)
         self.chunks = {place: ChunkFiles(place, self._row_bytes(place), self.arenas[_WHOLE], cache) for place in coded}
-        #: What is mapped: the block and the first row of each kind.
+        #: Mapped blocks, each with its first row in every arena.
         self.mapped: dict[Identity, tuple[Block, list[int]]] = {}
         self.num_unmapped = 0
 
     def unmap(self, identities: Iterable[Identity]) -> None:
-        """Unmap blocks: snapshots that hold them raise a `LostBlockError` instead of reading them."""
+        """Unmap blocks. Snapshots that contain them raise `LostBlockError` when reading them."""
         for block, rows in map(self.mapped.pop, identities):
             for place, first in zip(self.places, rows, strict=True):
                 (self.chunks.get(place) or self.arenas[place]).unmap(first, self._at(block, place)[1])
             self.num_unmapped += 1
 
     def has_room(self, blocks: Sequence[Block]) -> bool:
-        """Return whether those of the blocks that are not mapped yet fit."""
+        """Return whether there is address space for the unmapped blocks of these."""
         new = [block for block in blocks if block.identity not in self.mapped]
         return all(mapped.free_bytes >= self._size(place, new) for place, mapped in self.arenas.items())
 
@@ -73,20 +73,20 @@ class FileMap:
         return 1 if place == _WHOLE else self.layouts[place[0]].columns[place[1]].row_bytes
 
     def _at(self, block: Block, place: Place) -> tuple[int, int]:
-        """Where the rows of a place begin in the file, and how many they are."""
+        """Return the file offset and the number of the rows of a place."""
         return (0, block.file_bytes) if place == _WHOLE else block.places[place]
 
     def _size(self, place: Place, blocks: Sequence[Block]) -> int:
-        """Address space that blocks need at most: rows, and the gap before each by which it is aligned."""
+        """Return the largest address space that blocks can need: rows and alignment gaps."""
         row_bytes = self._row_bytes(place)
         return sum(self._at(block, place)[1] * row_bytes + lcm(row_bytes, PAGE_BYTES) + PAGE_BYTES for block in blocks)
 
     def add(self, block: Block) -> None:
-        """Map a block, unless it is mapped already: then it may even be gone.
+        """Map a block. Do nothing if it is mapped already, even if its file was deleted.
 
         Raises:
-            FileNotFoundError: It is gone and was not mapped before.
-            CorruptFileError: It is too short.
+            FileNotFoundError: The file does not exist and was not mapped before.
+            CorruptFileError: The file is truncated.
         """
         if block.identity in self.mapped:
             return
@@ -100,24 +100,24 @@ class FileMap:
 
 
 def can_map(blocks: Iterable[Block]) -> bool:
-    """Return whether all these blocks can be mapped at once on this machine."""
+    """Return whether this machine can map all these blocks at once."""
     return mapped_files.is_supported and sum(len(block.places) for block in blocks) <= _MAX_MAPPINGS
 
 
 class MappedBlocks(RowSource):
-    """Rows of block files through memory maps. Rows of coded components are decoded from their chunks."""
+    """Rows of memory-mapped block files. Rows of coded components are decoded from chunks."""
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], files: FileMap) -> None:
         super().__init__(index, layouts)
         self.files = files
         nowhere = (None, [0] * len(files.places))
         rows = np.array([files.mapped.get(block.identity, nowhere)[1] for block in index.blocks], np.int64)
-        #: For each kind of row, the number of each block's first row, int64 `[B]`.
+        #: For each kind of row, the arena row at which each block starts, int64 `[B]`.
         rows = rows.reshape(len(index.blocks), len(files.places)).T.copy()
         self._first_rows: dict[Place, Int64s] = dict(zip(files.places, rows, strict=True))
         self._num_unmapped = -1
         self._num_read_once = 0
-        #: bool `[B]`, blocks that were unmapped; None if there are none.
+        #: bool `[B]`, True for unmapped blocks; None if no block was unmapped.
         self._is_unmapped: np.ndarray | None = None
 
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
@@ -163,16 +163,16 @@ class MappedBlocks(RowSource):
 
 
 def _advise(files: Arena | ChunkFiles, first: Int64s, num_rows: Int64s) -> None:
-    """Ask the kernel for runs of rows, as far as they are not in memory."""
+    """Request runs of rows from the kernel, except rows already in memory."""
     if isinstance(files, Arena):
-        # The middle: pages at the ends are shared with rows that others have asked for.
+        # Probe the middle of runs: their first and last pages also contain rows of other runs.
         middle = (first + num_rows // 2).tolist()
         if all(map(files.is_resident, middle[:: max(1, len(middle) // _NUM_PROBES)])):
             return
         is_away = [not files.is_resident(row) for row in middle]
         first = first[is_away]
         num_rows = num_rows[is_away]
-    # Asking takes the kernel about 0.1 ms for 256 KiB that are not in memory: more threads, more in flight.
+    # A request for 256 KiB that are not in memory takes about 0.1 ms, so several threads send them.
     num_parts = 1 if len(first) <= _FEW_RUNS else _NUM_ADVISERS
     parts = [(first[part::num_parts], num_rows[part::num_parts]) for part in range(num_parts)]
     each(lambda part: files.will_need(*part), parts, num_parts)

@@ -1,9 +1,8 @@
-"""Arena: many files mapped side by side in one reserved address range, as one tensor of rows.
+"""`Arena`: many files mapped into one reserved address range, as one tensor of rows.
 
-One rule: every mapped piece starts at a multiple of the row size from the arena's base, so that
-one row number addresses any row of any file and one gather reads from all of them. Addresses
-between the pieces read as zeros. Only Linux can do this (`is_supported`); elsewhere
-`unmapped_rows.py` copies run by run.
+Every mapped piece starts at a multiple of the row size from the base of the arena. So a row number
+addresses any row of any file, and one gather reads from all files. Addresses between pieces read as
+zeros. Only Linux supports this (`is_supported`); `unmapped_rows.py` is used on other systems.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from ...blocks.trajectory_index import Int64s
 
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED = 0x10
-_MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: addresses alone
+_MAP_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE: no memory
 _MADV_RANDOM = 1
 _MADV_WILLNEED = 3
 _MADV_DONTNEED = 4
-#: Address space costs nothing, but a process has only 128 TiB of it: room for growth, not for everything.
+#: Smallest number of bytes to reserve, as room for growth. A process has 128 TiB of address space.
 _MIN_RESERVED_BYTES = 1 << 36
 _GROWTH = 4
-#: A process whose address space is limited gets less.
+#: Smallest number of bytes to reserve if the address space of the process is limited.
 _LEAST_RESERVED_BYTES = 1 << 30
 
 
@@ -62,7 +61,7 @@ def _map(address: int | None, num_bytes: int, flags: int, descriptor: int = -1, 
 
 
 def _reserve(needed_bytes: int) -> tuple[int, int]:
-    """Reserve address space: (address, bytes)."""
+    """Reserve address space; return (address, bytes)."""
     num_bytes = max(_MIN_RESERVED_BYTES, _GROWTH * needed_bytes)
     while True:
         try:
@@ -80,20 +79,20 @@ class Arena:
     """Rows of one size from many files, addressable as one tensor.
 
     Args:
-        row_bytes: Size of a row, a multiple of 4; or 1 for whole files, whose bytes are the rows.
-        needed_bytes: How much will be mapped at once; some times as much is reserved.
+        row_bytes: Size of a row, a multiple of 4; or 1 for whole files whose bytes are the rows.
+        needed_bytes: Bytes that will be mapped at once; a multiple of it is reserved.
 
     Attributes:
-        bytes_view: uint8 `[reserved_rows * row_bytes]`, read-only memory: writing to it ends the process. Rows outside
-            mapped pieces are zero.
-        words_view: The same as `[reserved_rows, row_bytes / 4]` int32 on the CPU.
+        bytes_view: uint8 `[reserved_rows * row_bytes]`, read-only memory: writing to it crashes the
+            process. Rows outside mapped pieces are zero.
+        words_view: The same memory as `[reserved_rows, row_bytes / 4]` int32 on the CPU.
     """
 
     def __init__(self, row_bytes: int, needed_bytes: int = 0) -> None:
         self.row_bytes = row_bytes
         self._base, self._bytes = _reserve(needed_bytes)
         self._end = self._base
-        # Not at exit, when a thread may still be reading: the system unmaps by itself.
+        # Not at exit, when a thread may still read; the system then unmaps the memory itself.
         weakref.finalize(self, _libc.munmap, self._base, self._bytes).atexit = False
         num_rows = self._bytes // row_bytes
         buffer: Any = (ctypes.c_byte * (num_rows * row_bytes)).from_address(self._base)
@@ -103,15 +102,15 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """How much can still be mapped, gaps included."""
+        """Bytes that can still be mapped, including gaps."""
         return self._base + self._bytes - self._end
 
     def map_file(self, path: Path, offset: int, num_rows: int) -> int:
-        """Map `num_rows` rows that start at byte `offset` of a file; give the number of the first.
+        """Map `num_rows` rows from byte `offset` of a file; return the number of the first row.
 
         Raises:
-            FileNotFoundError: The file is gone.
-            CorruptFileError: It is too short, or its rows cannot be aligned.
+            FileNotFoundError: The file does not exist.
+            CorruptFileError: The file is truncated, or its rows cannot be aligned.
         """
         if num_rows == 0:
             return 0
@@ -121,7 +120,7 @@ class Arena:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             needed = offset + num_rows * self.row_bytes
-            if needed > size:  # beyond the end of a file a mapping does not read as zeros, it kills the process
+            if needed > size:  # reading a mapping beyond the end of its file kills the process
                 raise CorruptFileError("map the block", repr(str(path)), f"{needed} bytes", f"{size}")
             if start + length + PAGE_BYTES > self._base + self._bytes:
                 raise UsageError("map the block", repr(str(path)), f"at most {self._bytes >> 30} GiB in all", "more")
@@ -134,33 +133,36 @@ class Arena:
         return first
 
     def unmap(self, first_row: int, num_rows: int) -> None:
-        """Unmap rows that `map_file` mapped, so that a removed file frees its room; they read as zeros then."""
+        """Unmap rows of `map_file`, which frees the disk space of a deleted file.
+
+        The rows read as zeros afterwards.
+        """
         if num_rows:
             _map(*self._pages(first_row, num_rows), _MAP_NOTHING | _MAP_FIXED)
 
     def will_need(self, first_rows: Int64s, num_rows: Int64s) -> None:
-        """Ask the kernel to read runs of rows from the disk in the background."""
+        """Request that the kernel reads runs of rows from disk in the background."""
         for first, count in zip(first_rows.tolist(), num_rows.tolist(), strict=True):
             _libc.madvise(*self._pages(first, count), _MADV_WILLNEED)
 
     def let_go(self) -> None:
-        """Let go of the memory of all rows; they are mapped again, from the page cache, when they are read."""
+        """Release the memory of all rows. Later reads map them again from the page cache."""
         _libc.madvise(self._base, self._end - self._base, _MADV_DONTNEED)
 
     def is_resident(self, row: int) -> bool:
-        """Return whether the page where a row begins is in memory, or the kernel does not tell."""
+        """Return whether the first page of a row is in memory; also True if this is unknown."""
         page = self._pages(row, 0)[0]
         state = ctypes.c_ubyte()
         return _libc.mincore(page, PAGE_BYTES, ctypes.byref(state)) != 0 or bool(state.value & 1)
 
     def _pages(self, first_row: int, num_rows: int) -> tuple[int, int]:
-        """Address of the page where rows begin, and the bytes from there to their end."""
+        """Return the address of the first page of rows, and the bytes from it to their end."""
         start = self._base + first_row * self.row_bytes
         inner = start % PAGE_BYTES
         return start - inner, inner + num_rows * self.row_bytes
 
     def _first_page(self, inner: int) -> int:
-        """Find the next page whose address plus `inner` is a whole number of rows from the base."""
+        """Return the next page whose address plus `inner` is a multiple of rows from the base."""
         unit = gcd(self.row_bytes, PAGE_BYTES)
         missing = (self._base - self._end - inner) % self.row_bytes
         if missing % unit:

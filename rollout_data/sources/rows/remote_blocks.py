@@ -1,7 +1,7 @@
-"""Rows of blocks behind a network: fetched by parallel requests, kept in bounded memory, gathered from there.
+"""Rows of remote blocks: fetched by parallel requests, cached in bounded memory, then gathered.
 
-One rule: rows that are needed soon are asked for together, as a `Stock`; adjacent ones come by one request. What is
-read without having been asked for is fetched then, also in parallel. Which rows are needed soon is decided elsewhere.
+Rows that are needed soon are prefetched together, as a `Stock`; adjacent rows share a request.
+Other rows are fetched when they are read, also in parallel. Callers choose the rows to prefetch.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from ...remote.remote_folder import RemoteFolder
 from .gather_rows import gather
 from .row_source import GONE, Place, Rows, RowSource
 
-#: A row of a block is known by one number; a block has fewer rows than this.
+#: Upper bound of the rows of a block; rows are numbered block * _ROWS + row.
 _ROWS = 1 << 40
-#: Pieces that are less of a chunk than this apart are fetched with what lies between: a request costs more.
+#: Largest gap between rows that share a request, as a fraction of a chunk; a request costs more.
 _GAP = 1 / 32
-#: Final rows are asked for in pieces of this size.
+#: Bytes per request for final rows.
 _FINAL_BYTES = 64 << 10
-#: Stocks that are kept beside those of a route; each call looks through all of them.
+#: Cached stocks besides the stocks of routes. Each read searches all of them.
 _MAX_STOCKS = 64
 
 
 class Stock:
-    """Rows of one place that were asked for together, in one piece of memory.
+    """Rows of one place that are requested together, in one piece of memory.
 
     Args:
-        source: The source of the rows.
-        place: Which kind of row.
-        runs: The rows; those that overlap or nearly touch are joined.
+        source: Source of the rows.
+        place: Kind of row.
+        runs: The rows; runs that overlap or are close together are joined.
     """
 
     def __init__(self, source: RemoteBlocks, place: Place, runs: Runs) -> None:
@@ -62,7 +62,7 @@ class Stock:
         is_head = np.ones(len(first), bool)
         is_head[1:] = first[1:] > stop[:-1] + int(_GAP * source.options.chunk_bytes / row_bytes)
         heads = np.flatnonzero(is_head)
-        #: int64 `[E]`, first row of each piece, its end, and where it lies in `words`.
+        #: int64 `[E]` each: first row of a piece, end of a piece, and its position in `words`.
         self._first = first[heads]
         self._stop = stop[np.append(heads[1:], len(first)) - 1]
         counts = self._stop - self._first
@@ -70,13 +70,13 @@ class Stock:
         self.words = source.memory.empty((int(counts.sum()), row_bytes // 4), torch.int32)
         self.is_lost = False
         self._requests: list[tuple[int, Request]] = []
-        self._passing: list[tuple[int, int, torch.Tensor]] = []  # block, first row and rows of each request
+        self._passing: list[tuple[int, int, torch.Tensor]] = []  # (block, first row, rows)
         unit = rows_of_a_unit(row_bytes)
         step = max(1, source.options.chunk_bytes // row_bytes // unit) * unit
         for start, end, base in zip(self._first.tolist(), self._stop.tolist(), self._base.tolist(), strict=True):
             block, row = divmod(start, _ROWS)
             stop = row + end - start
-            cuts = range(row // unit * unit + step, stop, step)  # no piece is fetched by two requests
+            cuts = range(row // unit * unit + step, stop, step)  # requests do not overlap
             for low, high in pairwise([row, *cuts, stop]):
                 words = self.words[base + low - row : base + high - row]
                 request = source.request(place, block, low, high, words)
@@ -88,7 +88,7 @@ class Stock:
         return self.words.numel() * self.words.element_size()
 
     def copy(self, runs: Runs, length: int, out: torch.Tensor) -> Runs:
-        """Copy what is here of some runs (see `gather`); give what is left of them."""
+        """Copy the available rows of some runs (see `gather`); return the remaining runs."""
         if self.is_lost or not len(self._first):
             return runs
         key = runs.block * _ROWS + runs.row
@@ -99,7 +99,7 @@ class Stock:
         if not len(here):
             return runs
         self.wait()
-        if self.is_lost:  # dropped by another thread: the rows did not come
+        if self.is_lost:  # another thread dropped the stock because a request failed
             return runs
         first = self._base[piece] + key - self._first[piece]
         if len(here) == len(count) and (count == runs.num_rows).all():
@@ -112,7 +112,7 @@ class Stock:
         return Runs(*(column[left] for column in moved))
 
     def wait(self) -> None:
-        """Wait until all rows have come; after an error they can be asked for anew."""
+        """Wait until all rows are fetched. After an error they can be requested again."""
         try:
             for block, request in self._requests:
                 self._source.wait(block, request)
@@ -125,23 +125,24 @@ class Stock:
         self._passing = []
 
     def drop(self) -> None:
-        """Ask for nothing more."""
+        """Cancel all requests."""
         self.is_lost = True
         for _, request in self._requests:
             request.forget()
 
 
 class RemoteBlocks(RowSource):
-    """Rows of blocks behind a network; those of coded components are decoded as they come.
+    """Rows of remote blocks; rows of coded components are decoded when they arrive.
 
     Args:
-        index: Which frames there are.
+        index: Index of the frames.
         layouts: Table -> row layout.
-        folders: Where the blocks are.
+        folders: Folders of the blocks.
 
     Attributes:
-        memory: Where stocks get their memory from.
-        routes: Stocks that others keep, as long as they do; replaced as a whole, as several threads read.
+        memory: Memory pool of the stocks.
+        routes: Weak references to stocks of routes. The tuple is replaced as a whole, since several
+            threads read it.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class RemoteBlocks(RowSource):
 
     def _copy(self, place: Place, runs: Runs, length: int, out: torch.Tensor) -> None:
         left = runs
-        for _ in range(2):  # what is left of a run may be in a stock that was looked through before
+        for _ in range(2):  # the rest of a run may be in a stock that was searched before
             for stock in [*[known() for known in self.routes], *reversed(self._kept)]:
                 if stock is not None and stock.place == place and len(left.row):
                     left = stock.copy(left, length if left is runs else 0, out)
@@ -180,11 +181,11 @@ class RemoteBlocks(RowSource):
         return False
 
     def stretch_bytes(self, num_envs: int) -> int:
-        # Together a quarter of what is kept.
+        # All envs together use a quarter of the cache.
         return max(1 << 12, min(self.options.chunk_bytes, self.options.kept_bytes // (4 * num_envs)))
 
     def request(self, place: Place, block: int, start: int, stop: int, out: torch.Tensor) -> Request | None:
-        """Ask for rows `start:stop` of a block; they are put into `out`. None where nothing is stored of them."""
+        """Request rows `start:stop` of a block into `out`; None if the rows have no stored bytes."""
         at = self.index.blocks[block]
         rows = out.numpy().view(np.uint8)
         if is_stand_in(at):
@@ -213,24 +214,24 @@ class RemoteBlocks(RowSource):
         return ask(low, high, decode, None if has_own_sums else sums)
 
     def wait(self, block: int, request: Request) -> None:
-        """Wait for rows that were asked for.
+        """Wait for requested rows.
 
         Raises:
-            LostBlockError: The block is gone.
-            AccessError: The store refuses access.
-            FetchError: They did not come.
-            CorruptFileError: The block is shorter now, or a chunk is damaged.
+            LostBlockError: The block was deleted.
+            AccessError: The store denies access.
+            FetchError: The rows could not be fetched.
+            CorruptFileError: The block is truncated, or a chunk is damaged.
         """
         with self._may_be_gone(block):
             self._folders[self.index.blocks[block].path.parent].files.fetcher.wait(request)
 
     def compare(self, place: Place, block: int, row: int, words: torch.Tensor) -> None:
-        """Compare rows that came, from `row` on, with the checksums of the fragments that they complete.
+        """Compare fetched rows, from `row` on, with the checksums of the fragments they complete.
 
-        Those of blocks with checksums of pieces were compared when they came.
+        Blocks with checksums of pieces are skipped: their rows were compared on arrival.
 
         Raises:
-            CorruptFileError: One has another checksum.
+            CorruptFileError: A checksum differs.
         """
         fragments = self._fragments_of(block, place)
         if fragments is None or not len(words) or self._sums_of(block) is not None:
@@ -244,7 +245,7 @@ class RemoteBlocks(RowSource):
         return self._folders[at.path.parent].sums_of(at.path, at.file_bytes)
 
     def _fragments_of(self, block: int, place: Place) -> FragmentRows | None:
-        """Return the fragments of a column of a block; None where its chunks are compared, or nothing is known."""
+        """Return the fragments of a column; None if its chunks have checksums, or nothing has."""
         with self._lock:
             if (block, place) not in self._fragments:
                 at = self.index.blocks[block]
@@ -266,7 +267,7 @@ class RemoteBlocks(RowSource):
             raise self.index.lost_block(block, str(cause) or "it was removed") from cause
 
     def _table(self, block: int, place: Place) -> ChunkTable:
-        """Where the chunks of a coded column are: read from the block's header, once."""
+        """Return the chunk table of a coded column, read once from the header of the block."""
         if (block, place) not in self._tables:
             with self._may_be_gone(block):
                 header = self.read_header(self.index.blocks[block])
@@ -281,14 +282,14 @@ class RemoteBlocks(RowSource):
             self._kept.popleft()
 
     def _portions(self, place: Place, runs: Runs) -> Iterator[Runs]:
-        """Cut runs into groups that fit into the memory that is kept, if single ones do."""
+        """Yield groups of runs that fit into the cache; a larger run forms its own group."""
         size = runs.num_rows * self.layouts[place[0]].columns[place[1]].row_bytes
         number = np.cumsum(size) // (self.options.kept_bytes // 2)
         for cut in np.split(np.arange(len(size)), np.flatnonzero(np.diff(number)) + 1) if len(size) else ():
             yield Runs(*(column[cut] for column in runs))
 
     def _widened(self, runs: Runs, place: Place) -> Runs:
-        """Ask for the rows around single ones too: final ones that lie near are needed soon."""
+        """Extend runs of final rows to their neighbours, which are usually read soon."""
         unit = max(1, _FINAL_BYTES // self.layouts[FINAL].columns[place[1]].row_bytes)
         num_rows = np.array([self.index.blocks[block].places[place][1] for block in runs.block.tolist()])
         first = runs.row // unit * unit
@@ -296,13 +297,13 @@ class RemoteBlocks(RowSource):
 
 
 class FragmentRows:
-    """Compares rows of a column with the checksums of their fragments: of whole ones, or as these pass in order.
+    """Checksum checks of the fragments of a column, for whole fragments or rows read in order.
 
     Args:
         path: The block.
         place: Table and column.
-        ranges: First row of each fragment, and end, int64 `[F]` both.
-        sums: uint32 `[F]`, CRC-32 of the rows of each.
+        ranges: First row and end of each fragment, both int64 `[F]`.
+        sums: uint32 `[F]`, CRC-32 of the rows of each fragment.
     """
 
     def __init__(self, path: Path, place: Place, ranges: tuple[np.ndarray, np.ndarray], sums: np.ndarray) -> None:
@@ -314,20 +315,22 @@ class FragmentRows:
         self._first = first[order]
         self._stop = stop[order]
         self._sums = sums[order]
-        #: Fragment -> the row up to which it passed, and the CRC-32 of the rows before.
+        #: Fragment -> (number of the next expected row, CRC-32 of the rows before it).
         self._passed: dict[int, tuple[int, int]] = {}
         self._damaged: dict[int, CorruptFileError] = {}
 
     def are_whole(self, start: int, stop: int) -> bool:
-        """Return whether rows are those of whole fragments."""
+        """Return whether rows `start:stop` consist of whole fragments."""
         begin, end = self._numbers(start, stop)
         return begin < end and self._first[begin] == start and self._stop[end - 1] == stop
 
     def put(self, row: int, out: np.ndarray, data: bytes) -> None:
-        """Copy the rows of whole fragments, `[n, row_bytes]` uint8, from `row` on, and compare them.
+        """Copy the rows of whole fragments from `row` on to `out` and compare their checksums.
+
+        `out` is `[n, row_bytes]` uint8.
 
         Raises:
-            CorruptFileError: A fragment has another checksum.
+            CorruptFileError: The checksum of a fragment differs.
         """
         _put(out, data)
         for number in range(*self._numbers(row, row + len(out))):
@@ -335,10 +338,13 @@ class FragmentRows:
             self._check(number, crc32(np.ascontiguousarray(part)))
 
     def take(self, row: int, rows: np.ndarray) -> None:
-        """Add rows `[n, row_bytes]` uint8 from `row` on; those that passed before, or out of order, are ignored."""
+        """Add rows `[n, row_bytes]` uint8 from `row` on to the checksums.
+
+        Rows that were added before, or are out of order, are ignored.
+        """
         end = row + len(rows)
         for number in range(*self._numbers(row, end)):
-            if number in self._damaged:  # parts of it, read again in another order, would pass
+            if number in self._damaged:  # another order of reading would skip the check
                 raise self._damaged[number]
             done, checksum = self._passed.get(number, (int(self._first[number]), 0))
             upto = min(end, int(self._stop[number]))
@@ -356,7 +362,7 @@ class FragmentRows:
                 raise
 
     def _numbers(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the number of the first fragment with one of these rows, and of the one behind the last."""
+        """Return the range of the fragments that contain rows `start:stop`: (first, end)."""
         return int(self._stop.searchsorted(start, side="right")), int(self._first.searchsorted(stop))
 
     def _check(self, number: int, checksum: int) -> None:
@@ -373,7 +379,7 @@ def _put(rows: np.ndarray, data: bytes) -> None:
 def _decode(
     table: ChunkTable, rows: tuple[int, int], first: int, where: tuple[Path, Place], out: np.ndarray, data: bytes
 ) -> None:
-    """Decode rows of a coded column from `data`, the bytes of their chunks, which begin at `first` in the file."""
+    """Decode rows of a coded column from `data`: the bytes of their chunks, at offset `first`."""
     path, place = where
     try:
         out[:] = table.read(*rows, lambda start, stop: np.frombuffer(data, np.uint8)[start - first : stop - first])

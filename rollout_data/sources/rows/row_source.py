@@ -1,7 +1,7 @@
 """`RowSource`: episodes as packed rows, which playback, windows and statistics read in bulk.
 
-Integers come in, rows go out; the frames of a batch are chosen by the callers. A file that was there when the index
-was built and cannot be read any more is a `LostBlockError`. After other errors, reading may be tried again.
+Callers choose the frames of a batch and pass their numbers. `LostBlockError` is raised for a file
+that was deleted or damaged after it was indexed. After other errors, a read can be repeated.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from ..episode_table import column_of
 
 #: (table, column): one kind of row.
 Place = tuple[str, str]
-#: What a file raises that is gone, or is another's now.
+#: Errors of opening a file that was deleted or replaced.
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 _CPU = torch.device("cpu")
-#: Bytes of a trajectory that a stream reads ahead at once.
+#: Bytes of a trajectory per prefetch of a stream.
 _STRETCH_BYTES = 256 * 1024
 _ENDS = np.array(["open", "terminated", "truncated", "unknown"])
 
 
 class Rows(NamedTuple):
-    """Consecutive frames of episodes, and the rows of the output that they fill.
+    """Consecutive frames of episodes, and the output rows to which they are copied.
 
     Attributes:
-        episode: int64 `[K]`, number of the episode.
+        episode: int64 `[K]`, episode number.
         start: int64 `[K]`, first frame.
-        num_frames: int64 `[K]`, frames.
-        target: int64 `[K]`, first row of the output; frame `start + k` goes to row `target + k`.
+        num_frames: int64 `[K]`, number of frames.
+        target: int64 `[K]`, first output row; frame `start + k` goes to row `target + k`.
     """
 
     episode: Int64s
@@ -56,23 +56,24 @@ class Rows(NamedTuple):
 
 
 class RowSource(EpisodeSource):
-    """Episodes as rows: all fields of a frame that are stored side by side are one row, of a fixed number of bytes.
+    """Episodes as rows of fixed size. A row contains fields of a frame that are stored together.
 
-    The subclasses differ in where the rows are: mapped files, files that are read when needed, files behind a network,
-    or memory. `LiveSource.snapshot` makes one, and adds what it knows of the whole.
+    Each subclass has another storage of rows: mapped files, files read on demand, remote files, or
+    memory. `LiveSource.snapshot` creates a source and adds metadata, problems and advice.
 
     Attributes:
-        index: The episodes as arrays: lengths, ends, writers, and where their frames are.
-        layouts: Table -> row layout: which fields lie in a row, and where.
-        device: Where the rows are.
-        is_lost: bool `[num_episodes]`, episodes that could not be read: their rows are not asked for any more.
-        notes: Metadata of episodes and texts of frames, from the blocks.
-        read_header: Reads the header of a block file of the index.
-        episode_tasks: The task of each episode, where the files are no blocks; None where they are.
-        read_texts: Reads the texts of all text fields, where the files are no blocks; None where they are.
-        episode_names: The name of each episode, where the files are no blocks; None where they are.
-        listing: What the scan of the folder found, for other processes; None of snapshots of a stream.
-        reopening: Function and arguments that open this snapshot in another process; None of snapshots of a stream.
+        index: The episodes as arrays: lengths, ends, writers, and positions of their frames.
+        layouts: Table -> row layout: the fields of a row and their offsets.
+        device: Device of the rows.
+        is_lost: bool `[num_episodes]`, True for unreadable episodes, whose rows are no longer read.
+        notes: Metadata of episodes and texts of frames, from block files.
+        read_header: Function that reads the header of a block file of the index.
+        episode_tasks: Task of each episode; None for block files.
+        read_texts: Function that reads the texts of all text fields; None for block files.
+        episode_names: Name of each episode; None for block files.
+        listing: Result of the folder scan, for other processes; None for snapshots of a stream.
+        reopening: Function and arguments that open this snapshot in another process; None for
+            snapshots of a stream.
     """
 
     def __init__(self, index: TrajectoryIndex, layouts: Mapping[str, RowLayout], device: torch.device = _CPU) -> None:
@@ -94,11 +95,11 @@ class RowSource(EpisodeSource):
         self.reopening: tuple[Callable[..., RowSource], tuple[Any, ...]] | None = None
         self._texts: dict[int, str] | None = None
         self._last_rows: tuple[tuple[int, str, int, int], torch.Tensor] | None = None
-        #: Episodes whose damaged notes are among the problems.
+        #: Episodes whose damaged notes were reported in `problems`.
         self._damaged_notes = set[int]()
 
     def __reduce__(self) -> Any:
-        """A copy opens the files where it arrives, with the listing of this snapshot."""
+        """Pickle the listing; a copy opens the files of this snapshot again."""
         if self.reopening is None:
             raise TypeError("only the source of a recording can be pickled")
         return self.reopening
@@ -107,12 +108,12 @@ class RowSource(EpisodeSource):
 
     @property
     def episodes(self) -> TrajectoryInfos:
-        # Built at each call: kept by the source, it would be a circle of references that keeps files mapped.
+        # Built at each call: a stored object would be a reference cycle that keeps files mapped.
         return TrajectoryInfos(self, self._damaged_notes)
 
     @cached_property
     def numeric_fields(self) -> Schema:
-        """The fields of a frame that are no texts."""
+        """The fields of a frame, except text fields."""
         return Schema(field for field in self.layouts[DATA].schema.values() if not field.is_text)
 
     @property
@@ -133,7 +134,7 @@ class RowSource(EpisodeSource):
         position_of_names: dict[tuple[str, ...], int] = {}
         absent = [tuple(names or ()) for names in self._noted_column(ABSENT)]
         for names in dict.fromkeys(absent):
-            # Names that are no fields here make no other schema.
+            # Names that are not fields do not change the schema.
             schema = _without(self.numeric_fields, names)
             position_of_names[names] = position_of.setdefault(schema, len(position_of))
         return np.array([position_of_names[names] for names in absent], np.int64), list(position_of)
@@ -157,7 +158,7 @@ class RowSource(EpisodeSource):
         if name == "success":
             noted = self._noted_column(name)
             return np.array([int(value) if isinstance(value, bool) else -1 for value in noted], np.int8)
-        # A note of a converted episode comes before the value of the file.
+        # The note of a converted episode takes precedence over the value in the file.
         stored = {"env": index.env.astype(np.int64), "writer": writer, "time": index.end_time_ns}
         values = stored.get(name, np.full(len(index), ""))
         noted = self._noted_column("end_time_ns" if name == "time" else name)
@@ -170,12 +171,12 @@ class RowSource(EpisodeSource):
         return np.where(values == 0, np.datetime64("NaT"), values.astype("datetime64[ns]"))
 
     def _noted_column(self, name: str) -> list[Any]:
-        """Return the values noted under a name, one of each episode; None where there is none."""
+        """Return the note of each episode under a name; None for episodes without the note."""
         return (self._noted or {}).get(name) or [None] * len(self.index)
 
     @cached_property
     def _noted(self) -> dict[str, list[Any]] | None:
-        """The notes of all names that a table needs, each parsed once; None if one is damaged."""
+        """Parsed notes by name, for all columns of a table; None if a note is damaged."""
         try:
             return self.notes.columns(self, {"env", "writer", "end_time_ns", "success", "task", ABSENT})
         except CorruptFileError:
@@ -210,7 +211,7 @@ class RowSource(EpisodeSource):
         self.check_present([number])
         column = self.layouts[DATA].column_of[name].name
         wanted = number, column, start, stop
-        # The fields of one row are usually asked for one after the other.
+        # The fields of a row are usually read one after the other.
         if self._last_rows is None or self._last_rows[0] != wanted:
             rows = self.column_rows(column, *(np.array([value]) for value in (number, start, stop - start)))
             self._last_rows = wanted, rows
@@ -240,13 +241,13 @@ class RowSource(EpisodeSource):
         return values[0, ...]
 
     def _array(self, place: Place, rows: torch.Tensor) -> np.ndarray[Any, Any]:
-        """Return a field, (table, name), of rows of its column as numpy has it: bfloat16 as float32."""
+        """Return a field, (table, name), of rows of its column as an array; bfloat16 as float32."""
         values = self.layouts[place[0]].decoded(place[1], rows)
         array: np.ndarray[Any, Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
         return array
 
     def _texts_of(self, name: str, numbers: np.ndarray[Any, Any]) -> list[str]:
-        """Return the texts of a field by their numbers."""
+        """Return the texts of a field for these numbers."""
         if self._texts is None:
             self._texts = self.notes.texts(self)
         missing = sorted(set(numbers.tolist()) - self._texts.keys())
@@ -263,20 +264,22 @@ class RowSource(EpisodeSource):
         """Copy rows of some columns into memory on `device`.
 
         Args:
-            rows: Which frames, in ascending order of their targets. None reaches from one window into the next.
-            length: Rows of a window; then the rows cover all of the output. With 0 they may cover a part of it.
-            out: Column -> `[num_windows, length, row_bytes / 4]` int32 of any strides, or contiguous
-                `[num_rows, row_bytes / 4]`.
+            rows: Frames in ascending order of their targets. No run crosses the end of a window.
+            length: Rows per window; the frames then cover the whole output. With 0, the frames may
+                cover a part of the output.
+            out: Column -> `[num_windows, length, row_bytes / 4]` int32 with any strides, or
+                contiguous `[num_rows, row_bytes / 4]`.
 
         Raises:
-            DataFileError: Rows cannot be read. `LostBlockError` names the episodes of a file that is gone.
+            DataFileError: Rows cannot be read. A `LostBlockError` names the episodes of a deleted
+                file.
         """
         runs = self.locate(rows)
         for column, tensor in out.items():
             self._copy((DATA, column), runs, length, tensor)
 
     def column_rows(self, column: str, episode: Int64s, start: Int64s, count: Int64s) -> torch.Tensor:
-        """Read a column of consecutive frames, one episode after the other: `[sum of count, row_bytes]` uint8, new."""
+        """Return a column of frames of episodes, joined: `[sum of count, row_bytes]` uint8, new."""
         num_words = self.layouts[DATA].columns[column].row_bytes // 4
         out = torch.empty((int(count.sum()), num_words), dtype=torch.int32)
         if len(out):
@@ -285,7 +288,7 @@ class RowSource(EpisodeSource):
         return out.view(torch.uint8)
 
     def final_rows(self, column: str, episodes: Int64s) -> torch.Tensor:
-        """Read the final observations of episodes that have one: `[K, row_bytes]` uint8; new memory."""
+        """Return the final observations of episodes that have one: `[K, row_bytes]` uint8, new."""
         block = self.index.final_block[episodes]
         row = self.index.final_row[episodes]
         runs = Runs(np.arange(len(episodes)), block, row, np.ones(len(episodes), np.int64))
@@ -295,33 +298,33 @@ class RowSource(EpisodeSource):
         return out.view(torch.uint8)
 
     def probe(self, episode: int) -> None:
-        """Read the first frame of an episode: raise the `DataFileError` that reading it would raise."""
+        """Read the first frame of an episode to raise its `DataFileError`, if any."""
         for column in list(self.layouts[DATA].columns)[:1]:
             number = np.array([episode])
             self.column_rows(column, number, np.zeros_like(number), np.ones_like(number))
 
     def file_of_row(self, column: str, episode: int, frame: int) -> Path:
-        """Return the file that holds a column of a frame."""
+        """Return the file that contains a column of a frame."""
         first = np.zeros(1, np.int64)
         runs = self.index.locate(np.array([episode]), np.array([frame]), first + 1, first)
         return self._file_of(self.index.blocks[int(runs.block[0])], (DATA, column), int(runs.row[0]))
 
     def prefetch(self, rows: Rows) -> None:
-        """Fetch rows that are read soon in the background, where that helps."""
+        """Fetch rows in the background before they are read, if that is faster."""
 
     def is_resident(self, rows: Rows) -> bool:
-        """Return whether the first frames of `rows` are in memory; True where `prefetch` does not help."""
+        """Return whether the first frames of `rows` are in memory; True if `prefetch` is a no-op."""
         return True
 
     def stretch_bytes(self, num_envs: int) -> int:
-        """Return how many bytes of a trajectory each of some envs should prefetch at once."""
+        """Return the bytes of a trajectory to prefetch at once for each of `num_envs` envs."""
         return _STRETCH_BYTES
 
     def note_read_once(self, num_bytes: int) -> None:
-        """Count bytes of rows that are not read again, so that their memory is released."""
+        """Count bytes of rows that are not read again, so that their memory can be released."""
 
     def locate(self, rows: Rows) -> Runs:
-        """Return where frames are stored: runs of rows of one block each (see `TrajectoryIndex.locate`)."""
+        """Return the stored rows of frames: runs within a block (see `TrajectoryIndex.locate`)."""
         return self.index.locate(*rows)
 
     @abstractmethod
@@ -333,11 +336,12 @@ class RowSource(EpisodeSource):
 
 
 class TrajectoryInfos(Sequence[EpisodeInfo]):
-    """Descriptions of trajectories, each built when it is read.
+    """Descriptions of trajectories, built lazily.
 
     Args:
-        source: Where the trajectories are.
-        damaged_notes: Numbers of trajectories whose damaged notes are among the problems of `source`; grows.
+        source: Source of the trajectories.
+        damaged_notes: Numbers of trajectories whose damaged notes are in the problems of `source`;
+            updated in place.
     """
 
     def __init__(self, source: RowSource, damaged_notes: set[int]) -> None:
@@ -371,7 +375,7 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
         success = noted.pop("success", None)
         metadata = {"env": int(index.env[number]), "writer": writer, "end_time_ns": int(index.end_time_ns[number])}
         metadata |= noted
-        # Flags of the end, and parts of a joined observation, are no fields that could be left out.
+        # End flags and parts of a joined observation are not fields of the schema.
         other_names = [name for name in absent if name not in source.numeric_fields]
         if other_names:
             metadata[ABSENT] = other_names
@@ -392,7 +396,7 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
         )
 
     def _notes_of(self, number: int) -> dict[str, Any]:
-        """Return the notes of a trajectory; damaged notes are a problem and read as {}."""
+        """Return the notes of a trajectory; report damaged notes as a problem and return {}."""
         try:
             return self._source.notes.of(self._source, number)
         except CorruptFileError as problem:
@@ -403,7 +407,7 @@ class TrajectoryInfos(Sequence[EpisodeInfo]):
 
 
 def _without(schema: Schema, names: Sequence[str]) -> Schema:
-    """Return a schema without some fields; the same object if there are none to leave out."""
+    """Return a schema without some fields; the same object if it contains none of them."""
     return Schema(field for field in schema.values() if field.name not in names) if names else schema
 
 
@@ -412,7 +416,7 @@ def _header_of(block: Block) -> BlockHeader:
 
 
 def _is_as_found(block: Block) -> bool:
-    """Return whether the file of a block is there, and the one that was opened."""
+    """Return whether the file of a block exists and is the file that was opened."""
     try:
         status = block.path.stat()
     except FileNotFoundError:

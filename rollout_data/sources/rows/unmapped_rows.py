@@ -1,4 +1,4 @@
-"""`UnmappedRows`: rows of files that are read when they are needed, and kept for a while."""
+"""`UnmappedRows`: rows of files that are read on demand and cached."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from ...blocks.trajectory_index import LostBlockError, Runs, TrajectoryIndex
 from .chunk_decoder import CHUNK_CACHE_BYTES, RowCache
 from .row_source import GONE, Place, RowSource
 
-#: Rows of a damaged block with many rows that are tried first. If none of them can be read, the others are not tried.
+#: Rows of a large damaged block that are read as a sample; if all fail, other rows are not tried.
 _NUM_SAMPLES = 8
 _MANY_ROWS = 64
 
 
 class UnmappedRows(RowSource):
-    """Rows of files that are not mapped, mostly of other systems; they are read when needed and kept for a while.
+    """Rows of files that are not mapped, mostly of other formats; read on demand and cached.
 
-    Small rows are read by whole blocks. Large rows that are decoded alone or in small groups, such as pictures, are
-    read by groups: a random window decodes only the groups that it needs.
+    Small rows are read by whole blocks. Large rows, such as images, are decoded in small groups, so
+    that a random window decodes only the groups that it needs.
 
-    A subclass implements `read_block`; where its files can be read in parts, also the three methods after it.
+    A subclass implements `read_block`. If its files can be read in parts, it also implements
+    `read_part` and `group_of`, and sets `reads_parts`.
 
     Args:
-        losses: Errors of a file that is lost for good; they become a `LostBlockError`.
-        max_cached_bytes: Bytes of whole blocks that are kept after reading.
-        max_group_bytes: Bytes of groups of rows that are kept after reading.
+        losses: Errors of a file that is permanently lost; converted to `LostBlockError`.
+        max_cached_bytes: Size of the cache of whole blocks, in bytes.
+        max_group_bytes: Size of the cache of groups of rows, in bytes.
     """
 
-    #: Whether `read_part` can read some rows of a block, so that the intact rows of a damaged block are read.
+    #: Whether `read_part` can read some rows of a block, such as the intact rows of a damaged block.
     reads_parts = False
 
     def __init__(
@@ -52,25 +53,28 @@ class UnmappedRows(RowSource):
         super().__init__(index, layouts)
         self._losses = losses
         self._group_sizes: dict[tuple[int, Place], tuple[int | None, int]] = {}
-        #: Damaged rows of blocks whose other rows were read.
+        #: (block, place) -> errors by row, for blocks with some intact rows.
         self._damaged: dict[tuple[int, Place], dict[int, DataFileError]] = {}
-        #: Blocks of which no row can be read.
+        #: Blocks without a readable row.
         self._broken: set[tuple[int, Place]] = set()
         self._cache = RowCache(max_cached_bytes, keeps_last=True)
         self._cached_groups = RowCache(max_group_bytes)
 
     @abstractmethod
     def read_block(self, block: Block, place: Place) -> np.ndarray:
-        """Read all rows of one kind of one block: `[num_rows, row_bytes]` uint8."""
+        """Return all rows of one place of a block: `[num_rows, row_bytes]` uint8."""
 
     def read_part(self, block: Block, place: Place, start: int, stop: int) -> np.ndarray:
-        """Read the rows `start:stop` of a block: `[stop - start, row_bytes]` uint8. Only called if `reads_parts`."""
+        """Return rows `start:stop` of a block: `[stop - start, row_bytes]` uint8.
+
+        Called only if `reads_parts`.
+        """
         return self.read_block(block, place)[start:stop]
 
     def group_of(self, block: Block, place: Place) -> tuple[int | None, int]:
-        """Return how many rows of a block are decoded together, and the number of its first row in the first group.
+        """Return the rows per group of a block, and the position of the first row in its group.
 
-        (None, 0) where whole blocks are read; otherwise `reads_parts` is True.
+        Returns (None, 0) if whole blocks are read; otherwise `reads_parts` must be True.
         """
         return None, 0
 
@@ -86,7 +90,7 @@ class UnmappedRows(RowSource):
                 self._copy_groups(block, place, row, group_rows, first_in_group, target)
 
     def _group_size(self, block: int, place: Place) -> tuple[int | None, int]:
-        """Return `group_of` a block, which is kept."""
+        """Return the cached result of `group_of` for a block."""
         key = block, place
         if key not in self._group_sizes:
             with self._losses_named(block):
@@ -94,7 +98,7 @@ class UnmappedRows(RowSource):
         return self._group_sizes[key]
 
     def _rows_of_block(self, block: int, place: Place, first: int, count: int) -> np.ndarray:
-        """Return rows of a block, all of which is read and kept."""
+        """Return rows of a block; read and cache the whole block."""
         rows: np.ndarray | None = self._cache.get((block, place))
         if rows is None:
             rows = self._read(block, place)
@@ -108,7 +112,7 @@ class UnmappedRows(RowSource):
     def _copy_groups(
         self, block: int, place: Place, first: int, group_rows: int, first_in_group: int, out: np.ndarray
     ) -> None:
-        """Copy the rows from `first` on to `out`; read the groups that are not kept, neighbours at once."""
+        """Copy the rows from `first` on to `out`; read adjacent uncached groups together."""
         about = self.index.blocks[block]
         num_rows = int(about.fragments["length"].sum())
         stop = first + len(out)
@@ -152,7 +156,7 @@ class UnmappedRows(RowSource):
 
     @contextmanager
     def _losses_named(self, block: int) -> Iterator[None]:
-        """Raise what reading a block raises as the error that names its trajectories."""
+        """Convert errors of reading a block to an error that names its trajectories."""
         try:
             yield
         except UnansweredError:
@@ -175,7 +179,10 @@ class UnmappedRows(RowSource):
         return lost
 
     def _intact_rows(self, block: int, place: Place) -> np.ndarray | None:
-        """Read the intact rows of a damaged block, zeros for the others, which are noted; None if there are none."""
+        """Return the rows of a damaged block with zeros for damaged rows; None if no row is intact.
+
+        The errors of damaged rows are recorded.
+        """
         about = self.index.blocks[block]
         num_rows = int(about.fragments["length"].sum())
         if not self.reads_parts or place[0] != DATA or num_rows < 2:
@@ -184,7 +191,7 @@ class UnmappedRows(RowSource):
         rows = np.zeros((num_rows, self.layouts[DATA].columns[place[1]].row_bytes), np.uint8)
 
         def read(start: int, stop: int) -> bool:
-            """Read some rows, by halves where that fails; False if none of them can be read."""
+            """Read rows, after an error in halves; return whether any row was read."""
             try:
                 rows[start:stop] = self.read_part(about, place, start, stop)
                 return True
@@ -199,7 +206,7 @@ class UnmappedRows(RowSource):
             return read(middle, stop) or is_first_read
 
         samples = range(0, num_rows, -(-num_rows // _NUM_SAMPLES)) if num_rows > _MANY_ROWS else ()
-        if samples and not any(read(row, row + 1) for row in samples):  # as where a whole file is damaged
+        if samples and not any(read(row, row + 1) for row in samples):  # the file is damaged
             return None
         damaged.clear()
         if not read(0, num_rows):
@@ -209,7 +216,7 @@ class UnmappedRows(RowSource):
 
 
 def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
-    """Divide ascending numbers into runs of consecutive ones."""
+    """Return ascending numbers as runs of consecutive numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:
@@ -220,7 +227,7 @@ def _neighbours(numbers: Sequence[int]) -> list[list[int]]:
 
 
 class BlockFiles(UnmappedRows):
-    """Rows of block files of this machine that cannot be mapped side by side: each is mapped or decoded by itself."""
+    """Rows of local block files that do not fit into one arena; each file is read separately."""
 
     def read_block(self, block: Block, place: Place) -> np.ndarray:
         if is_stand_in(block):
@@ -235,7 +242,7 @@ class BlockFiles(UnmappedRows):
 
 
 def _in_words(cause: Exception) -> str:
-    """Describe a cause for the text of another error."""
+    """Return a description of a cause for the message of another error."""
     if isinstance(cause, DataFileError) and cause.expected:
         return f"{cause.got or 'nothing'} instead of {cause.expected}"
     return (cause.strerror if isinstance(cause, OSError) else None) or str(cause)
