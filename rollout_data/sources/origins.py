@@ -1,6 +1,6 @@
-"""`Origins`: where the data of a dataset are, their common fields, and the problems that were reported of them.
+"""`Origins`: the data folders of a dataset, their common fields, and their reported problems.
 
-A file that cannot be read is reported once, by name, and a loss is counted once.
+An unreadable file is reported once, by name, and a loss is counted once.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..remote.local_copy import local_origin
 from ..remote.locations import DataDirs, RemoteOptions, origins_of
 from .rows.chunk_decoder import CHUNK_CACHE_BYTES
 
-#: Problems that are kept, the last ones.
+#: Number of problems that are kept; older problems are dropped.
 MAX_PROBLEMS = 1000
-#: Problems that are recognized by their hashes, so that each is reported once.
+#: Number of hashes of reported problems that are kept, so that a problem is reported once.
 _MAX_REPORTED = 100_000
-#: Names in metadata under which a recording states what its actions control, and the order of its quaternions.
+#: Names in metadata for the control mode of actions and the order of quaternions.
 MODE_KEY = "control_mode"
 ORDER_KEY = "quaternion_order"
-#: The order of quaternions in metadata of a recording whose episodes have several.
+#: Value of the quaternion order in metadata if episodes have different orders.
 MIXED = "mixed"
 
 
@@ -35,15 +35,15 @@ class Origins:
     """One or several files or folders of data.
 
     Attributes:
-        origins: Where they are, and which of their trajectories are read.
-        paths: The folders, absolute.
-        schema: The fields that all of them must have; None as long as there is no trajectory.
-        problems: Data that were not read, were repaired or were left out, in the order in which they were found; the
-            last `MAX_PROBLEMS`.
-        advice: Remarks on data that are read as they are stored; the last `MAX_PROBLEMS`.
-        num_problems: How many there were.
-        num_vanished_blocks: Blocks, or chunks, that were lost since they were found: removed or spoilt.
-        num_lost_trajectories: Trajectories that could not be read to their end.
+        origins: Locations and selected trajectories.
+        paths: Absolute paths of the folders.
+        schema: The fields that all folders must have; None until there is a trajectory.
+        problems: Errors for data that were unreadable, repaired or left out, oldest first; the last
+            `MAX_PROBLEMS`.
+        advice: Remarks on suspicious data that are read unchanged; the last `MAX_PROBLEMS`.
+        num_problems: Total number of problems.
+        num_vanished_blocks: Blocks or chunks that were deleted or damaged after they were listed.
+        num_lost_trajectories: Trajectories that could not be read completely.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Origins:
         self.num_problems = 0
         self.num_vanished_blocks = 0
         self.num_lost_trajectories = 0
-        #: Trajectories of lost blocks that were counted: name of the writer and number.
+        #: Counted trajectories of lost blocks: (writer name, number).
         self._lost_with_blocks = set[tuple[str, int]]()
         self._reported: dict[int, None] = {}
         #: Blocks that were counted as lost.
@@ -74,7 +74,7 @@ class Origins:
         self.is_remote = arguments.is_url(self.paths[0])
 
     def report(self, problem: RolloutDataError) -> None:
-        """Warn of a problem, once."""
+        """Record a problem and warn of it once."""
         if self._is_new(problem):
             self.num_problems += 1
             self.problems.append(problem)
@@ -82,14 +82,14 @@ class Origins:
             warnings.warn(str(problem), RolloutDataWarning, stacklevel=2)
 
     def advise(self, remark: RolloutDataError) -> None:
-        """Warn of data that are read as they are stored and are probably not meant so, once."""
+        """Record a remark on suspicious data that are read unchanged, and warn of it once."""
         if self._is_new(remark):
             self.advice.append(remark)
             del self.advice[:-MAX_PROBLEMS]
             warnings.warn(str(remark), RolloutDataWarning, stacklevel=2)
 
     def _is_new(self, problem: RolloutDataError) -> bool:
-        """Return whether a problem or remark is reported for the first time, and note it."""
+        """Return whether a problem or remark is new, and remember it."""
         key = hash(str(problem))
         if key in self._reported:
             return False
@@ -99,13 +99,13 @@ class Origins:
         return True
 
     def count_lost(self, keys: Iterable[Key], present: Collection[Key] = ()) -> None:
-        """Count blocks that are gone, once until they are `present` again."""
+        """Count lost blocks; each block counts once until it is `present` again."""
         new = {key for key in keys if named_edit(key[0].name) is None} - self.lost
         self.num_vanished_blocks += len(new)
         self.lost = (self.lost | new) - set(present)
 
     def check_schema(self, schema: Schema, where: Path) -> None:
-        """Raise unless the folders have the same fields."""
+        """Raise if a schema differs from the schema of the folders before."""
         if self.schema is None:
             self.schema = schema
         elif difference := self.schema.difference(schema):
@@ -115,15 +115,15 @@ class Origins:
 
 
 def conventions(found: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
-    """Return control modes and orders of quaternions that metadata of recordings or episodes state: (name, value)."""
+    """Return the control modes and quaternion orders in some metadata: (name, value)."""
     stated = {(name, str(metadata[name])) for metadata in found for name in (MODE_KEY, ORDER_KEY) if name in metadata}
     return stated - {(MODE_KEY, "unknown")}
 
 
 def mixed_conventions(stated: Set[tuple[str, str]]) -> list[DataFileError]:
-    """Build the remarks that actions, or quaternions, of one stream do not mean the same; none if each has one value.
+    """Return remarks if the data of one stream mix control modes or quaternion orders.
 
-    An unknown order of quaternions differs from a known one.
+    An unknown quaternion order counts as different from a known order.
     """
     modes = sorted(value for name, value in stated if name == MODE_KEY)
     orders = sorted(value for name, value in stated if name == ORDER_KEY)

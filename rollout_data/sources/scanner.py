@@ -28,14 +28,14 @@ BlocksInUse = Callable[[], Collection[Block]]
 
 
 class Scanner(ABC):
-    """Lists the files of one or several folders of one format, and makes snapshots of their episodes.
+    """List the files of folders of one format, and create snapshots of their episodes.
 
-    A snapshot never changes; `refresh` makes a new one when the folders have changed. `LiveSource` holds the scanner,
-    and receives its problems.
+    A snapshot never changes. After a `refresh`, `snapshot` returns a new one if files changed.
+    `LiveSource` owns the scanner and receives its problems.
 
     Attributes:
         format: Name of the format.
-        description: The format in words, for errors.
+        description: Description of the format for errors.
     """
 
     format: str
@@ -48,7 +48,7 @@ class Scanner(ABC):
     @staticmethod
     @abstractmethod
     def is_there(path: Path) -> bool:
-        """Return whether a path holds data of this format."""
+        """Return whether a path contains data of this format."""
 
     @property
     @abstractmethod
@@ -58,11 +58,11 @@ class Scanner(ABC):
     @property
     @abstractmethod
     def conventions(self) -> set[tuple[str, str]]:
-        """Control modes and orders of quaternions that metadata state; see `conventions`."""
+        """Control modes and quaternion orders in the metadata; see `conventions`."""
 
     @abstractmethod
     def refresh(self, in_use: BlocksInUse) -> None:
-        """Scan the files again; blocks `in_use` stay readable although they are deleted."""
+        """Scan the files again. Deleted blocks stay readable while they are `in_use`."""
 
     @abstractmethod
     def snapshot(self, upto: Mapping[str, int] | None = None, gone: Lengths = NONE_GONE) -> RowSource:
@@ -77,24 +77,28 @@ class Scanner(ABC):
         """Use the scan of another process; see `LiveSource.adopt`."""
 
     def shared(self, source: RowSource) -> Spot | None:
-        """Return the shared memory in which other processes of this machine find the index of a snapshot, or None."""
+        """Return shared memory with the index of a snapshot, for other local processes; or None."""
         return None
 
     def release(self, in_use: BlocksInUse) -> None:  # noqa: B027 (most keep no file open)
-        """Close deleted files that are not `in_use`, where files are kept open."""
+        """Close deleted files that are not `in_use`. Formats that keep no file open do nothing."""
 
     def leave_out(self, key: Key) -> None:  # noqa: B027 (most never list it again)
-        """Leave a block out of later scans until it has changed, where deleted blocks may be listed again."""
+        """Skip a block in later scans until it changes.
+
+        Needed for formats whose listing can contain deleted blocks.
+        """
 
 
 class Choice:
-    """Which trajectories of the blocks of one origin are read: (writer, number) named "writer:number".
+    """The selected trajectories of one origin, by name: "writer:number".
 
     Attributes:
-        header_of: Reads the header of a block whose notes may say how trajectories ended; None if flags say it all.
+        header_of: Function that reads the header of a block whose notes may contain the ends of
+            trajectories; None if the flags of fragments are complete.
 
     Raises:
-        UsageError: A name has another form.
+        UsageError: A name does not have this form.
     """
 
     header_of: Callable[[Block], BlockHeader] | None = None
@@ -111,11 +115,11 @@ class Choice:
 
     @property
     def is_all(self) -> bool:
-        """Whether blocks are given as they are."""
+        """Whether all trajectories are selected."""
         return self._numbers is None and self.header_of is None
 
     def of(self, blocks: Iterable[Block]) -> list[Block]:
-        """Leave out what blocks hold of other trajectories; a block is given as the same object each time."""
+        """Return blocks with only the selected trajectories; the same object for equal blocks."""
         if self.is_all:
             return list(blocks)
         chosen = []
@@ -135,9 +139,9 @@ class Choice:
             try:
                 for key, text in self.header_of(block).read_notes(EPISODES):
                     ends[key] = parsed(block.path, text).get(ENDS)
-            except FileNotFoundError:  # it was removed meanwhile, which reading it tells
+            except FileNotFoundError:  # deleted meanwhile; reading it raises the error
                 ends = {}
-            except CorruptFileError:  # reading the notes tells
+            except CorruptFileError:  # reading the notes raises it
                 ends = {**dict.fromkeys(fragments["trajectory"].tolist(), UNKNOWN), **ends}
             flags = fragments["flags"]
             is_end = (fragments["flags"] & (OPEN | TRUNCATED)) > 0

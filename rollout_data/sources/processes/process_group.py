@@ -1,9 +1,11 @@
-"""The processes that read one dataset: who reads what, and how they agree on what is in the folders.
+"""The processes that read one dataset: their shards, and synchronization of the folder snapshot.
 
-One rule: one process looks at the folders, and the others take over what it found. Among ranks that is rank 0; for the
-workers of `rollout_data.loader` the process that takes their batches; of a plain DataLoader the first worker that needs
-it. The rank is asked in the process that trains and travels with the dataset from there: a worker process that was not
-forked has no process group, and would take itself for rank 0 of 1.
+One process scans the folders; the others use its result. Among ranks, rank 0 scans. For workers of
+`rollout_data.loader`, the process that receives their batches scans; for workers of a plain
+DataLoader, the first worker that needs the result.
+
+The rank is read in the training process and pickled with the dataset. A spawned worker process has
+no process group, and would read rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -28,28 +30,28 @@ from torch.utils.data import get_worker_info
 
 from storage.errors import BackgroundError, RolloutDataError, UsageError
 
-#: "auto" asks torch.distributed, "none" reads everything in each process, (rank, world size) says it outright.
+#: "auto" uses torch.distributed; "none" reads everything in each process; or (rank, world size).
 ShardChoice = Literal["auto", "none"] | tuple[int, int]
-#: Look at the folders; what was seen can be pickled. None: the same as before.
+#: Scans the folders and returns a result that can be pickled; None if nothing changed.
 Look = Callable[[], Any]
-#: Give what was seen for the pass of this number, here or by the process that looks for all; for a name instead of a
-#: number, what was made by one of the processes that read together on this machine.
+#: Returns the scan result for the pass of a number, from this or from the scanning process. For a
+#: name instead of a number, returns an object made by one of the reading processes of this machine.
 Agree = Callable[[int | str, Look], Any]
 _POLL_S = 0.001
 _ENDED = "ended"
-#: Before each note: the bytes of its name, and of what it says.
+#: Header of a note: bytes of its name, bytes of its content.
 _HEAD = struct.Struct("<QQ")
 _NOTES, _LOOKING = 0, 1  # locks
 
 
 class Shard(NamedTuple):
-    """Number `number` of `total` shares."""
+    """Shard `number` of `total` shards."""
 
     number: int
     total: int
 
     def part_of(self, size: int) -> slice:
-        """Return the share of `size` things in a row: all shares together are all of them, each once."""
+        """Return the range of this shard in `range(size)`; the shards are disjoint and complete."""
         return slice(self.number * size // self.total, (self.number + 1) * size // self.total)
 
 
@@ -75,7 +77,7 @@ def checked_share(value: Any, action: str, expected: str) -> Shard:
 
 
 def current_shard(chosen: Shard | None = None) -> Shard:
-    """Return the share that was `chosen`, or else that of this rank (torch.distributed, if initialized)."""
+    """Return `chosen`, or the shard of this rank (torch.distributed, if initialized)."""
     if chosen is not None:
         return chosen
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -84,18 +86,18 @@ def current_shard(chosen: Shard | None = None) -> Shard:
 
 
 def current_worker() -> Shard:
-    """Return the number of this DataLoader worker among those of its loader; 0 of 1 outside of workers."""
+    """Return number and count of DataLoader workers for this worker; 0 of 1 outside of workers."""
     worker = get_worker_info()
     return ALONE if worker is None else Shard(worker.id, worker.num_workers)
 
 
 def is_in_worker() -> bool:
-    """True inside a DataLoader worker process, where CUDA must not be touched."""
+    """Return whether this is a DataLoader worker process, which must not use CUDA."""
     return get_worker_info() is not None
 
 
 def refuse_second_split() -> None:
-    """Raise where accelerate reads in rank 0 alone, or lets each rank keep a part of what it reads."""
+    """Raise if accelerate reads in rank 0 only, or splits the batches between ranks again."""
     state = sys.modules.get("accelerate.state")
     loader = state.GradientState().active_dataloader if state is not None else None
     kinds = {type(loader).__name__, type(getattr(loader, "dataset", None)).__name__}
@@ -105,17 +107,17 @@ def refuse_second_split() -> None:
 
 
 def alone(number: int | str, look: Look) -> Any:
-    """Look, without asking other processes."""
+    """Scan in this process, without synchronization."""
     return look()
 
 
 def agreement_of(shard: Shard) -> Agree:
-    """Choose how this process agrees with the others, outside of workers."""
+    """Return the synchronization of this process with other ranks, outside of workers."""
     return _among_ranks if shard.total > 1 and shard == current_shard() else alone
 
 
 def _among_ranks(number: int | str, look: Look) -> Any:
-    """Let rank 0 look and tell the others; all ranks call this at the same step of their streams."""
+    """Scan in rank 0 and broadcast; all ranks must call this at the same step of their streams."""
     if isinstance(number, str):
         return look()
     told = [_told(look) if torch.distributed.get_rank() == 0 else None]
@@ -124,12 +126,12 @@ def _among_ranks(number: int | str, look: Look) -> Any:
 
 
 def _told(look: Look) -> tuple[Any, RolloutDataError | None]:
-    """Look; what goes wrong is told as well, since the others would wait for it."""
+    """Scan. Errors are returned, not raised, so that waiting processes receive them."""
     try:
         return look(), None
     except RolloutDataError as problem:
         return None, problem
-    except Exception as cause:  # noqa: BLE001 - of any kind, they would wait
+    except Exception as cause:  # noqa: BLE001 - other processes wait for any result
         got = f"{type(cause).__name__}: {cause}"
         wrapped = BackgroundError("look at the folders", "for all processes", "an answer", got)
         wrapped.__cause__ = cause
@@ -144,27 +146,27 @@ def _heard(told: Any) -> Any:
 
 
 class Board:
-    """Notes of the worker processes of one dataset, in a file without a name: nothing of it outlives them.
+    """Notes of the worker processes of one dataset, in an unnamed file that is never left behind.
 
-    Forked processes have it; others get its descriptor when they are started, so that what is read was written by a
-    process of this dataset. Of several final notes of one name the first one counts.
+    Forked processes inherit the file; spawned processes receive its descriptor. So only processes
+    of this dataset can write to it. The first final note of a name is kept.
     """
 
     def __init__(self, sent: Any = None) -> None:
         self._file = _unnamed_file() if sent is None else sent.detach()
-        #: Name -> where its last note lies, as far as this process has read.
+        #: Name -> offset and size of its last note that this process has read.
         self._places: dict[str, tuple[int, int]] = {}
         self._stop = 0
         weakref.finalize(self, os.close, self._file).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Workers get the same board; any other copy is a new one."""
+        """Pickle the same board for workers; a new board for any other copy."""
         is_for_worker = multiprocessing.context.get_spawning_popen() is not None
         return Board, (DupFd(self._file),) if is_for_worker else ()
 
     @contextmanager
     def _locked(self, which: int) -> Iterator[None]:
-        """Hold one of the locks of this board; the system gives it back when the process ends."""
+        """Hold a lock of this board; the system releases it if the process ends."""
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, which)
         try:
             yield
@@ -180,7 +182,7 @@ class Board:
             self._stop = first + name_bytes + num_bytes
 
     def read(self, name: str) -> Any:
-        """Return a note, None if there is none."""
+        """Return the note of a name; None if there is none."""
         with self._locked(_NOTES):
             self._catch_up()
             start, num_bytes = self._places.get(name, (0, 0))
@@ -188,29 +190,35 @@ class Board:
         return pickle.loads(content) if content else None
 
     def names(self) -> list[str]:
-        """List the names of all notes, in the order in which they were first written."""
+        """Return the names of all notes in the order of their first write."""
         with self._locked(_NOTES):
             self._catch_up()
             return list(self._places)
 
     def write(self, name: str, note: Any, is_final: bool = False) -> bool:
-        """Leave a note, whole or not at all; one that `is_final` only where there is none: False if there was."""
+        """Write a note atomically; return whether it was written.
+
+        A note that `is_final` is skipped if the name has a note.
+        """
         content = b"" if note is None and not is_final else pickle.dumps(note)
         with self._locked(_NOTES):
             self._catch_up()
             if is_final and self._places.get(name, (0, 0))[1]:
                 return False
-            os.ftruncate(self._file, self._stop)  # of what a killed process has begun
+            os.ftruncate(self._file, self._stop)  # drop a killed process's partial note
             os.pwrite(self._file, name.encode() + content, self._stop + _HEAD.size)
             os.pwrite(self._file, _HEAD.pack(len(name.encode()), len(content)), self._stop)
         return True
 
     def end(self) -> None:
-        """Let workers wait no more."""
+        """Stop the wait of workers."""
         self.write(_ENDED, True)
 
     def agree(self, group: str, number: int | str, look: Look, is_told: bool = False) -> Any:
-        """Agree with the workers of one epoch: the first one looks for all, unless the loader's process tells."""
+        """Return the scan result for the workers of one epoch.
+
+        The first worker scans; with `is_told`, the process of the loader scans.
+        """
         name = f"{group}_{number}"
         parent = multiprocessing.parent_process()
         while (note := self.read(name)) is None:
@@ -226,7 +234,7 @@ class Board:
 
 
 def _unnamed_file() -> int:
-    """Open a file that is in no folder; where the system has none in memory, one of the temporary folder."""
+    """Open an unnamed file in memory; in the temporary folder if the system does not support it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("rollout_data_notes")
     with tempfile.TemporaryFile() as file:

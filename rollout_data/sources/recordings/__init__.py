@@ -1,1 +1,1 @@
-"""`Recording` and `Episode`: what `rollout_data.open` returns, and statistics of fields."""
+"""`Recording`, the result of `rollout_data.open`, its `Episode` objects, and field statistics."""

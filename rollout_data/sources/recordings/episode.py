@@ -1,6 +1,6 @@
-"""One episode of a recording, whatever the format; its fields are read when they are asked for.
+"""One episode of a recording of any format; its fields are read lazily.
 
-One rule: what a file lacks is None or absent, and what it does not tell is None.
+Values that are not in the file are None; fields that are not in the file are absent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OBSERVATION = "observation"
 
 
 class Fields(dict[str, Any]):
-    """Arrays by flat names, "images/left"; a name above others, "images", gives those below it.
+    """Arrays by flat name, such as "images/left". A prefix such as "images" selects its fields.
 
-    A name may begin with "/", as topics do.
+    A name may start with "/", like a topic.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -40,7 +40,7 @@ class Fields(dict[str, Any]):
         return super().__contains__(name) or (isinstance(name, str) and self.get(name) is not None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return what `fields[name]` does, or `default`."""
+        """Return `fields[name]`, or `default` if there is no such field."""
         try:
             return self[name]
         except KeyError:
@@ -48,18 +48,18 @@ class Fields(dict[str, Any]):
 
 
 class Episode:
-    """T steps from reset to end; a field is read when it is first asked for, and then kept by this object.
+    """T steps from reset to end. A field is read at its first access and then cached.
 
     Attributes:
-        id: Its name, unique in the recording.
+        id: Name of the episode, unique in the recording.
         length: T.
-        schema: Its numeric fields: name -> shape and dtype of a step.
-        texts: Names of its fields of texts.
-        final: Names of the fields of its final observation.
-        terminated, truncated: How it ended; None where the file does not tell.
-        success: None where the file does not tell.
-        task: What was to be done, in words; "".
-        metadata: Anything else that is known of it; `task` and `success` are there too if they are known.
+        schema: Numeric fields: name -> shape and dtype of a step.
+        texts: Names of the text fields.
+        final: Names of the fields of the final observation.
+        terminated, truncated: Whether the episode ended in this way; None if unknown.
+        success: Whether the task succeeded; None if unknown.
+        task: Description of the task; "" if unknown.
+        metadata: All metadata of the episode, including `task` and `success` if they are known.
     """
 
     def __init__(self, source: EpisodeSource, number: int, info: EpisodeInfo) -> None:
@@ -96,14 +96,14 @@ class Episode:
         return f"<Episode {self.id!r}: {', '.join(about)}; {self.schema!r}>"
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
-        """Read the steps `start:stop` of one field, named as in `schema` or `texts`; None is T.
+        """Return the steps `start:stop` of a field in `schema` or `texts`; `stop` None means T.
 
         Returns:
-            `[stop - start, *shape]`, perhaps a read-only map of the file; of texts a list.
+            `[stop - start, *shape]`, possibly a read-only map of the file; a list for texts.
 
         Raises:
-            UsageError: There is no such field, or no such steps.
-            DataFileError: They cannot be read.
+            UsageError: The field or the steps do not exist.
+            DataFileError: The steps cannot be read.
         """
         end = self.length if stop is None else stop
         action = "call Episode.read"
@@ -115,10 +115,10 @@ class Episode:
         return self._source.read(self._number, name, start, end)
 
     def video(self, name: str) -> VideoRange | None:
-        """Return where the video of a field is; None if the field is not stored as video.
+        """Return the video file of a field and the range in it; None if it is not stored as video.
 
         Raises:
-            UsageError: There is no such field.
+            UsageError: The field does not exist.
         """
         self._check_name("call Episode.video", name)
         return self._source.video(self._number, name)
@@ -129,39 +129,39 @@ class Episode:
             raise UsageError(action, f"of episode {self.id!r}", expected, repr(name))
 
     def rounded(self) -> dict[str, tuple[int, int]]:
-        """Return the fields in which reading rounded integers to floats so far.
+        """Return the fields whose integers were rounded to floats in reads so far.
 
         Returns:
-            Field -> (number of changed values, largest difference).
+            Field -> (number of rounded values, largest difference).
         """
         return self._source.rounded(self._number)
 
     @property
     def observation(self) -> Any:
-        """`[T, ...]`, or `Fields` of such arrays where the observation has names; None if there is none."""
+        """`[T, ...]`, or `Fields` of such arrays for named components; None if there is none."""
         return self._group(OBSERVATION)
 
     @property
     def action(self) -> Any:
-        """`[T, ...]`, or `Fields`; None if there is none, as in files of motions."""
+        """`[T, ...]`, or `Fields`; None if there is none, as in motion files."""
         return self._group("action")
 
     @property
     def reward(self) -> Any:
-        """`[T, ...]`; None where the file has none."""
+        """`[T, ...]`; None if the file contains no rewards."""
         return self._group("reward")
 
     @cached_property
     def final_observation(self) -> Any:
-        """The observation after the last step, without a time axis; None where the file has none."""
+        """The observation after the last step, without a time axis; None if it was not recorded."""
         found = {name: self._source.read_final(self._number, name) for name in self.final}
         return joined(OBSERVATION, found)
 
     def __getitem__(self, name: str) -> Any:
-        """Return any field, or the `Fields` below a name, as in `episode["observation"]`.
+        """Return a field, or the `Fields` below a name, such as `episode["observation"]`.
 
         Raises:
-            UsageError: There is none of this name.
+            UsageError: There is no field of this name.
         """
         found = self._group(name)
         if found is None:
@@ -169,7 +169,7 @@ class Episode:
         return found
 
     def keys(self) -> list[str]:
-        """Names of its fields, flat, those of texts included."""
+        """Return the flat names of all fields, including text fields."""
         return [*self.schema, *self.texts]
 
     def __contains__(self, name: object) -> bool:
@@ -184,7 +184,7 @@ class Episode:
 
 
 def joined(name: str, found: dict[str, Any]) -> Any:
-    """Return a field by itself, fields below a name as `Fields` without it, or None."""
+    """Return the field `name`; or the fields below it as `Fields` without the prefix; or None."""
     if name in found or not found:
         return found.get(name)
     return Fields({one[len(name) + 1 :]: value for one, value in found.items()})

@@ -1,8 +1,8 @@
-"""Statistics of recorded fields, for normalization: one pass over the frames, kept in a file.
+"""Statistics of recorded fields, for normalization: computed in one pass, cached in a file.
 
-One rule: the file is a cache. It is used only for the very files, trajectories and settings that it was made from, it
-may be deleted at any time, and where it cannot be written that costs the time, not the result. Quantiles are exact
-where the values fit, with a stated error where not.
+The cache is valid only for the same files, trajectories and settings. It may always be deleted.
+If it cannot be written, the statistics are computed again. Quantiles are exact if the values fit in
+memory; otherwise their error is bounded and returned.
 """
 
 from __future__ import annotations
@@ -30,37 +30,38 @@ from ...blocks.trajectory_index import Int64s
 from ..rows.row_source import Rows, RowSource
 
 _CACHE_VERSION = 2
-#: Bytes of rows that are read at once.
+#: Bytes of rows per read.
 _PORTION_BYTES = 8 << 20
-#: The last (or first) axis of a field of three axes is that of channels if it has at most this many.
+#: Largest size of the last (or first) axis of a field of three axes that counts as channels.
 _MAX_CHANNELS = 4
-#: Columns of at most this many bytes are kept as they are; their quantiles are exact.
+#: Bytes of columns up to which all values are kept in memory, so that quantiles are exact.
 _EXACT_BYTES = 64 << 20
-#: Rows of a buffer of the sketch.
+#: Rows per buffer of the sketch.
 _SKETCH_ROWS = 4096
 Array = np.ndarray[Any, Any]
-#: A source, and int64 numbers of episodes in it.
+#: A source, and numbers of episodes in it, int64.
 Frames = tuple[RowSource, Int64s]
 _ARRAYS = ("mean", "std", "min", "max", "quantiles")
 
 
 @dataclass(frozen=True, eq=False)
 class FieldStatistics:
-    """What the values of one field are like.
+    """Statistics of the values of one field.
 
-    A field of one axis has statistics for each of its elements; one of more axes for each of its channels (three
-    axes, the last or the first of at most 4), or for all its elements together. All tensors broadcast against the
-    field: float32, but float64 for fields of float64 and of integers of 32 bits or more. Values that are not finite
-    go into them as numpy's functions take them.
+    A field of one axis has statistics per element. A field of three axes with at most 4 channels
+    has statistics per channel. Other fields have one set of statistics for all elements.
+
+    All tensors broadcast against the field. They are float64 for fields of float64 or of integers
+    of 32 bits or more, else float32. Non-finite values are treated as in numpy's functions.
 
     Attributes:
-        mean, std: `std` is that of the population (divided by n); 0 for constants.
-        min, max: Least and greatest value.
-        quantiles: `[Q, ...]`, one for each of `levels`.
-        levels: As asked for, in [0, 1].
-        quantile_error: By how much the rank of a quantile may be off, as a part of all values; 0 where exact: fields
-            of one byte, and fields whose values take at most 64 MiB.
-        num_frames: Frames that were looked at.
+        mean, std: `std` is the population standard deviation (divided by n); 0 for constants.
+        min, max: Smallest and largest value.
+        quantiles: `[Q, ...]`, one quantile per level.
+        levels: The requested levels, in [0, 1].
+        quantile_error: Largest error of the rank of a quantile, as a fraction of all values. 0 for
+            fields of one byte, and for fields whose values take at most 64 MiB.
+        num_frames: Number of frames.
     """
 
     mean: torch.Tensor
@@ -82,12 +83,13 @@ def compute_statistics(
     use_cache: bool = True,
     progress: bool = True,
 ) -> dict[str, FieldStatistics]:
-    """Return the statistics of fields over all frames of some parts that have them; see `WindowDataset.statistics`.
+    """Return statistics of fields over all frames with them; see `WindowDataset.statistics`.
 
-    Fields of texts have none. The cache lies in `folder`, the data folder; None keeps it in the user's cache folder.
+    Text fields are skipped. The cache is written to `folder`, the data folder; with None to the
+    user's cache folder.
 
     Raises:
-        UsageError: A level lies outside [0, 1], or there is no frame.
+        UsageError: A level is outside [0, 1], or there are no frames.
     """
     try:
         checked = tuple(float(level) for level in levels)
@@ -104,9 +106,9 @@ def compute_statistics(
     names = [name for name in names if not schema[name].is_text]
     about = {"version": _CACHE_VERSION, "fields": [schema[name].to_json() for name in names]}
     about |= {"levels": list(checked), "data": [_fingerprint(*part) for part in parts]}
-    # One file for each question, so that a training and a validation split do not take turns.
+    # One file per question, so that training and validation split have separate caches.
     question = [about["fields"], about["levels"], *(crc32(trajectories.tobytes()) for _, trajectories in parts)]
-    if folder is None:  # data of other systems are left as they are
+    if folder is None:  # write no file beside data of other formats
         question += [
             [os.path.abspath(block.path.parent) for block in snapshot.index.blocks[:1]] for snapshot, _ in parts
         ]
@@ -141,7 +143,7 @@ def _compute(
 
 
 def _portions(snapshot: RowSource, trajectories: Int64s, column: str, row_bytes: int) -> Iterator[torch.Tensor]:
-    """Read all frames of some trajectories in order: `[n, row_bytes]` uint8, the same memory again and again."""
+    """Yield all frames of trajectories in order: `[n, row_bytes]` uint8; the memory is reused."""
     lengths = snapshot.index.lengths[trajectories]
     stops = np.cumsum(lengths)
     size = max(1, _PORTION_BYTES // row_bytes)
@@ -164,7 +166,7 @@ def _portions(snapshot: RowSource, trajectories: Int64s, column: str, row_bytes:
 
 
 class _Summary:
-    """The statistics of one field while its values come in."""
+    """Running statistics of one field."""
 
     def __init__(self, field: Field, num_frames: int) -> None:
         self._axis, self._shape = _channels(field.shape)
@@ -184,7 +186,7 @@ class _Summary:
         self._max = np.full(num_columns, -np.inf)
 
     def add(self, values: torch.Tensor) -> None:
-        """Take `[n, *shape]` values. Portions are joined as in Chan et al. 1979."""
+        """Add values `[n, *shape]`. Portions are merged as in Chan et al. 1979."""
         array = on_host(values)
         self._num_frames += len(array)
         columns = _columns(array, self._axis)
@@ -202,7 +204,7 @@ class _Summary:
         self._count += len(wide)
 
     def result(self, levels: tuple[float, ...]) -> FieldStatistics:
-        # The mean of a constant is off by rounding, and with it every square.
+        # Set to 0 for constants, where rounding errors of the mean would remain.
         self._squares[(self._min == self._max) & np.isfinite(self._min)] = 0
         with np.errstate(invalid="ignore"):
             found = {"mean": self._sum / self._count, "std": np.sqrt(self._squares / self._count), "min": self._min}
@@ -217,7 +219,7 @@ class _Summary:
 
 
 def _channels(shape: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
-    """Which axis of a field has statistics of its own (None for none), and the shape of the result."""
+    """Return the axis of a field with separate statistics, or None; and the shape of the result."""
     if len(shape) <= 1:
         return (0 if shape else None), shape
     axis = next((axis for axis in (2, 0) if len(shape) == 3 and shape[axis] <= _MAX_CHANNELS), None)
@@ -225,14 +227,14 @@ def _channels(shape: tuple[int, ...]) -> tuple[int | None, tuple[int, ...]]:
 
 
 def _columns(values: Array, axis: int | None) -> Array:
-    """Bring `[n, *shape]` into the form `[rows, columns]`."""
+    """Reshape `[n, *shape]` to `[rows, columns]`."""
     if axis is None:
         return values.reshape(-1, 1)
     return np.moveaxis(values, 1 + axis, -1).reshape(-1, values.shape[1 + axis])
 
 
 def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> str:
-    """What changes when a file, or the choice of trajectories, does."""
+    """Return a text that changes with the files and the selected trajectories."""
     files: list[list[Any]] = []
     for path in dict.fromkeys(block.path for block in snapshot.index.blocks):
         try:
@@ -246,7 +248,7 @@ def _fingerprint(snapshot: RowSource, trajectories: Int64s) -> str:
 
 
 def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatistics]) -> None:
-    """Write the cache, where that is possible."""
+    """Write the cache if the folder is writable."""
     arrays: dict[str, Any] = {}
     for number, statistics in enumerate(found.values()):
         arrays |= {f"{number}/{name}": getattr(statistics, name).numpy() for name in _ARRAYS}
@@ -255,14 +257,14 @@ def _save(path: Path, about: Mapping[str, Any], found: Mapping[str, FieldStatist
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as new, open(new, "wb") as file:
             np.savez(file, about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
-    except (OSError, RolloutDataError):  # a folder for reading only
+    except (OSError, RolloutDataError):  # read-only folder
         pass
 
 
 def _load(
     path: Path, about: Mapping[str, Any], names: Sequence[str], levels: tuple[float, ...]
 ) -> dict[str, FieldStatistics] | None:
-    """Read the cache; None if it is not there, damaged, or made from something else."""
+    """Return the cached statistics; None if the cache is missing, damaged or stale."""
     try:
         if stamp_of(path) is None:
             return None
@@ -280,7 +282,7 @@ def _load(
 
 
 class ByteCounts:
-    """How often each of the 256 values of a byte occurs: exact whatever the number of rows."""
+    """Counts of each of the 256 values of a byte; quantiles are exact for any number of rows."""
 
     def __init__(self, num_columns: int, dtype: np.dtype[Any]) -> None:
         self._lowest = -128 if dtype.kind == "i" else 0
@@ -303,12 +305,13 @@ class ByteCounts:
 
 
 class QuantileSketch:
-    """A sketch in bounded memory: buffers of sorted rows, two of a level halved into one of the next.
+    """Quantile sketch in bounded memory: two sorted buffers of a level become one of the next.
 
-    Exact, as `numpy.quantile`, until the first halving. Munro and Paterson 1980, as analysed by Manku, Rajagopalan and
-    Lindsay 1998: halving two buffers whose rows stand for w numbers each moves a rank by at most w, so that `error` is
-    the sum of these over all numbers: at most log2(n / k) / (2 k) for n numbers in buffers of k rows (0.001 for 10^6,
-    0.0023 for 10^9).
+    The result equals `numpy.quantile` until the first halving. The method is from Munro and
+    Paterson 1980, analysed by Manku, Rajagopalan and Lindsay 1998. Halving two buffers whose rows
+    represent w numbers each moves a rank by at most w. `error` is the sum of these moves divided by
+    n. It is at most log2(n / k) / (2 k) for n numbers in buffers of k rows: 0.001 for 10^6 numbers,
+    0.0023 for 10^9.
     """
 
     def __init__(self, num_columns: int, dtype: np.dtype[Any], num_rows: int = _SKETCH_ROWS) -> None:
@@ -332,18 +335,18 @@ class QuantileSketch:
             values = values[len(part) :]
             if self._num_filled == len(self._filling):
                 rows = np.sort(self._filling, axis=0)
-                self._has_nan |= np.isnan(rows[-1])  # NaNs come last, and halving may drop them
+                self._has_nan |= np.isnan(rows[-1])  # sorted last; halving may drop them
                 self._carry(rows)
                 self._num_filled = 0
 
     def _carry(self, rows: Array) -> None:
-        """Put a full buffer into the first free level, halving it with those that are in its way."""
+        """Store a full buffer in the first free level; merge and halve it with each full level."""
         for level, other in enumerate(self._levels):
             if other is None:
                 self._levels[level] = rows
                 return
             both = np.sort(np.concatenate([other, rows]), axis=0, kind="stable")
-            # By turns the odd and the even rows, so that the errors of successive halvings cancel.
+            # Alternate between odd and even rows, so that the errors of successive halvings cancel.
             rows = both[self._next_offset[level] :: 2]
             self._next_offset[level] ^= 1
             self._moved += 1 << level
@@ -374,7 +377,7 @@ Quantiles = ByteCounts | QuantileSketch
 
 
 def quantiles_of(num_rows: int, num_columns: int, dtype: np.dtype[Any]) -> Quantiles:
-    """Choose how to find the quantiles of columns of this size."""
+    """Return the quantile method for columns of this size."""
     if dtype.kind in "biu" and dtype.itemsize == 1:
         return ByteCounts(num_columns, dtype)
     is_exact = num_rows * num_columns * dtype.itemsize <= _EXACT_BYTES

@@ -1,4 +1,4 @@
-"""`open_episodes`: the episodes of one file or folder of any format, as a source that recordings share."""
+"""`open_episodes`: open the episodes of one file or folder of any format as a source."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ..live_source import LiveSource, scanner_of
 from ..rows.row_source import RowSource
 from .recordings_in_folder import check_single
 
-#: Id of a converted episode in its source; noted besides its metadata and `ABSENT`.
+#: Name of the note with the id that a converted episode had in its source.
 SOURCE_ID = "id"
-#: Scans until none of the edits is replaced while its notes are read.
+#: Largest number of scans. A scan is repeated if an edit is replaced while its notes are read.
 _MAX_SCANS = 100
 
 
 def open_episodes(origin: Origin) -> EpisodeSource:
-    """Open a file or folder, whatever its format; of an open recording, return its source.
+    """Open a file or folder of any format; return the source of a recording that is already open.
 
     Raises:
-        DataFileError: It has no known format, or cannot be read.
+        DataFileError: The format is unknown, or the data cannot be read.
     """
     if origin.opened is not None:
         opened: EpisodeSource = origin.opened
@@ -46,7 +46,7 @@ def open_episodes(origin: Origin) -> EpisodeSource:
 
 
 def _open_folder(origin: Origin) -> RowSource:
-    """Scan a folder of ours; scan again where an edit was replaced meanwhile."""
+    """Scan a folder of block files; repeat the scan if an edit was replaced during it."""
     live = LiveSource(origin)
     for _ in range(_MAX_SCANS):
         live.refresh()
@@ -68,7 +68,7 @@ def _open_folder(origin: Origin) -> RowSource:
 
 
 def _open_again(origin: Origin, listing: Any, *known: Any) -> RowSource:
-    """Open a folder in another process, as the listing of an earlier scan describes it."""
+    """Open a folder in another process with the listing of an earlier scan."""
     live = LiveSource(origin)
     live.adopt(listing)
     return _described(live.snapshot(), origin, listing, *known)
@@ -82,7 +82,7 @@ def _described(
     problems: list[RolloutDataError],
     advice: list[RolloutDataError],
 ) -> RowSource:
-    """Add what a recording needs to a snapshot: the whole's metadata, problems and advice, and how to copy it."""
+    """Add the attributes of a recording to a snapshot: metadata, problems, advice, reopening."""
     source.path = origin.path
     source.listing = listing
     source.scanner = listing[0]

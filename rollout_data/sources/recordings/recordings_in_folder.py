@@ -1,4 +1,4 @@
-"""Folders that hold several recordings, and the error that names them."""
+"""Folders that contain several recordings, and the error that lists the recordings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUM_SHOWN = 5
 
 
 def recordings_in(path: str | os.PathLike[str]) -> list[Path]:
-    """List the recordings directly in a folder that is none itself, in natural order; [] for anything else."""
+    """Return the recordings directly in a folder, in natural order; [] if it is a recording."""
     folder = Path(path)
     if is_url(path) or not folder.is_dir() or _is_recording(folder):
         return []
@@ -35,7 +35,7 @@ def _is_recording(path: Path) -> bool:
 
 
 def check_single(action: str, path: str | os.PathLike[str]) -> None:
-    """Raise the error that names the recordings directly in a folder that is none itself."""
+    """Raise the error of `several_error` if a folder contains several recordings."""
     if inside := recordings_in(path):
         raise several_error(action, Path(path), inside)
 
@@ -43,7 +43,7 @@ def check_single(action: str, path: str | os.PathLike[str]) -> None:
 def several_error(
     action: str, path: Path, inside: list[Path], error_class: type[RolloutDataError] = UsageError
 ) -> RolloutDataError:
-    """Build the error for a folder of recordings where one recording is needed."""
+    """Build the error for a folder of recordings, for calls that need one recording."""
     names = ", ".join(repr(one.name) for one in inside[:_NUM_SHOWN]) + (", ..." if len(inside) > _NUM_SHOWN else "")
     count = f"{len(inside)} recording{'' if len(inside) == 1 else 's'}"
     got = f"{str(path)!r}, a folder that holds {count} ({names})"

@@ -185,7 +185,7 @@ class RemoteBlocks(RowSource):
         return max(1 << 12, min(self.options.chunk_bytes, self.options.kept_bytes // (4 * num_envs)))
 
     def request(self, place: Place, block: int, start: int, stop: int, out: torch.Tensor) -> Request | None:
-        """Request rows `start:stop` of a block into `out`; None if the rows have no stored bytes."""
+        """Request rows `start:stop` of a block into `out`; None if no bytes are stored for them."""
         at = self.index.blocks[block]
         rows = out.numpy().view(np.uint8)
         if is_stand_in(at):

@@ -313,7 +313,7 @@ class RowSource(EpisodeSource):
         """Fetch rows in the background before they are read, if that is faster."""
 
     def is_resident(self, rows: Rows) -> bool:
-        """Return whether the first frames of `rows` are in memory; True if `prefetch` is a no-op."""
+        """Return whether the first frames of `rows` are in memory; True if not prefetched."""
         return True
 
     def stretch_bytes(self, num_envs: int) -> int:

@@ -39,7 +39,7 @@ class UnmappedRows(RowSource):
         max_group_bytes: Size of the cache of groups of rows, in bytes.
     """
 
-    #: Whether `read_part` can read some rows of a block, such as the intact rows of a damaged block.
+    #: Whether `read_part` can read some rows of a block, such as intact rows of a damaged block.
     reads_parts = False
 
     def __init__(
