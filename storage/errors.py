@@ -1,9 +1,10 @@
-"""The exception tree of the whole project.
+"""The exception classes of both packages.
 
-One rule: the class builds the text, so that every message has the same five parts:
-*cannot <do what> <where>: expected <x>, got <y>. <what to do>.* Callers' mistakes
-(`UsageError`) and bad data (`DataFileError`) are different branches under one base. A caller's
-mistake ends with the call, *Raised by <class>.<method>.*, unless its text names both anyway.
+The constructor joins up to five parts into one message:
+*cannot <action> <where>: expected <expected>, got <got>. <advice>.*
+Invalid calls (`UsageError`) and bad data (`DataFileError`) are separate subclasses of
+`RolloutDataError`. The message of a `UsageError` ends with *Raised by <class>.<method>.*, unless it
+contains both names already.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from types import FrameType
 from typing import Any, TypeVar
 
 _Self = TypeVar("_Self", bound="RolloutDataError")
-#: Names among which the nearest one is looked for, at most: so many take some tenths of a second.
+#: Maximum number of names that `nearest` compares. They take some tenths of a second.
 _MOST_COMPARED = 10_000
-#: Packages whose public calls errors name.
+#: Packages whose public calls appear in the message of an error.
 _OURS = ("storage", "rollout_data")
-#: Packages whose frames lie between a call of the user and ours: decorators, context managers.
+#: Packages of decorators and context managers, whose stack frames may lie between our frames.
 _BETWEEN = {"contextlib", "functools", "torch"}
 
 
@@ -28,20 +29,21 @@ class RolloutDataError(Exception):
     """Base of every error that this project raises on purpose.
 
     Args:
-        action: What could not be done, as in "read frames 40:60 of trajectory 7".
-        where: The place: file, trajectory, field; "" if there is none.
-        expected: What would have been right.
-        got: What was found instead.
-        advice: What the user can do about it, a sentence without the full stop.
-        message: The whole text instead of its parts; `DataLoader` gives it, to tell what happened in a worker.
+        action: The failed operation, as in "read frames 40:60 of trajectory 7".
+        where: File, trajectory or field of the error; "" for none.
+        expected: Description of a valid value.
+        got: Description of the actual value.
+        advice: Next step for the user, a sentence without the full stop.
+        message: Whole message instead of its parts. torch's `DataLoader` passes it when it raises an
+            error of a worker process again.
 
     Attributes:
-        kind: What is wrong in a word, as in "gap", for those who sort errors; "" if unknown.
-        episode: Name of the episode that is concerned, or of its folder; "" if it is none, or several.
+        kind: Class of the defect in one word, as in "gap", for programs; "" if unknown.
+        episode: Name of the affected episode, or of its folder; "" for no episode or several.
     """
 
     kind = episode = ""
-    #: The public call that the user made, as in "DictBuffer.sample"; "" if it is unknown.
+    #: Public call of the user, as in "DictBuffer.sample"; "" if unknown.
     call = ""
 
     def __init__(
@@ -56,14 +58,17 @@ class RolloutDataError(Exception):
         super().__init__(action, where, expected, got, advice, *([message] if message else []))
 
     def of(self: _Self, kind: str, episode: str = "") -> _Self:
-        """Note the `kind` of a defect and its `episode`, unless they are known; return itself."""
+        """Set `kind` and `episode` unless they are set already; return this error."""
         self.kind = self.kind or kind
         self.episode = self.episode or episode
         return self
 
     @property
     def message(self) -> str:
-        """The whole text. By this name torch knows that it may raise `type(error)(message=text)` again."""
+        """The whole message.
+
+        torch's `DataLoader` rebuilds an error with this attribute as `type(error)(message=text)`.
+        """
         return str(self)
 
     def __str__(self) -> str:
@@ -84,7 +89,7 @@ class RolloutDataError(Exception):
 
 
 class UsageError(RolloutDataError, ValueError):
-    """The caller asked for something that cannot be."""
+    """An argument or a call is invalid."""
 
     def __init__(
         self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
@@ -94,11 +99,11 @@ class UsageError(RolloutDataError, ValueError):
 
 
 class SchemaError(UsageError):
-    """A record has other fields, shapes or dtypes than were declared."""
+    """The fields, shapes or dtypes of a record differ from the schema."""
 
 
 class MissingFieldError(SchemaError, KeyError):
-    """A record lacks a declared field, or has one that was not declared."""
+    """A record lacks a field of the schema or has a field that is not in the schema."""
 
 
 class MissingFolderError(UsageError, FileNotFoundError):
@@ -106,7 +111,7 @@ class MissingFolderError(UsageError, FileNotFoundError):
 
 
 class OutOfRangeError(UsageError, IndexError):
-    """There is nothing of the number that was asked for."""
+    """An index is out of range."""
 
 
 class FieldTypeError(SchemaError, TypeError):
@@ -114,27 +119,27 @@ class FieldTypeError(SchemaError, TypeError):
 
 
 class BufferEmptyError(UsageError):
-    """Something was asked of a store that holds no row yet."""
+    """A buffer or storage without rows was sampled or read."""
 
 
 class RolloutOverflowError(RolloutDataError, OverflowError, AssertionError):
-    """A transition was added to a storage that is full; nothing was written."""
+    """A transition was added to a full storage; nothing was written."""
 
 
 class ClosedError(UsageError):
-    """Something was asked of an object after `close()`."""
+    """A method was called after `close()`."""
 
 
 class BackgroundError(RolloutDataError, RuntimeError):
-    """A background thread failed; the failure itself is the `__cause__`."""
+    """A background thread failed; `__cause__` is the original error."""
 
 
 class WriteError(RolloutDataError, OSError):
-    """A file or folder could not be written, as on a full disk; what was there before stays.
+    """A file or folder could not be written, as on a full disk. The previous content is unchanged.
 
     Args:
-        error_number: The system's number, as in `OSError.errno`.
-        filename: The file or folder.
+        error_number: Error number of the system, as in `OSError.errno`.
+        filename: Path of the file or folder.
     """
 
     def __init__(
@@ -158,39 +163,39 @@ class WriteError(RolloutDataError, OSError):
 
 
 class DatasetExhausted(RolloutDataError, StopIteration):
-    """Every pass over the trajectories has been delivered."""
+    """All passes over the trajectories are finished."""
 
 
 class WaitTimeoutError(RolloutDataError, TimeoutError):
-    """Something that others had to provide did not come within the time given."""
+    """A wait for another thread or process took longer than its timeout."""
 
 
 class DataFileError(RolloutDataError):
-    """A file or folder does not hold what it should."""
+    """The content of a file or folder is invalid."""
 
 
 class UnansweredError(DataFileError):
-    """A store refused access or did not answer: its files may be intact, and a later request may be answered."""
+    """A remote store refused access or did not answer; its files may be intact."""
 
 
 class CorruptFileError(DataFileError):
-    """A file is truncated, damaged or contradicts itself."""
+    """A file is truncated, damaged or inconsistent."""
 
 
 class UnsafeFileError(DataFileError):
-    """A file asks for something that loading data must never do, such as running code."""
+    """A file would run code, or do something else that is not allowed, while it is loaded."""
 
 
 class ForeignFileError(DataFileError):
-    """A file is of another format, or of a version that this release does not know."""
+    """A file has another format, or a version that this release cannot read."""
 
 
 class RolloutDataWarning(UserWarning):
-    """Data was repaired, skipped or lost; the text says which and how much."""
+    """Data were repaired, skipped or lost; the message names the data and the amount."""
 
 
 class TargetError(RolloutDataError, OSError):
-    """A file or folder cannot be written: read-only, full, not permitted, or in the way of a file."""
+    """A target is not writable: read-only, full, not permitted, or blocked by an existing file."""
 
     def __init__(
         self, action: str = "", where: str = "", expected: str = "", got: str = "", advice: str = "", message: str = ""
@@ -202,7 +207,7 @@ class TargetError(RolloutDataError, OSError):
 
 
 def _call_of_user() -> str:
-    """Return the public call of ours on the stack that is nearest to the user's code; "" if there is none."""
+    """Return the public call on the stack that is nearest to the code of the user; "" for none."""
     call = ""
     frame = inspect.currentframe()
     while frame is not None:
@@ -226,7 +231,7 @@ def _public_name(frame: FrameType, package: str) -> str:
     if code.co_varnames[:1] not in (("self",), ("cls",)):
         return name if name in public else ""
     owner: Any = frame.f_locals.get(code.co_varnames[0])
-    # `isinstance` would ask an object that is not complete for its `__class__`.
+    # `isinstance` reads `__class__`, which may fail for an object that is not complete yet.
     kind: type = owner if issubclass(type(owner), type) else type(owner)
     if not any(base.__name__ in public for base in kind.__mro__):
         return ""
@@ -234,7 +239,7 @@ def _public_name(frame: FrameType, package: str) -> str:
 
 
 def nearest(name: object, options: Iterable[str], most: int | None = None) -> str:
-    """List the valid options as text, or `most` of them, the nearest match to `name` first."""
+    """Return the valid options as text, the nearest match to `name` first; at most `most` options."""
     listed = sorted(map(str, options))
     close = difflib.get_close_matches(str(name), listed[:_MOST_COMPARED], n=1)
     ordered = close + [option for option in listed if option not in close]

@@ -1,7 +1,8 @@
-"""Monitors: what goes in and out of a buffer, how fast, and what code costs, as plain numbers.
+"""Monitors: statistics of the items of a buffer, event rates and durations of code, as numbers.
 
-One rule: a monitor is told what happens and answers when it is asked; it starts no thread and writes nowhere. It keeps
-a window of fixed size, and its methods may be called from any thread. Any logger takes the numbers of `snapshot()`.
+A monitor records values when its methods are called and returns statistics on request. Monitors
+start no thread and write no file. They keep a window of fixed size. All methods are thread-safe.
+The result of `snapshot()` can be passed to any logger.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..core import arguments
 from ..core.arguments import real, whole
 from ..errors import UsageError, nearest
 
-#: What `PerformanceMonitor.summary` tells of durations, besides their number.
+#: Statistics of durations in `PerformanceMonitor.summary`, besides `count`.
 _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
     "total": np.sum,
     "mean": np.mean,
@@ -33,23 +34,26 @@ _STATISTICS: dict[str, Callable[[npt.NDArray[np.float64]], Any]] = {
     "p95": lambda durations: np.percentile(durations, 95),
     "max": np.max,
 }
-#: A tick in which nothing was recorded: how many values, their sum, the largest, the smallest.
+#: Row of a tick without values: number of values, sum, maximum, minimum.
 _NOTHING: npt.NDArray[np.float64] = np.array([0.0, 0.0, -np.inf, np.inf])
 
 
 class Monitor(ABC):
-    """Something that can be asked: `snapshot()` for numbers, `text()` for one line."""
+    """Base class of monitors: `snapshot()` returns numbers and `text()` returns one line."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, int | float]:
-        """Return the state as a new flat dict of Python numbers; what was never recorded is left out."""
+        """Return the statistics as a new flat dict of Python numbers.
+
+        Quantities that were never recorded are left out.
+        """
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all recorded values."""
 
     def text(self) -> str:
-        """Return the snapshot as one line: `name=value`, blanks between."""
+        """Return the snapshot as one line: `name=value` pairs, separated by spaces."""
         return " ".join(f"{name}={x if isinstance(x, int) else f'{x:.4g}'}" for name, x in self.snapshot().items())
 
     def __str__(self) -> str:
@@ -57,12 +61,13 @@ class Monitor(ABC):
 
 
 class NaturalMonitor(Monitor):
-    """Count events per second of wall time over the last `window_s` seconds.
+    """Event rate per second of wall time over the last `window_s` seconds.
 
     Args:
         window_s: Length of the time window in seconds, above 0.
-        num_slices: The window moves in this many steps; the rate is that of `window_s`, give or take one slice.
-        clock: Gives seconds; monotonic.
+        num_slices: Number of slices of the window. The window moves by one slice at a time, so its
+            length is exact to one slice.
+        clock: Function that returns monotonic time in seconds.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class NaturalMonitor(Monitor):
         self.reset()
 
     def record(self, num_events: int = 1) -> None:
-        """Note that `num_events` (>= 0) events happened now."""
+        """Record `num_events` (>= 0) events at the current time."""
         num_events = whole("record events", "num_events", num_events, 0)
         with self._lock:
             self._slices[self._move() % self.num_slices] += num_events
@@ -90,7 +95,7 @@ class NaturalMonitor(Monitor):
 
     @property
     def rate(self) -> float:
-        """Events per second; over the time since the start while that is shorter than the window."""
+        """Events per second over the window, or since the start if that is a shorter time."""
         with self._lock:
             newest = self._move()
             now = self._clock() - self._started
@@ -102,7 +107,7 @@ class NaturalMonitor(Monitor):
         return {"rate": self.rate, "total": self.total}
 
     def reset(self) -> None:
-        """Forget every event and start the time anew."""
+        """Remove all events and restart the clock."""
         with self._lock:
             self._started = self._clock()
             self._newest = 0
@@ -110,7 +115,7 @@ class NaturalMonitor(Monitor):
             self._slices = [0] * self.num_slices
 
     def _move(self) -> int:
-        """Clear the slices that time has left; give the number of the current one."""
+        """Clear the slices that began since the last call; return the number of the current slice."""
         current = int((self._clock() - self._started) * self.num_slices / self.window_s)
         for left in range(max(self._newest + 1, current - self.num_slices + 1), current + 1):
             self._slices[left % self.num_slices] = 0
@@ -119,13 +124,14 @@ class NaturalMonitor(Monitor):
 
 
 class TickMonitor(Monitor):
-    """Rolling mean, largest and smallest value of some quantities over the last `window` ticks.
+    """Rolling mean, maximum and minimum of some quantities over the last `window` ticks.
 
-    A tick is one call of `record`, with one value per item or one for all of them. Means are over
-    items, not over ticks. Memory: `window` rows of 4 numbers per quantity.
+    A tick is one call of `record`, with one value per item or one value for all items of the call.
+    Means are over items, not over ticks. Each quantity takes `window` rows of 4 numbers.
     """
 
-    #: What can be recorded: `time` in seconds; `size` in items; the others as the buffer counts them.
+    #: Quantities: `time` in seconds, `size` in items, `use` in draws of an item, `priority`, and
+    #: `staleness` in learner iterations.
     FIELDS: tuple[str, ...] = ("time", "size", "use", "priority", "staleness")
 
     def __init__(self, window: int = 100) -> None:
@@ -134,9 +140,9 @@ class TickMonitor(Monitor):
         self.reset()
 
     def record(self, **values: Any) -> None:
-        """Note one tick: a number, sequence, array or tensor per quantity, all finite.
+        """Record one tick: a number, sequence, array or tensor per quantity, all finite.
 
-        Nothing is kept of a call that raises; an empty sequence counts as not recorded.
+        A call that raises records nothing. An empty sequence counts as not recorded.
 
         Raises:
             UsageError: The quantity is not one of `FIELDS`, or a value is not a finite number.
@@ -154,7 +160,10 @@ class TickMonitor(Monitor):
         return self._num_ticks
 
     def snapshot(self) -> dict[str, int | float]:
-        """Return `ticks` (since the start) and `<quantity>_mean`, `_max`, `_min` over the window."""
+        """Return `ticks` and, per quantity, `<quantity>_mean`, `_max` and `_min` over the window.
+
+        `ticks` counts since creation or `reset`.
+        """
         with self._lock:
             found: dict[str, int | float] = {"ticks": self._num_ticks}
             for name, ticks in self._ticks.items():
@@ -165,30 +174,30 @@ class TickMonitor(Monitor):
         return found
 
     def reset(self) -> None:
-        """Forget every tick."""
+        """Remove all ticks."""
         with self._lock:
             self._num_ticks = 0
             self._ticks = {name: np.tile(_NOTHING, (self.window, 1)) for name in self.FIELDS}
 
 
 class InTickMonitor(TickMonitor):
-    """What is pushed into a buffer: one tick per push."""
+    """Statistics of the items pushed into a buffer, one tick per push."""
 
 
 class OutTickMonitor(TickMonitor):
-    """What is sampled from a buffer: one tick per sample."""
+    """Statistics of the items sampled from a buffer, one tick per sample."""
 
 
 class BufferMonitor(Monitor):
-    """What goes in and out of a managed buffer: events per second, and values of the last pushes and samples.
+    """Rates and statistics of the pushes and samples of a managed buffer.
 
     Args:
-        window_s: Seconds over which rates are taken.
-        window: Pushes, and samples, whose values are remembered.
+        window_s: Length in seconds of the window of the rates.
+        window: Number of the last pushes, and of the last samples, whose values are kept.
 
     Attributes:
-        pushed, sampled: Items per second (`NaturalMonitor`).
-        in_ticks, out_ticks: Values per push and per sample.
+        pushed, sampled: Rates in items per second (`NaturalMonitor`).
+        in_ticks, out_ticks: Statistics of pushes and of samples (`TickMonitor`).
     """
 
     def __init__(self, window_s: float = 10.0, window: int = 100) -> None:
@@ -200,34 +209,34 @@ class BufferMonitor(Monitor):
         self._parts = dict(zip(("pushed", "sampled", "in", "out"), monitors, strict=True))
 
     def note_push(self, num_items: int, **values: Any) -> None:
-        """Note a push; `values` as `InTickMonitor.record` takes them."""
+        """Record a push of `num_items` items; see `InTickMonitor.record` for `values`."""
         self.pushed.record(num_items)
         self.in_ticks.record(size=num_items, **values)
 
     def note_sample(self, num_items: int, **values: Any) -> None:
-        """Note a sample; `values` as `OutTickMonitor.record` takes them."""
+        """Record a sample of `num_items` items; see `OutTickMonitor.record` for `values`."""
         self.sampled.record(num_items)
         self.out_ticks.record(size=num_items, **values)
 
     def snapshot(self) -> dict[str, int | float]:
-        """Return the numbers of all four monitors: `pushed/rate`, `out/staleness_max`, ..."""
+        """Return the snapshots of all four monitors: `pushed/rate`, `out/staleness_max`, ..."""
         return {f"{part}/{name}": x for part, one in self._parts.items() for name, x in one.snapshot().items()}
 
     def text(self) -> str:
-        """Return one line."""
+        """Return the text of all four monitors as one line."""
         return "; ".join(f"{part}: {one.text()}" for part, one in self._parts.items())
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all recorded values of the four monitors."""
         for one in self._parts.values():
             one.reset()
 
 
 class PerformanceMonitor(Monitor):
-    """Measure how long named pieces of code take.
+    """Durations of named pieces of code.
 
     Args:
-        window: How many of the latest durations of each name are remembered, at least 1.
+        window: Number of durations that are kept per name, newest first; at least 1.
     """
 
     def __init__(self, window: int = 1000) -> None:
@@ -236,7 +245,7 @@ class PerformanceMonitor(Monitor):
         self._durations: dict[str, deque[float]] = {}
 
     def record(self, key: str, duration: float) -> None:
-        """Record a duration in seconds (finite, >= 0) under `key`, which need not exist."""
+        """Record a duration in seconds (finite, >= 0) under `key`, which may be a new name."""
         if not isinstance(key, str) or not key:
             raise UsageError("call PerformanceMonitor.record", expected="key as a non-empty str", got=repr(key))
         action = "call PerformanceMonitor.record"
@@ -247,12 +256,12 @@ class PerformanceMonitor(Monitor):
 
     @contextmanager
     def timer(self, key: str, device: torch.device | str | None = None) -> Iterator[None]:
-        """Measure the block, also if it raises.
+        """Record the duration of the block, also if the block raises.
 
         Args:
-            key: The name.
-            device: A CUDA device whose work belongs to the block: both ends wait for it, as launching
-                a kernel takes no time and would be all that is measured.
+            key: Name of the duration.
+            device: CUDA device to synchronize before and after the block. Without it only the
+                launches of kernels are measured, not their execution.
         """
         _wait_for(device)
         start = time.perf_counter()
@@ -264,20 +273,21 @@ class PerformanceMonitor(Monitor):
 
     @property
     def timings(self) -> dict[str, list[float]]:
-        """The last `window` durations of each name in seconds, oldest first; new lists."""
+        """The last `window` durations of each name in seconds, oldest first, as new lists."""
         with self._lock:
             return {key: list(durations) for key, durations in self._durations.items()}
 
     def report(self) -> dict[str, float]:
-        """Return the mean and the standard deviation of each name in seconds, flat: `training_mean`, `training_std`."""
+        """Return mean and standard deviation per name in seconds: `<name>_mean`, `<name>_std`."""
         rows = self.summary().items()
         return {f"{key}_{name}": float(row[name]) for key, row in rows for name in ("mean", "std")}
 
     def summary(self) -> dict[str, dict[str, int | float]]:
-        """Return, for each name, `count`, `total`, `mean`, `std`, `p50`, `p95` and `max` over its window, in seconds.
+        """Return statistics of the durations in the window of each name, in seconds.
 
-        `std` is that of the durations themselves (divided by their number, 0 for one of them);
-        percentiles are interpolated linearly.
+        The statistics are `count`, `total`, `mean`, `std`, `p50`, `p95` and `max`. `std` is the
+        population standard deviation: 0 for a single duration. Percentiles are interpolated
+        linearly.
         """
         copies = {key: np.array(durations) for key, durations in self.timings.items()}
         return {
@@ -286,18 +296,18 @@ class PerformanceMonitor(Monitor):
         }
 
     def snapshot(self) -> dict[str, int | float]:
-        """Return the summary flat: `<name>/<statistic>`."""
+        """Return the summary as a flat dict: `<name>/<statistic>`."""
         return {f"{key}/{name}": value for key, row in self.summary().items() for name, value in row.items()}
 
     def text(self) -> str:
-        """Return one line: per name the mean, the 95th percentile and the count."""
+        """Return mean, 95th percentile and count of each name as one line."""
         rows = self.summary().items()
         return "; ".join(
             f"{key} {_seconds(row['mean'])} (p95 {_seconds(row['p95'])}, n={row['count']})" for key, row in rows
         )
 
     def reset(self) -> None:
-        """Forget every name and duration."""
+        """Remove all names and durations."""
         with self._lock:
             self._durations.clear()
 
@@ -311,10 +321,10 @@ def plot_snapshots(
     """Draw one small chart per name over a list of snapshots, and save the picture.
 
     Args:
-        snapshots: What `snapshot()` gave, in order, with any further numbers that the caller added.
-        path: The picture; its suffix decides the format.
-        names: What to draw; None for every name but `x`. Snapshots without a name leave a gap.
-        x: The name along the horizontal axis; None for the position in the list.
+        snapshots: Results of `snapshot()`, in order. The caller may have added further numbers.
+        path: Path of the picture; its suffix selects the format.
+        names: Names to draw; None for every name but `x`. Snapshots without a name leave a gap.
+        x: Name of the values on the horizontal axis; None for the position in the list.
 
     Raises:
         UsageError: There is nothing to draw, or no snapshot has the name.
@@ -348,7 +358,7 @@ def plot_snapshots(
 
 
 def _summary(name: str, value: Any, names: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Return number, sum, largest and smallest of what was recorded."""
+    """Return the number, sum, maximum and minimum of recorded values: `[4]` float64."""
     if name not in names:
         raise UsageError("record a tick", expected=nearest(name, names), got=repr(name))
     try:

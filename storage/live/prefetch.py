@@ -1,7 +1,7 @@
-"""Prefetch: items made by a thread, ahead of who consumes them, and already on the device.
+"""Prefetch: a background thread produces items ahead of the consumer and moves them to the device.
 
-One rule: whatever happens on one side reaches the other: an exception appears at its place in
-the order, the end ends, and a consumer that leaves stops the producer within one item.
+An exception of the source is raised in the consumer, at the position of the failed item. A consumer
+that stops iterating stops the producer after the current item.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ T = TypeVar("T")
 def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
     """Move every tensor in nested mappings, tuples, lists and dataclasses to `device`; other leaves stay.
 
-    From the CPU to CUDA the copy goes through pinned memory (`pin`), the only asynchronous way. Mappings keep their
-    type where it can be made from a dict of the same keys, and arrive as dicts where not. A mapping other than a dict
-    that has a `to` of its own, as a `TensorDict` has, moves itself: by `item.to(device, non_blocking=True)`.
+    With `pin`, copies from the CPU to CUDA use pinned memory, since other copies are synchronous.
+    Mappings keep their type if its constructor accepts a dict; other mappings become dicts.
+    A mapping with a method `to`, such as a `TensorDict`, is moved by
+    `item.to(device, non_blocking=True)`.
     """
     if isinstance(item, torch.Tensor):
         if device.type == "cuda" and item.device.type == "cpu" and pin:
             item = item.pin_memory()
         return item.to(device, non_blocking=True)
     is_tree = callable(getattr(item, "to", None)) and callable(getattr(item, "keys", None))
-    if is_tree and not isinstance(item, (dict, type)):  # a TensorDict, a tensorclass: they have a batch size to keep
+    # The method `to` of a `TensorDict` or a tensorclass keeps the batch size.
+    if is_tree and not isinstance(item, (dict, type)):
         return item.to(device, non_blocking=True)
     if isinstance(item, Mapping):
         moved = {key: to_device(value, device, pin) for key, value in item.items()}
@@ -51,7 +53,10 @@ def to_device(item: Any, device: torch.device, pin: bool = True) -> Any:
 
 
 def _made_like(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Make a mapping of the type of `item` from a dict; that dict where its constructor does not take one."""
+    """Build a mapping of the type of `item` from the dict `moved`.
+
+    Returns `moved` itself if the constructor of the type does not accept a dict.
+    """
     make: Any = type(item)
     try:
         made = make(item.default_factory, moved) if isinstance(item, defaultdict) else make(moved)
@@ -62,21 +67,22 @@ def _made_like(item: Mapping[Any, Any], moved: dict[Any, Any]) -> Mapping[Any, A
 
 
 class PipelinedDataCollector(Unique, Generic[T]):
-    """Iterate over `base_collector` with up to `prefetch_count` items made ahead by a thread.
+    """An iterable over `base_collector` whose items are produced ahead in a background thread.
 
     Args:
-        base_collector: The source, any iterable; iterated in the producer's thread. Iterating again starts it anew.
-            It must not change an item after it has yielded it (`transform` may copy).
-        device: Where the tensors of an item (nested mappings, tuples, lists, dataclasses) are moved to: `to_device`.
-        prefetch_count: How many finished items may wait, at least 1.
-        pin: Copy to CUDA through pinned memory, asynchronously to the consumer's work.
-        transform: Applied to each item in the producer's thread, before the move.
-        stamp: Called in the producer's thread as an item is begun; its value (a policy version, say)
-            is in `last_stamp` when the item is delivered. On-policy data are as old as the queue is
-            long: `last_lag` items, at most `max_lag`.
+        base_collector: Any iterable, iterated in the background thread. Each iteration calls `iter`
+            again. The iterable must not change an item after it yielded the item; `transform` may
+            copy items.
+        device: Device of the tensors of delivered items; see `to_device`.
+        prefetch_count: Number of finished items that may wait in the queue, at least 1.
+        pin: Whether copies to CUDA use pinned memory, which makes the copies asynchronous.
+        transform: Function applied to each item in the background thread, before the copy.
+        stamp: Function called in the background thread before each item is produced, for example
+            to read the policy version. `last_stamp` is its result for the last delivered item.
+            A delivered item may be `last_lag` items old, at most `max_lag`.
 
     Raises:
-        RuntimeError: A second iteration is begun while one is going on.
+        RuntimeError: Another iteration is still open.
     """
 
     def __init__(
@@ -101,16 +107,16 @@ class PipelinedDataCollector(Unique, Generic[T]):
                 raise UsageError(action, "", f"{name} as a function or None", type(function).__name__)
         self.transform = transform
         self.stamp = stamp
-        #: What `stamp` gave for the item delivered last.
+        #: Result of `stamp` for the last delivered item.
         self.last_stamp: Any = None
-        #: How many later items had been begun when that item was delivered.
+        #: Number of later items that the thread had begun when the last item was delivered.
         self.last_lag = 0
         self._current: _Producer | None = None
         self._lock = threading.Lock()
 
     @property
     def max_lag(self) -> int:
-        """How many items a delivered one may be older than the newest one begun."""
+        """Upper limit of `last_lag`, in items: `prefetch_count + 1`."""
         return self.prefetch_count + 1
 
     def __iter__(self) -> PrefetchedItems[T]:
@@ -133,9 +139,9 @@ class PipelinedDataCollector(Unique, Generic[T]):
 class PrefetchedItems(Owned, Iterator[T]):
     """One iteration of a `PipelinedDataCollector`.
 
-    `close` and the `with` block stop the producer and wait for its thread. Dropping the iteration stops the producer
-    without waiting: the garbage collector may drop it inside any call, also one that holds a lock which the thread
-    needs.
+    `close` and the end of a `with` block stop the producer and wait for its thread. If the garbage
+    collector deletes the iteration, the producer stops without a wait: the deletion may happen in a
+    call that holds a lock which the thread needs.
     """
 
     def __init__(self, collector: PipelinedDataCollector[T], producer: _Producer) -> None:
@@ -152,7 +158,8 @@ class PrefetchedItems(Owned, Iterator[T]):
         made = _END if self._producer.is_stopped else self._futures[0].result()
         if made.failure is not None or made is _END or self._producer.is_stopped:
             self.close()
-            if isinstance(made.failure, StopIteration):  # of a transform: it would end the consumer's loop in silence
+            # A StopIteration of a transform would end the loop of the consumer without an error.
+            if isinstance(made.failure, StopIteration):
                 raise RuntimeError("cannot go on prefetching: the source raised StopIteration.") from made.failure
             raise made.failure or StopIteration
         self._futures.popleft()
@@ -170,21 +177,21 @@ class PrefetchedItems(Owned, Iterator[T]):
             self._futures.append(self._producer.worker.submit(self._producer.make))
 
     def check(self) -> None:
-        """Raise in a forked child."""
+        """Raise `UsageError` in a forked child process."""
         self._owner.check()
 
     def close(self) -> None:
-        """Stop the producer and wait for the item that it is making. Idempotent."""
+        """Stop the producer and wait until its current item is finished. Idempotent."""
         self._producer.close()
 
     def abandon(self) -> Worker:
-        """Stop the producer without waiting, as dropping the iteration does. Return its worker, which can be closed."""
+        """Stop the producer without a wait; return its worker, which the caller may close."""
         self._producer.abandon()
         return self._producer.worker
 
 
 class _Made(NamedTuple):
-    """An item, the event of its copy to CUDA, its stamp; or the failure of making it."""
+    """A produced item with its stamp and the CUDA event of its copy, or the error instead."""
 
     item: Any = None
     copied: Any = None
@@ -192,12 +199,15 @@ class _Made(NamedTuple):
     failure: BaseException | None = None
 
 
-#: Stands behind the last item.
+#: Marks the end of the items.
 _END = _Made()
 
 
 class _Producer:
-    """Makes the items of one iteration; holds neither that nor the collector, so that dropping them ends it."""
+    """Producer of the items of one iteration.
+
+    It has no reference to the iteration or the collector, so that their deletion stops the producer.
+    """
 
     def __init__(self, collector: PipelinedDataCollector[Any]) -> None:
         self._iterable: Iterable[Any] = collector.base_collector
@@ -210,13 +220,13 @@ class _Producer:
         self._source: Iterator[Any] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._is_over = False
-        #: Whether no more items are made.
+        #: Whether the production has stopped.
         self.is_stopped = False
-        #: Items that were begun.
+        #: Number of items whose production began.
         self.num_begun = 0
 
     def make(self) -> _Made:
-        """Make the next item, in the thread."""
+        """Produce the next item. Runs in the background thread."""
         if self.is_stopped:
             self._forget_source()
         if self.is_stopped or self._is_over:
@@ -251,15 +261,15 @@ class _Producer:
         return _Made(moved, copied, stamp)
 
     def close(self) -> None:
-        """Stop; raise in a forked child where there is something to stop."""
+        """Stop the producer; raise `UsageError` in a forked child if the producer still runs."""
         if not self.is_stopped:
             self.worker.owner.check()
         self.stop()
 
     def stop(self) -> None:
-        """Make no more items, close the source in its thread, and wait for the thread unless this is it.
+        """Stop the production, release the source in its thread, and wait for the thread.
 
-        Does nothing in a forked child.
+        A call from the background thread itself does not wait. Does nothing in a forked child.
         """
         if not self.worker.owner.is_own:
             return
@@ -272,13 +282,13 @@ class _Producer:
         self.worker.close()
 
     def abandon(self) -> None:
-        """Make no more items and let the thread end by itself. Does nothing in a forked child."""
+        """Stop the production without a wait for the thread. Does nothing in a forked child."""
         if self.worker.owner.is_own:
             self.is_stopped = True
             self.worker.abandon()
 
     def _forget_source(self) -> None:
-        """Drop what belongs to the caller, and may hold what drops this one."""
+        """Release all objects of the caller, since they may refer to the iteration."""
         self._source = None
         self._iterable = ()
         self._transform = None
@@ -286,14 +296,14 @@ class _Producer:
 
 
 def _abandon(producer: weakref.ref[_Producer]) -> None:
-    """Abandon the producer of an iteration that was dropped; one that was dropped with it has ended its thread."""
+    """Abandon the producer of a deleted iteration, if the producer still exists."""
     there = producer()
     if there is not None:
         there.abandon()
 
 
 def _hand_over(item: Any, event: Any) -> None:
-    """Let the consumer's stream wait for the copy, and tell the allocator who uses the memory."""
+    """Make the current CUDA stream wait for a copy; record the stream as a user of the memory."""
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
     for tensor in _tensors(item):

@@ -1,10 +1,11 @@
-"""`RateLimiter`: how many samples are drawn per item that is inserted, kept within bounds.
+"""`RateLimiter`: limits of the ratio between sampled and inserted items.
 
-One rule: it counts and lets pass, waits or refuses; it knows no buffer. A learner that draws too
-often from too few new items overfits to them, one that draws too seldom wastes them.
+A learner that samples too often overfits to few new items; a learner that samples too rarely wastes
+items. The limiter counts items and admits, delays or refuses operations. It has no reference to a
+buffer.
 
-The measure is the balance `samples_per_insert * (inserted - min_inserts) - sampled`, which is kept
-in `[-tolerance, tolerance]` (the sample-to-insert ratio of Cassirer et al. 2021).
+The balance is `samples_per_insert * (inserted - min_inserts) - sampled`. The limiter keeps the
+balance in `[-tolerance, tolerance]` (the sample-to-insert ratio of Cassirer et al. 2021).
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ _COUNTS = ("num_inserted", "num_sampled")
 
 
 class RateLimitedError(RolloutDataError, RuntimeError):
-    """A limiter that refuses, or waited for as long as it may, did not let an insertion pass."""
+    """The rate limiter refused an insertion, or the insertion waited longer than `timeout_s`."""
 
 
 class RateLimiter:
-    """Keep samples per insert near a ratio.
+    """Limiter of the number of sampled items per inserted item.
 
     Args:
-        samples_per_insert: How many items are to be drawn per item that is inserted, above 0.
-        tolerance: How far the balance may be off, in drawn items. Half of what one insertion and one
-            draw together move it by is the least with which neither can wait for the other forever.
-        min_inserts: Items that are inserted before anything is drawn. An insertion that begins below
-            always passes, also if it goes beyond; no other leads out of the bounds.
-        blocking: Whether a call that may not pass waits until it may; otherwise it is refused.
-        timeout_s: How long it waits at most; None for no limit.
+        samples_per_insert: Target ratio of sampled to inserted items, above 0.
+        tolerance: Largest absolute value of the balance, in sampled items. The minimum is
+            `(samples_per_insert * items of an insertion + items of a draw) / 2`. With less, the
+            two sides could wait for each other forever.
+        min_inserts: Number of items to insert before the first draw. While fewer items are
+            inserted, every insertion is admitted, even if its items exceed `min_inserts`. No other
+            operation moves the balance out of its bounds.
+        blocking: Whether an operation out of bounds waits; otherwise it is refused.
+        timeout_s: Longest wait in seconds; None for no limit.
 
-    All methods may be called from any thread.
+    Thread-safe.
     """
 
     def __init__(
@@ -57,26 +60,36 @@ class RateLimiter:
             timeout_s = real(action, "timeout_s", timeout_s, ">= 0 or None", lambda x: 0 <= x < inf)
         self.timeout_s = timeout_s
         self.num_inserted = self.num_sampled = 0
-        #: The largest draw and insertion so far, which say what tolerance is needed.
+        #: Items of the largest draw and of the largest insertion so far. They determine the least
+        #: tolerance.
         self._largest = [1, 1]
         self._is_closed = False
         self._changed = threading.Condition()
 
     @property
     def balance(self) -> float:
-        """Draws that are still due; negative where more were made than are due."""
+        """Number of items to sample until the ratio is reached; negative above the ratio."""
         return self.samples_per_insert * (self.num_inserted - self.min_inserts) - self.num_sampled
 
     def insert(self, num_items: int = 1, waits: bool = True) -> bool:
-        """Count an insertion of `num_items` and let it pass, at once or, if `waits`, after waiting; False if not."""
+        """Count an insertion of `num_items` items; return False, uncounted, if it is refused.
+
+        With `waits`, the call may wait until the insertion is within the bounds.
+        """
         return self._pass(num_items, True, waits)
 
     def sample(self, num_items: int = 1, waits: bool = True) -> bool:
-        """Count a draw of `num_items` and let it pass, at once or, if `waits`, after waiting; False if not."""
+        """Count a draw of `num_items` items; return False, uncounted, if it is refused.
+
+        With `waits`, the call may wait until the draw is within the bounds.
+        """
         return self._pass(num_items, False, waits)
 
     def wait(self, num_items: int, is_push: bool, start_s: float) -> bool:
-        """Wait, for `timeout_s` from `start_s` of `time.monotonic()`, until it would pass; nothing is counted."""
+        """Wait until an operation would be admitted; return False if it is refused. Counts nothing.
+
+        The wait ends `timeout_s` seconds after `start_s` on the clock of `time.monotonic()`.
+        """
         limit_s = inf if self.timeout_s is None else start_s + self.timeout_s
         with self._changed:
             while not self._may(num_items, is_push):
@@ -87,49 +100,49 @@ class RateLimiter:
             return True
 
     def may_sample(self, num_items: int = 1) -> bool:
-        """Return whether a draw would pass at once; nothing is counted."""
+        """Return whether a draw would be admitted without a wait. Counts nothing."""
         with self._changed:
             num_items = _checked(num_items)
             self._largest_with(num_items, is_push=False)
             return self._may(num_items, is_push=False)
 
     def may_insert(self, num_items: int = 1) -> bool:
-        """Return whether an insertion would pass at once; nothing is counted."""
+        """Return whether an insertion would be admitted without a wait. Counts nothing."""
         with self._changed:
             return self._may(_checked(num_items), is_push=True)
 
     def undo(self, num_inserted: int = 0, num_sampled: int = 0) -> None:
-        """Take back what was let pass and then did not happen."""
+        """Subtract items of an admitted operation that failed afterwards."""
         with self._changed:
             self._set(self.num_inserted - num_inserted, self.num_sampled - num_sampled)
 
     def close(self) -> None:
-        """Wake up and refuse all waiting threads; later calls do not wait. May be called twice."""
+        """Refuse the operations of all waiting threads; later calls do not wait. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """Forget all counts."""
+        """Set all counts to 0."""
         self._set(0, 0)
 
     def snapshot(self) -> dict[str, int | float]:
-        """Return the counts, the balance and the ratio so far as plain numbers."""
+        """Return the counts, the balance and the ratio so far as Python numbers."""
         with self._changed:
             ratio = self.num_sampled / self.num_inserted if self.num_inserted else 0.0
             return {**self.state_dict(), "balance": self.balance, "samples_per_insert": ratio}
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts."""
+        """Return the numbers of inserted and sampled items."""
         with self._changed:
             return {name: getattr(self, name) for name in _COUNTS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over counts."""
+        """Set the counts to the result of `state_dict`."""
         self._set(*(whole("load a limiter's state", name, state.get(name), 0) for name in _COUNTS))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the arguments that make an equal limiter."""
+        """Return the constructor arguments of an equal limiter."""
         return {name: getattr(self, name) for name in _ARGUMENTS}
 
     def _set(self, num_inserted: int, num_sampled: int) -> None:
@@ -151,12 +164,17 @@ class RateLimiter:
 
     def _may(self, num_items: int, is_push: bool) -> bool:
         is_filling = self.num_inserted < self.min_inserts
-        if is_push:  # drawing is not allowed while it is filling, so that nothing could make room
+        # Draws are refused before `min_inserts`; an insertion that waits for a draw would never end.
+        if is_push:
             return is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
         return not num_items or (not is_filling and self.balance - num_items >= -self.tolerance)
 
     def _largest_with(self, num_items: int, is_push: bool) -> list[int]:
-        """Return the largest sizes with this one; refuse those with which both sides could wait for each other."""
+        """Return the largest numbers of items per draw and per insertion, this operation included.
+
+        Raises:
+            UsageError: With these numbers, draws and insertions could wait for each other forever.
+        """
         largest = list(self._largest)
         largest[is_push] = max(largest[is_push], num_items)
         needed = (self.samples_per_insert * largest[True] + largest[False]) / 2
