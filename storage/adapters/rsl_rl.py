@@ -1,8 +1,8 @@
-"""Our rollout storage behind the interface that rsl-rl-lib 5 expects of its own.
+"""`RslRlStorage`: our rollout storage with the interface of the storage of rsl-rl-lib 5.
 
-One rule: nothing is stored or cut here; names and forms are translated. rsl_rl gives and expects
-`TensorDict` observations, any number of distribution parameters, and mini-batches as objects.
-Its package is not imported; `tensordict`, which it needs, only when a storage is made.
+This module only converts names and types. rsl_rl uses `TensorDict` observations, any number of
+distribution parameters, and mini-batches as objects. Its package is not imported. `tensordict` is
+imported when a storage is created.
 
     from storage.adapters.rsl_rl import RslRlStorage
     algorithm = PPO(actor, critic, RslRlStorage("rl", num_envs, num_steps, obs, (num_actions,)))
@@ -51,7 +51,7 @@ class Batch:
 
 @dataclass
 class RslRlTransition(Transition):
-    """What one step of all envs brings."""
+    """The data of one step of all envs."""
 
     hidden_states: Any = (None, None)
     distribution_params: tuple[torch.Tensor, ...] | None = None

@@ -20,7 +20,7 @@ from ..errors import BufferEmptyError
 
 
 class TransferQueueBuffer:
-    """The rows of one partition, of all clients.
+    """The rows of one partition, written by all clients.
 
     Args:
         partition: Its name.
@@ -66,7 +66,7 @@ class TransferQueueBuffer:
         return unflatten({name: torch.stack(leaf.unbind())[rows] for name, leaf in found.items()})
 
     def clear(self) -> None:
-        """Forget the rows of all clients."""
+        """Delete the rows of all clients."""
         if keys := self._keys():
             self._queue.kv_clear(keys, self.partition)
 

@@ -1,7 +1,7 @@
-"""What `load_checkpoint` loads by default: weights, plain containers, numpy's values, namespaces and enums.
+"""Types that `load_checkpoint` loads by default: weights, containers, numpy values and enums.
 
-No code of a file runs: names in a file stand for the functions in this module, and an enum's name for a lookup among
-the members of a class that the program has imported already.
+No code of a file runs. Names in a file are replaced by functions of this module. The name of an
+enum is replaced by a lookup in a class that the program has already imported.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import numpy.typing as npt
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-#: Kinds of numpy's dtypes that are loaded; structured ones may describe memory that is not there.
+#: Kinds of numpy dtypes that are loaded. Structured dtypes could describe memory outside the array.
 _KINDS = "biufcSUmMO"
-#: Leaves that torch loads whatever they hold.
+#: Leaves that torch loads with any value.
 _PLAIN = (type(None), bool, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout)
 #: Longer integers have a form that torch does not load.
 _MOST_INT = 1 << 2000
-#: By this name protocol 2 reaches what is within a class.
+#: Function by which pickle protocol 2 refers to members of a class.
 _GETATTR = "builtins.getattr"
-#: What no name in a file can hold: it ends there.
+#: A character that no name in a file can contain, since it ends the name.
 _NO_NAME = "\n"
-#: Torch keeps one list of allowed names per process: one load after the other adds to it.
+#: Held while names are added to torch's list of allowed names, which is global to the process.
 _loading = threading.Lock()
 
 
 class NotLoadedError(pickle.UnpicklingError):
-    """A file names something that is not loaded by default."""
+    """A checkpoint contains types that are not loaded by default."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(", ".join(names))
@@ -47,12 +47,12 @@ class NotLoadedError(pickle.UnpicklingError):
 
 @contextmanager
 def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
-    """Let torch load what is allowed of the names in a checkpoint while the block runs.
+    """Add the allowed names of a checkpoint to torch's list while the block runs.
 
-    Yields whether there are such names: then `check_values` has to look through what was loaded.
+    Yields whether there are such names; the caller must then run `check_values` on the result.
 
     Raises:
-        NotLoadedError: It needs something else.
+        NotLoadedError: The checkpoint contains names that are not allowed.
     """
     with ExitStack() as held:
         held.enter_context(_loading)  # before the names are compared: another load may have added them for itself
@@ -71,7 +71,7 @@ def allowed_globals(content: IO[bytes]) -> Iterator[bool]:
 
 
 def _meanings(names: list[str]) -> dict[str, Any]:
-    """Return what stands for the names of a file, as far as they are allowed."""
+    """Return the replacement of each allowed name of a file."""
     found: dict[str, Any] = {name: _MEANINGS[name] for name in names if name in _MEANINGS}
     inner: dict[type, Callable[..., Any]] = {}
     for name in set(names) - found.keys():
@@ -90,14 +90,14 @@ def _meanings(names: list[str]) -> dict[str, Any]:
 
 
 def _imported_class(name: str) -> type | None:
-    """Return a class that the program has imported already; nothing is imported for it."""
+    """Return a class that the program has already imported, or None; imports nothing."""
     module, _, attribute = name.rpartition(".")
     found = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
     return found if isinstance(found, type) else None
 
 
 class _Outer:
-    """Stands for a class that is named only because of the enums within it."""
+    """Replacement of a class that a file names only to reach enums within it."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
@@ -107,7 +107,7 @@ class _Outer:
 
 
 def _enums_in(kind: type) -> list[type[enum.Enum]]:
-    """List the enums that are defined within a class, at any depth."""
+    """Return the enums defined within a class, at any depth."""
     found: list[type[enum.Enum]] = []
     for one in vars(kind).values():
         if isinstance(one, type) and one.__qualname__.startswith(f"{kind.__qualname__}."):
@@ -116,7 +116,7 @@ def _enums_in(kind: type) -> list[type[enum.Enum]]:
 
 
 def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) -> Any:
-    """Return the lookup of an enum within a class, or the class within it that holds one."""
+    """Return the lookup of an enum within a class, or the nested class that contains an enum."""
     found = vars(owner.kind).get(name) if isinstance(owner, _Outer) else None
     if isinstance(found, type) and found in lookups:
         return lookups[found]
@@ -126,7 +126,7 @@ def _inner_enum(lookups: dict[type, Callable[..., Any]], owner: Any, name: Any) 
 
 
 def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
-    """Return the member of a value without calling the class, whose `_missing_` could do anything."""
+    """Return the member of a value without a call of the class, whose `_missing_` is unsafe."""
     for member in kind.__members__.values():
         if type(member.value) is type(value) and member.value == value:
             return member
@@ -137,23 +137,23 @@ def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
 
 
 def _own(kind: type) -> list[type]:
-    """Return the classes of an enum that are not Python's."""
+    """Return the base classes of an enum that are not from the standard library."""
     return [one for one in kind.__mro__ if one.__module__ not in ("enum", "builtins")]
 
 
 def _array() -> None:
-    """Stand for `numpy.ndarray` where a file names the class of an array."""
+    """Replacement of `numpy.ndarray` for files that name the class of an array."""
 
 
 def _empty_array(kind: Any, shape: Any, code: Any) -> npt.NDArray[Any]:
-    """Begin an array, whose values come with its state."""
+    """Return an array whose values are set later by its pickled state."""
     if kind is not _array or shape != (0,):
         raise pickle.UnpicklingError("a subclass of numpy.ndarray")
     return np.empty(0, np.int8)
 
 
 def _no_bytes() -> bytes:
-    """Return bytes without a content, which pickles hold as a call."""
+    """Return empty bytes, which pickles store as a call."""
     return b""
 
 
@@ -170,7 +170,7 @@ def _scalar(dtype: Any, value: Any) -> Any:
     return np.frombuffer(value, dtype)[0]
 
 
-#: Name in a file -> what stands for it. numpy 1 and 2 name the same things differently.
+#: Name in a file -> its replacement. numpy 1 and 2 use different names for the same objects.
 _MEANINGS: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "builtins.bytes": _no_bytes,
@@ -180,18 +180,18 @@ _MEANINGS: dict[str, Callable[..., Any]] = {
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
 }
 _DTYPE_CLASSES: set[type] = {type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUmMO"}
-#: What a file may give a state to, but cannot name.
+#: Objects whose state a file may set, under names that no file can contain.
 _BUILT: list[tuple[Any, str]] = [(kind, f"{kind.__name__}{_NO_NAME}") for kind in {np.ndarray, *_DTYPE_CLASSES}]
 
 
-# What a checkpoint may hold
+# Allowed content of a checkpoint
 
 
 def refused_part(checkpoint: Any) -> tuple[str, str] | None:
-    """Find the first part of a checkpoint that `load_checkpoint` would refuse with its defaults.
+    """Find the first part of a checkpoint that `load_checkpoint` does not load by default.
 
     Returns:
-        Its path, such as `checkpoint['agent'][0]`, and what it is; None if all is loaded.
+        Its path, such as `checkpoint['agent'][0]`, and its description; None if all parts load.
     """
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("checkpoint", checkpoint)]
@@ -210,7 +210,7 @@ def refused_part(checkpoint: Any) -> tuple[str, str] | None:
 
 
 def check_values(loaded: Any) -> None:
-    """Raise `UnpicklingError` if a file has a class or a function itself, for which a stand-in was loaded."""
+    """Raise `UnpicklingError` if the result contains a replacement instead of a value."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("checkpoint", loaded)]
     while waiting:
@@ -224,7 +224,7 @@ def check_values(loaded: Any) -> None:
 
 
 def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a container that is loaded, with their paths; None of anything else."""
+    """Return the parts of an allowed container with their paths; None for other objects."""
     kind = type(part)
     if kind in (dict, OrderedDict, Counter):
         keys = [(f"key {key!r:.80} of {path}", key) for key in part]
@@ -242,7 +242,7 @@ def _parts(path: str, part: Any) -> list[tuple[str, Any]] | None:
 
 
 def _is_loaded_leaf(part: Any) -> bool:
-    """Whether a leaf is loaded for sure, without trying it."""
+    """Return whether a leaf always loads, without a test."""
     if isinstance(part, torch.Tensor):
         is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
         return is_plain and not part.is_quantized and not part.is_nested and not part.__dict__
@@ -251,13 +251,13 @@ def _is_loaded_leaf(part: Any) -> bool:
 
 
 def reason(cause: BaseException) -> str:
-    """Return what torch's loader says of a name or value, without its advice."""
+    """Return the error message of torch's loader without its advice."""
     text = str(cause).rpartition("WeightsUnpickler error: ")[2] or type(cause).__name__
     return text.strip().splitlines()[0]
 
 
 def _why_refused(part: Any) -> str:
-    """Save and load a part, and say what it is if it does not come back; "" if it does."""
+    """Save and load a part; return its description if this fails, else ""."""
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     content = io.BytesIO()
     try:

@@ -1,7 +1,7 @@
-"""Checkpoint files: what `torch.save` makes, plain or in an LZ4 frame.
+"""Checkpoint files: files of `torch.save`, plain or in an LZ4 frame.
 
-One rule: sizes are compared with the file's length, and checksums with the data, before torch sees anything; only
-tensors and plain containers are loaded unless the caller trusts the file. When files are written is decided elsewhere.
+Sizes and checksums are checked before torch reads the file. By default, only tensors and plain
+types are loaded.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from ..core.threads import num_processors
 from ..errors import CorruptFileError, DataFileError, ForeignFileError, UnsafeFileError, UsageError
 from .allowed_types import NotLoadedError, allowed_globals, check_values, reason
 
-#: Added to the path of a compressed checkpoint.
+#: Suffix of the path of a compressed checkpoint.
 SUFFIX = ".lz4"
-#: The member of a checkpoint's zip archive that holds what was given as `meta`.
+#: Member of the zip archive that contains `meta`.
 META_NAME = "archive/meta.json"
 _ZIP_MAGIC = b"PK\x03\x04"
-#: The lengths of name and extra field at the end of the header that stands before each member.
+#: Header of a zip member; its last fields are the lengths of the name and of the extra field.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CHUNK_BYTES = 4 << 20
 _LOAD = "load the checkpoint"
-#: What nonsense makes unpickling raise, besides its own error and what torch raises.
+#: Errors of unpickling damaged data, besides `UnpicklingError` and errors of torch.
 _NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
 
 class MissingCheckpointError(DataFileError, FileNotFoundError):
-    """There is no checkpoint at the path."""
+    """A checkpoint does not exist."""
 
 
 def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None) -> None:
     """Write a checkpoint atomically.
 
     Args:
-        obj: What to save; not changed meanwhile.
-        path: The file itself, suffix included.
-        level: Of LZ4; None for no compression.
+        obj: The object to save; must not change during the call.
+        path: The file, including the suffix.
+        level: LZ4 level; None for no compression.
         meta: JSON, as a member of the zip archive, or as a frame that LZ4 readers skip.
     """
     with replace_file(path) as new:
@@ -75,7 +75,7 @@ def write_checkpoint(obj: Any, path: Path, level: int | None, meta: bytes | None
 
 
 def save_to(obj: Any, file: IO[bytes] | Lz4Writer) -> None:
-    """Run `torch.save`, and raise the `OSError` of a full disk, after which torch fails once more."""
+    """Run `torch.save`; on a full disk, raise its `OSError` instead of a later error of torch."""
     try:
         torch.save(obj, cast(IO[bytes], file))
     except RuntimeError as cause:
@@ -194,7 +194,7 @@ def load_checkpoint_meta(path: str | os.PathLike[str]) -> Any:
 
 
 def _find(path: str | os.PathLike[str]) -> Path:
-    """Return which file a checkpoint is in: the newer of the plain and the compressed one."""
+    """Return the file of a checkpoint: the newer of the plain and the compressed file."""
     plain = arguments.path(_LOAD, "", path)
     candidates = [plain] if plain.suffix == SUFFIX else [plain, plain.with_name(plain.name + SUFFIX)]
     found = [(one.stat().st_mtime_ns, one) for one in candidates if one.is_file()]
@@ -216,7 +216,7 @@ def _is_compressed(file: IO[bytes], path: Path) -> bool:
 
 
 def _mapped(file: IO[bytes]) -> memoryview:
-    """Map a file that is not empty; it is unmapped when the last view of it is gone."""
+    """Map a file that is not empty. It is unmapped when its last view is deleted."""
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
@@ -226,7 +226,7 @@ def _decoded(file: IO[bytes], path: Path, num_threads: int) -> io.BufferedReader
 
 
 class _MemoryFile(io.RawIOBase):
-    """A file to read over bytes in memory, without copying them first."""
+    """A readable file over bytes in memory, without a copy."""
 
     def __init__(self, content: npt.NDArray[np.uint8]) -> None:
         self._content = content
@@ -251,7 +251,7 @@ class _MemoryFile(io.RawIOBase):
 
 
 def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
-    """List the members of the zip archive; refuse one whose members are larger than itself."""
+    """Return the members of the zip archive; raise if they are larger than the archive."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
@@ -268,7 +268,7 @@ def _members(file: io.BufferedReader, path: Path) -> dict[str, zipfile.ZipInfo]:
 
 
 def _check_member(file: io.BufferedReader, member: zipfile.ZipInfo, path: Path, buffer: memoryview) -> int:
-    """Compare a member's checksum, at three times the speed of `zipfile`; give where its content starts."""
+    """Check the checksum of a member, 3 times as fast as `zipfile`; return its content's offset."""
     where = f"{str(path)!r}, member {member.filename!r}"
     file.seek(member.header_offset)
     header = file.read(_LOCAL_HEADER.size)

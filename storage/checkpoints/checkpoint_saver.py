@@ -1,9 +1,8 @@
-"""Checkpoints: saved by a thread while training goes on.
+"""Save checkpoints in a background thread during training.
 
-One rule: what is saved is the moment of the call: `save_async` copies every tensor before it returns. Nothing in the
-copy shares memory with the original, and what shared memory in the original shares it in the copy. Copying into fresh
-memory costs several times the copying itself (page faults), so all tensors of a copy stand side by side in one buffer
-that returns to its pool when they are gone.
+`save_async` copies every tensor before it returns. The copy shares no memory with the original.
+Tensors that share memory in the original share it in the copy. Page faults make copies into new
+memory several times slower. So all tensors of a copy are in one pooled buffer.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .allowed_types import refused_part
 from .checkpoint_files import SUFFIX, write_checkpoint
 
 ON_FULL = ("block", "drop_oldest", "raise")
-#: Every tensor starts at a multiple of this in the buffer; no dtype needs more.
+#: Alignment of tensors in the buffer, in bytes.
 _ALIGNMENT = 64
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -44,7 +43,7 @@ class CheckpointError(BackgroundError, OSError):
 
 
 class QueueFullError(RolloutDataError, queue.Full):
-    """As many checkpoints wait as may; nothing was saved."""
+    """The queue of checkpoints is full; nothing was saved."""
 
 
 class AsyncCheckpointSaver(Owned):
@@ -93,7 +92,7 @@ class AsyncCheckpointSaver(Owned):
 
     @property
     def num_pending(self) -> int:
-        """Checkpoints that were accepted and have not ended."""
+        """Number of accepted checkpoints that are not written yet."""
         return self._worker.num_pending
 
     def save_async(
@@ -163,7 +162,7 @@ class AsyncCheckpointSaver(Owned):
         self._worker.drain(timeout)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Accept nothing more and write everything accepted; idempotent.
+        """Accept no further checkpoints and write the accepted ones; idempotent.
 
         Args:
             wait: Return when all is written; otherwise at once, while the thread goes on.
@@ -182,7 +181,7 @@ class AsyncCheckpointSaver(Owned):
             self._pool.clear()
 
     def close(self, wait: bool = True) -> None:
-        """Accept nothing more and write everything accepted; see `shutdown`."""
+        """Accept no further checkpoints and write the accepted ones; see `shutdown`."""
         self.shutdown(wait)
 
     def _wait_for_room(self, path: Path) -> None:
@@ -205,7 +204,7 @@ class AsyncCheckpointSaver(Owned):
                 wait([future for future, _ in self._waiting], return_when=FIRST_COMPLETED)
 
     def _write(self, held: list[Any], path: Path, level: int | None, meta: bytes | None) -> Path:
-        """Write the copy that a list holds, in the thread; afterwards nothing holds it, no traceback either."""
+        """Write the copy in `held`, in the thread; no reference to the copy remains."""
         try:
             with self._monitor.timer("checkpoint/write"):
                 write_checkpoint(held[0], path, level, meta)
@@ -258,7 +257,7 @@ def _to_json(meta: Any, target: Path) -> bytes:
 
 
 def copy_object(obj: Any, pool: BufferPool) -> Any:
-    """Copy a nested dict, list, tuple, named tuple, dataclass or other object as it is at this moment.
+    """Return a copy of a nested dict, list, tuple, named tuple, dataclass or other object.
 
     Args:
         obj: Anything. Tensors in it may be on any device, share storage or occur more than once.
@@ -268,12 +267,12 @@ def copy_object(obj: Any, pool: BufferPool) -> Any:
         The same structure, on the CPU. Tensors are detached; parameters stay parameters, strides stay
         unless they leave gaps. Other leaves are deep-copied, with the errors of `copy.deepcopy`.
     """
-    # deepcopy takes what the memo holds for an object, wherever it meets the object.
+    # deepcopy uses the copy in the memo for every occurrence of an object.
     return copy.deepcopy(obj, dict[int, Any](_copy_tensors(_find_tensors(obj), pool)))
 
 
 def _find_tensors(obj: Any) -> dict[int, torch.Tensor]:
-    """Collect by `id` the tensors that are plain memory; others are left to deepcopy."""
+    """Return by `id` the tensors in plain memory; deepcopy copies the others."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
     waiting = [obj]
@@ -301,7 +300,7 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
     copies: dict[int, torch.Tensor] = {}
     groups: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
     for key, tensor in found.items():
-        # Of x.conj() and its imaginary part memory holds another number, and a flag.
+        # Lazy conjugates and negatives store other numbers than their values, and a flag.
         plain = tensor.detach().resolve_conj().resolve_neg()
         if plain.numel():
             groups.setdefault((str(plain.device), plain.untyped_storage().data_ptr()), {})[key] = plain
@@ -325,7 +324,7 @@ def _copy_tensors(found: Mapping[int, torch.Tensor], pool: BufferPool) -> dict[i
 
 
 class _Span(NamedTuple):
-    """Some bytes of one storage, and the tensors that lie in it, by `id`."""
+    """A byte range of one storage, and its tensors by `id`."""
 
     tensors: Mapping[int, torch.Tensor]
     start: int
@@ -342,7 +341,7 @@ class _Span(NamedTuple):
 
 
 def _span(group: dict[int, torch.Tensor]) -> _Span:
-    """Return which bytes of their storage tensors with values reach over; one that leaves gaps is packed first."""
+    """Return the byte range of tensors in their storage; a tensor with gaps is packed first."""
     starts = []
     stops = []
     for key, tensor in group.items():

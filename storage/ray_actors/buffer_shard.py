@@ -1,9 +1,11 @@
-"""`Shard`: one buffer in an actor, its checkpoints, and which pushes of which collector it holds.
+"""`Shard`: one buffer in an actor, its checkpoints, and the numbers of the pushes that it contains.
 
-One rule: a push is applied once, in the order of its collector. Each has a number; the one that is due is applied, one
-that was applied is left out, and one that comes too early is answered with the number that is due, whereupon its
-collector sends again from there. A checkpoint holds the buffer and those numbers of one moment. Ray runs draws in one
-thread, pushes in another, all else in a third; the buffer's own lock is enough for the first two.
+Each push is applied once, in the order of its collector. The push with the due number is applied;
+a repeated push is skipped. A push that arrives too early is answered with the due number, from
+which the collector sends again.
+
+A checkpoint contains the buffer and the due numbers of the same moment. Ray runs draws, pushes and
+other calls in one thread each. Draws and pushes are synchronized by the lock of the buffer.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from .packed_results import Packed, is_numbers, join, map_tree, pack, unpack
 
 #: Method -> thread of the actor that runs it; others run in its main thread.
 GROUPS = {"draw": "drawing", "tell": "drawing", "push": "pushing"}
-#: What a learner found; other pushes are rows.
+#: Methods for results of a learner; other pushes are rows.
 UPDATES = ("update", "update_priorities")
-#: So often rows are drawn anew to fill a batch with rows that are not too old.
+#: Largest number of draws to fill a batch with rows that are not stale.
 _MAX_DRAWS = 64
 _STATE = "shard.json"
 _ROWS = "rows_"
@@ -98,13 +100,13 @@ class Shard:
         self._options = options
         self._life = secrets.token_hex(8)
         self._limiter = None if options.rate_limiter is None else RateLimiter(**options.rate_limiter)
-        #: Where a reply's batches wait for each other: memory of their own would be new each time, at 4 times the cost.
+        #: Pool for the batches of a reply; newly allocated memory takes 4 times as long.
         self._pool = BufferPool(2 * options.batches_per_reply) if options.batches_per_reply > 1 else None
         #: Collector -> number of its push that is due; as it is, and as of the last checkpoint; who pushed last.
         self._due: dict[str, int] = {}
         self._saved: dict[str, int] = {}
         self._last: str | None = None
-        #: Held while a push is applied, and while buffer and numbers are saved.
+        #: Held during a push, and during a save of buffer and numbers.
         self._applying = threading.Lock()
         self._made: Any = None
         self._names: list[str] = []
@@ -127,7 +129,7 @@ class Shard:
         return self._made
 
     def _checked(self, made: Any) -> Any:
-        """Refuse what cannot be drawn from here; make the names of items differ from those of other shards."""
+        """Raise if draws are not supported; give items names that are unique among shards."""
         kind, (at, num_shards), parts = type(made).__name__, self._place, _parts_of(made)
         for is_wrong, expected, got, advice in (
             (not hasattr(made, "sample"), "one with a method sample", f"a {kind}", "Keep it beside its learner"),
@@ -169,7 +171,7 @@ class Shard:
         return tuple(self.hello("")), found
 
     def _fresh(self, draw: Callable[[], Any], unit: int, version: int | None) -> Any:
-        """Draw; leave out rows that are too old and draw again until a batch is full: the others are equally likely."""
+        """Draw until a batch is full, without stale rows; the other rows stay equally likely."""
         limit = self._options.max_staleness
         key = self._options.version_key
         parts = []
@@ -196,7 +198,7 @@ class Shard:
     # Pushing.
 
     def push(self, collector: str, number: int, given: tuple[str, Packed | None]) -> tuple[Ack, Exception | None]:
-        """Call a method of the buffer if the push is due, or, without arguments, only count it; give its error back."""
+        """Apply the push if it is due; without arguments only count it. Returns its error."""
         due, error, (name, packed) = self._due.get(collector, 0), None, given
         if number != due:
             return self.hello(collector), None
@@ -220,7 +222,7 @@ class Shard:
         return self.hello(collector), error
 
     def tell(self, collector: str, number: int, given: tuple[str, Packed | None]) -> tuple[Ack, Exception | None]:
-        """Do as `push` in the thread of draws: an update does not wait for pushes that the limiter makes wait."""
+        """Like `push`, in the thread of draws, so that updates do not wait for limited pushes."""
         return self.push(collector, number, given)
 
     def _check_alone(self, collector: str) -> None:
@@ -232,7 +234,7 @@ class Shard:
         self._last = collector
 
     def _update(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Call a method of the buffer that tells what a learner found, with what concerns this shard."""
+        """Call an update method of the buffer with the rows or items of this shard."""
         if self._place[1] > 1 and name == "update_priorities" and self._has_ids:
             args = self._own_rows(*args, **options)
             options = {}
@@ -248,7 +250,10 @@ class Shard:
         return ids[mine] // self._place[1], priorities[mine] if priorities.dim() else priorities
 
     def _own_items(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out the items of other shards; those of none are the first one's, whose buffer refuses them."""
+        """Return the items of this shard.
+
+        Items of no shard go to the first shard, whose buffer raises an error for them.
+        """
         names = [str(one).rpartition("_")[0] for one in info.get(_ID) or ()]
         mine = [(self._names.index(name) if name in self._names else 0) == self._place[0] for name in names]
         lists = {key: info[key] for key in (_ID, "priority") if info.get(key) is not None}
@@ -258,37 +263,40 @@ class Shard:
     # All else.
 
     def hello(self, collector: str) -> Ack:
-        """Return how many rows there are, and where a collector's pushes are."""
+        """Return the number of rows, and the due number of a collector."""
         num_rows = sum(map(len, _parts_of(self._buffer)))
         return Ack(self._life, num_rows, self._due.get(collector, 0), self._saved.get(collector, 0))
 
     def about(self) -> Traits:
-        """Return what a client has to know of the buffer; raise why there is none."""
+        """Return the traits of the buffer; raise the error of its creation, if any."""
         assert self._buffer is not None
         return self._traits
 
     def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Packed:
-        """Call any method of the buffer, or give an attribute."""
+        """Call a method of the buffer, or return an attribute."""
         with self._applying:
             found = getattr(self._buffer, name)
             return pack(found(*args, **options) if callable(found) else found)
 
     def save(self, collector: str, number: int = 0) -> Ack:
-        """Save a checkpoint; with `number` only if none holds the pushes of a collector below it."""
+        """Save a checkpoint; with `number`, only if a push of a collector below it is unsaved."""
         if number == 0 or self._saved.get(collector, 0) < number:
             with self._applying:
                 self._write()
         return self.hello(collector)
 
     def load(self, folder: str) -> None:
-        """Take over what the buffer's `save` wrote; the numbers that are due stay."""
+        """Load a folder of the buffer's `save`; the due numbers do not change."""
         with self._applying:
             self._made = type(self._buffer).load(folder, self._buffer.device)
             if self._folder is not None:
                 self._write()
 
     def _write(self) -> None:
-        """Save buffer and numbers; the file of numbers, which is replaced last, says which folder of rows counts."""
+        """Save buffer and numbers.
+
+        The file of numbers is replaced last; it names the valid folder of rows.
+        """
         if self._folder is None:
             raise UsageError("save a checkpoint", "", "a RemoteBuffer with checkpoint_dir", "one without")
         place = Path(self._folder)
@@ -297,7 +305,7 @@ class Shard:
         with replace_file(place / _STATE) as path:
             write_json(path, {"place": list(self._place), "rows": rows, "due": self._due})
         self._saved = dict(self._due)
-        for other in place.glob(f"*{_ROWS}*"):  # those of interrupted saves too
+        for other in place.glob(f"*{_ROWS}*"):  # also of interrupted saves
             if other.name != f"{_ROWS}{rows}":
                 shutil.rmtree(other, ignore_errors=True)
 
@@ -313,7 +321,7 @@ class Shard:
 
 
 def unit_of(traits: Traits, name: str, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return how many rows of a draw belong together."""
+    """Return the number of consecutive rows per unit of a draw."""
     found = options.get("seq_length") or next(iter(args), None) or traits.unit
     return found if name == "sample" and traits.unit else 1
 
@@ -323,12 +331,12 @@ def _has(made: Any, method: str, argument: str) -> bool:
 
 
 def _parts_of(made: Any) -> list[Any]:
-    """List the buffers of a manager, or a buffer itself."""
+    """Return the buffers of a manager, or [buffer] for a buffer."""
     return [made[name] for name in made.buffer_name] if hasattr(made, "buffer_name") else [made]
 
 
 def _num_rows(made: Any, name: str, args: tuple[Any, ...]) -> int:
-    """Count what is pushed: items, or the first axis."""
+    """Return the number of pushed items, or the size of the first axis."""
     given = args[0] if args else None
     if isinstance(given, list) and name != "append":
         return len(made.as_list(given) if name == "push" and hasattr(made, "as_list") else given)

@@ -1,8 +1,8 @@
-"""Nested results as bytes: the memory that their tensors share, once, and where in it each tensor lies.
+"""Nested results as bytes: the memory shared by their tensors, and the place of each tensor in it.
 
-One rule: bytes are moved, not computed with. A gather's fields are views of one row buffer, and that buffer travels
-as one array of uint8; pickling the fields would copy it once for each. What a tree holds besides tensors and arrays
-of numbers travels as it is. Nothing here knows Ray.
+The fields of a gather are views of one row buffer. The buffer is sent once, as an array of uint8;
+pickling the fields would copy it once per field. Other leaves of a tree are sent unchanged. This
+module does not use Ray.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..core.fields import DTYPES
 from ..core.memory import BufferPool, as_given
 from ..core.records import COMPLEX_DTYPES, dense
 
-#: Memory is sent as a whole if at least this share of it is wanted; otherwise its tensors are copied first.
+#: Smallest used share of a memory to send it whole; below it, its tensors are copied first.
 _LEAST_SHARE = 0.5
 #: Buffers begin at multiples of the largest item, complex128; allocated memory does anyway.
 _ALIGNMENT = 16
@@ -26,7 +26,7 @@ _DTYPES = DTYPES | COMPLEX_DTYPES
 _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 
 
-#: Where a tensor lies: buffer, first byte, dtype, shape, strides in bytes; and whether it came as an array.
+#: Place of a tensor: buffer, first byte, dtype, shape, strides in bytes, whether it was an array.
 #: Ray pickles plain tuples in half the time of named ones.
 Place = tuple[int, int, str, tuple[int, ...], tuple[int, ...], bool]
 #: Buffers of uint8, the places of tensors in them, and a tree with `...` instead of tensors, in the same order.
@@ -56,7 +56,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
 
 
 def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
-    """Take a tree apart; memory that tensors on the CPU share is shown, or with `pool` copied, not computed with."""
+    """Pack a tree. Memory shared by CPU tensors is sent once: a view, or with `pool` a copy."""
     given: list[Any] = []
 
     def mark(leaf: Any) -> Any:
@@ -97,7 +97,7 @@ def pack(tree: Any, pool: BufferPool | None = None) -> Packed:
 
 
 def unpack(packed: Packed, copy: bool = False) -> Any:
-    """Put a tree together again: views of the buffers, or with `copy` of new memory."""
+    """Unpack a tree: tensors are views of the buffers, or with `copy` of new memory."""
     buffers, places, tree = packed
     memories = [x.copy() if copy else np.asarray(_Memory(x.ctypes.data, x.nbytes, x)) for x in buffers]
     in_order = iter(places)
@@ -139,7 +139,7 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(extents: Sequence[tuple[int, int]]) -> list[tuple[list[int], int, int]]:
-    """Group extents that overlap: those are of one allocation, all of which may be read between them."""
+    """Group extents that overlap; such extents belong to the same allocation."""
     groups: list[tuple[list[int], int, int]] = []
     for number in sorted(range(len(extents)), key=extents.__getitem__):
         start, stop = extents[number]

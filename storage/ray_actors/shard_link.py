@@ -1,7 +1,7 @@
-"""`Link`: what one client sends to one shard: pushes in order, again after the actor was restarted, and calls.
+"""`Link`: the connection of one client to one shard: calls, and pushes in order.
 
-One rule: a push is kept here until it was answered and, where there are checkpoints, until one holds it. What the actor
-lost is sent again from the number that is due. Every wait ends after `timeout_s`.
+A push is kept until it is answered and, with checkpoints, until a checkpoint contains it. After a
+restart of the actor, lost pushes are sent again. Every wait ends after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PAUSE_S = 0.05
 
 
 class LostActorError(BackgroundError):
-    """The actor of a shard died and is restarted with what its checkpoint holds."""
+    """The actor of a shard died and restarts from its checkpoint."""
 
 
 class Link:
@@ -36,17 +36,17 @@ class Link:
         #: Number -> (method of the shard, reference to what was pushed, its bytes), oldest first; and the bytes of all.
         self._kept: dict[int, tuple[str, Any, int]] = {}
         self._kept_bytes = 0
-        #: The numbers of the next push that is made, and that is sent; below 0 the shard has to be asked for it.
+        #: Numbers of the next push to create and to send; below 0, the shard is asked for it.
         self._next = self._sent = 0
-        #: Pushes that are not answered: number and reference to the answer.
+        #: Unanswered pushes: (number, reference to the answer).
         self._pending: deque[tuple[int, Any]] = deque()
 
     def start(self, method: str, *args: Any) -> Any:
-        """Call a method of the shard; give the reference to its answer."""
+        """Call a method of the shard; return the reference to its answer."""
         return getattr(self.actor, method).remote(*args)
 
     def answer(self, reference: Any, least_s: float = 0) -> Any:
-        """Wait for an answer; raise what the shard raised, or that it took too long, or that the actor died."""
+        """Wait for an answer. Raise errors of the shard, of a timeout, or of a died actor."""
         import ray
 
         timeout_s = max(self._options.timeout_s, least_s)
@@ -65,11 +65,11 @@ class Link:
             raise BackgroundError("ask", self.where, "a living actor", str(cause).strip(), advice) from cause
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Call and wait; where the actor is restarted meanwhile, again."""
+        """Call the actor and wait for the answer. Retry if it restarted."""
         return self.lasting(lambda: self.answer(self.start(method, *args)))
 
     def lasting(self, act: Callable[[], Any]) -> Any:
-        """Do something; as long as an actor is restarted meanwhile do it again, for `timeout_s` in all."""
+        """Run `act`; retry while an actor restarts, for at most `timeout_s` in total."""
         stop_s = time.monotonic() + self._options.timeout_s
         while True:
             try:
@@ -80,7 +80,7 @@ class Link:
                 time.sleep(_PAUSE_S)
 
     def has_restarted(self, told: Ack) -> bool:
-        """Note what the shard told; True if its actor was restarted since it told something before."""
+        """Process an answer of the shard; return whether its actor restarted since the last one."""
         before = self.told
         self.told = told
         if before is None or before.life == told.life:
@@ -89,7 +89,7 @@ class Link:
         return True
 
     def push(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Send a push; wait while as many as allowed are not answered. Raises what an earlier one raised."""
+        """Send a push; wait if too many are unanswered. Raises the error of an earlier push."""
         import ray
 
         packed = pack((args, options))
@@ -104,7 +104,7 @@ class Link:
         self._pump(self._options.max_pending)
 
     def flush(self) -> None:
-        """Wait until all pushes are answered, by an actor that lives now."""
+        """Wait until the current actor has answered all pushes."""
         self._pump(0)
         if self._kept and self.has_restarted(self.ask("hello", self._collector)):
             self._pump(0)
@@ -115,12 +115,12 @@ class Link:
             self._pump(0)
 
     def checkpoint(self, is_anew: bool = True) -> None:
-        """Flush, and wait for a checkpoint: a new one, or one that holds all pushes of this client."""
+        """Flush, and wait for a new checkpoint, or one that contains all pushes of this client."""
         self.flush()
         self._note(self.ask("save", self._collector, 0 if is_anew else self._next))
 
     def _pump(self, most: int) -> None:
-        """Send what is not sent, until it is all sent and at most `most` pushes are not answered."""
+        """Send all unsent pushes, until at most `most` pushes are unanswered."""
         self.lasting(lambda: self._pump_once(most))
 
     def _pump_once(self, most: int) -> None:
@@ -149,7 +149,7 @@ class Link:
             raise error
 
     def _note(self, ack: Ack, is_back: bool = False) -> None:
-        """Forget what need not be sent again; with `is_back` go back to the number that is due."""
+        """Delete saved pushes; with `is_back`, continue at the due number."""
         self.told = ack
         if is_back:
             self._sent = ack.due

@@ -1,6 +1,6 @@
-"""A recording: the episodes of one file or folder of any format, or some of them.
+"""A recording: the episodes of one file or folder of any format, or a selection of them.
 
-One rule: nothing is read before it is asked for, and nothing is ever written beside the data.
+Data are read lazily, and no file is written beside the data.
 """
 
 from __future__ import annotations
@@ -31,18 +31,20 @@ from .field_statistics import FieldStatistics, compute_statistics
 from .open_episodes import open_episodes
 
 _NUM_SHOWN = 5
-#: Steps whose rewards are read at once, with all that lies in the same rows.
+#: Steps of rewards per read; other fields in the same rows are read too.
 _NUM_REWARDS = 1 << 12
 
 
 class Recording(Sequence[Episode]):
-    """Episodes in the order of their numbers; made by `rollout_data.open`.
+    """Episodes in the order of their numbers; created by `rollout_data.open`.
 
-    `recording[i]`, also with a negative number, is an episode, and a slice is a recording of some. Iterating keeps one
-    episode at a time. `RolloutDataset`, `WindowDataset` and `convert` take a recording in place of a path.
+    `recording[i]`, also with a negative number, is an episode; a slice is a recording. Iteration
+    keeps one episode in memory. `RolloutDataset`, `WindowDataset` and `convert` accept a recording
+    instead of a path.
 
-    A recording is a snapshot, also for what it is given to: edits (`tag`, `drop`, `keep`) and new episodes show after
-    `refresh()`. An episode whose file was removed, as by `prune`, raises an error that names it; the others are read.
+    A recording is a snapshot, also for datasets created from it. Edits (`tag`, `drop`, `keep`) and
+    new episodes appear after `refresh()`. Reading an episode whose file was deleted, for example by
+    `prune`, raises an error with its name. Other episodes stay readable.
     """
 
     def __init__(self, origin: Origin, source: EpisodeSource, numbers: Int64s | None = None) -> None:
@@ -52,12 +54,12 @@ class Recording(Sequence[Episode]):
             self._numbers = numbers
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickled recording keeps its snapshot, and reads the files where it arrives."""
+        """Pickle the snapshot; a copy reads the files on its machine."""
         return {"_origin": self._origin, "_source": self._source}
 
     @property
     def origin(self) -> Origin:
-        """Where it lies, which of its episodes are meant, and the snapshot that is read."""
+        """Location, selected episodes and snapshot of the recording."""
         return replace(self._origin, opened=self._source)
 
     @cached_property
@@ -67,7 +69,7 @@ class Recording(Sequence[Episode]):
 
     @property
     def format(self) -> str:
-        """Name of its format."""
+        """Name of the format."""
         return self._source.format
 
     @property
@@ -77,37 +79,40 @@ class Recording(Sequence[Episode]):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the file says of the whole."""
+        """Metadata of the whole file or folder."""
         return self._source.metadata
 
     @property
     def problems(self) -> list[RolloutDataError]:
-        """Data that were not read, were repaired or were left out, as exceptions that were not raised."""
+        """Exceptions for data that were unreadable, repaired or left out; they were not raised."""
         return self._source.problems
 
     @property
     def advice(self) -> list[RolloutDataError]:
-        """Remarks on data that are read as they are stored, such as copied actions; exceptions that were not raised."""
+        """Remarks on suspicious data that are read unchanged, such as copied actions.
+
+        The remarks are exceptions that were not raised.
+        """
         return self._source.advice
 
     @cached_property
     def schema(self) -> Schema:
-        """All numeric fields that its episodes have, each as the first one has it."""
+        """All numeric fields of the episodes, each as in the first episode that contains it."""
         which, known = self.schemas()
         schemas = [known[place] for place in dict.fromkeys(which.tolist())]
         return Schema({name: item for schema in reversed(schemas) for name, item in schema.items()}.values())
 
     @property
     def ids(self) -> list[str]:
-        """Names of its episodes."""
+        """Names of the episodes."""
         names: list[str] = self.column("id").tolist()
         return names
 
     @cached_property
     def table(self) -> np.ndarray[Any, Any]:
-        """A row for each episode: id, env, length, return, ends, success, task, time, writer; see `as_table`.
+        """One row per episode: id, env, length, return, ends, success, task, time, writer.
 
-        Reads the rewards of all episodes, the first time.
+        The first access reads the rewards of all episodes. See `as_table`.
         """
         table: np.ndarray[Any, Any] = self.descriptions.copy()
         which, schemas = self.schemas()
@@ -119,7 +124,7 @@ class Recording(Sequence[Episode]):
         return table
 
     def _returns(self, places: Int64s, lengths: Int64s) -> np.ndarray[Any, Any]:
-        """Return the sum of the rewards of episodes that have some: float64 `[k]`, NaN where they cannot be read."""
+        """Return the sum of rewards of each episode: float64 `[k]`, NaN for unreadable episodes."""
         try:
             rewards = self.read_many(places, ["reward"], places * 0, lengths)["reward"]
         except UnansweredError:
@@ -134,33 +139,33 @@ class Recording(Sequence[Episode]):
 
     @cached_property
     def descriptions(self) -> np.ndarray[Any, Any]:
-        """The table without returns, which are NaN: nothing is read for it."""
+        """The table with NaN for returns; no rows are read."""
         return as_table(self.column)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
-        """One column of `table`; returns are NaN, as nothing is read for it."""
+        """Return one column of `table`, with NaN for returns; no rows are read."""
         action = "call Recording.column"
         found: np.ndarray[Any, Any] = self._source.column(choice(action, "name", name, COLUMNS))[self._numbers]
         return found
 
     def schemas(self) -> tuple[Int64s, list[Schema]]:
-        """Which fields each episode has: int64 `[num_episodes]`, places in the list of schemas."""
+        """Return the schemas, and the position of each episode's schema: int64 `[num_episodes]`."""
         which, schemas = self._source.schemas()
         return which[self._numbers], schemas
 
     def read_many(self, places: Int64s, names: Sequence[str], starts: Int64s, counts: Int64s) -> dict[str, Any]:
-        """Read numeric fields of several episodes at once, which all have them, one after the other.
+        """Read numeric fields of several episodes at once; all episodes must have the fields.
 
         Args:
-            places: int64 `[k]`, of the episodes.
-            names: The fields.
-            starts, counts: int64 `[k]`: `counts` steps of each, from `starts` on.
+            places: int64 `[k]`, positions of the episodes.
+            names: Names of the fields.
+            starts, counts: int64 `[k]`: `counts` steps of each episode, from `starts` on.
 
         Returns:
-            Field -> `[sum of counts, *shape]`, perhaps read-only.
+            Field -> `[sum of counts, *shape]`, episode after episode, possibly read-only.
 
         Raises:
-            DataFileError: They cannot be read.
+            DataFileError: The fields cannot be read.
         """
         action = "call Recording.read_many"
         return self._source.read_many(
@@ -168,7 +173,7 @@ class Recording(Sequence[Episode]):
         )
 
     def info(self, place: int) -> EpisodeInfo:
-        """Return what is known of an episode without reading a row."""
+        """Return the description of an episode; no rows are read."""
         if not is_whole(place) or not -len(self) <= place < len(self):
             kind = OutOfRangeError if is_whole(place) else UsageError
             raise kind("call Recording.info", "", f"place in {-len(self)}:{len(self)}", repr(place))
@@ -204,7 +209,10 @@ class Recording(Sequence[Episode]):
         )
 
     def refresh(self) -> Recording:
-        """Take over what the files hold now, and return this recording; a selection keeps the episodes still there."""
+        """Scan the files again, in place, and return this recording.
+
+        A selection keeps its episodes that still exist.
+        """
         source = open_episodes(replace(self._origin, ids=None))
         for name in ("_numbers", "schema", "table", "descriptions"):
             vars(self).pop(name, None)
@@ -215,33 +223,33 @@ class Recording(Sequence[Episode]):
         return self
 
     def removed(self) -> dict[str, DataFileError]:
-        """Return the episodes of which a file is gone since the recording was opened: id -> the error that says so."""
+        """Return the episodes whose files were deleted after opening: id -> error."""
         errors = self._source.removed(self._numbers.tolist())
         return {error.episode: error for error in errors.values()}
 
     def check_present(self) -> None:
-        """Check that the files of all episodes are there, and are those that were opened.
+        """Check that the files of all episodes exist and were not replaced after opening.
 
         Raises:
-            DataFileError: One was removed or replaced; it names the episode.
+            DataFileError: A file was deleted or replaced; the message names the episode.
         """
         self._source.check_present(self._numbers.tolist())
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks of a folder of ours as it was opened, edits with their notes; none of other formats."""
+        """Block files of the snapshot, including edits with their notes; [] for other formats."""
         return self._source.blocks
 
     def _of(self, places: Any) -> Recording:
-        """Return the episodes at some places: numbers, a slice or a mask."""
+        """Return a recording of the episodes at these positions: numbers, a slice or a mask."""
         ids = tuple(self.column("id")[places].tolist())
         return Recording(replace(self._origin, ids=ids), self._source, self._numbers[places])
 
     def select(self, ids: Iterable[str | int]) -> Recording:
-        """Return the episodes of these names, in the order of the file.
+        """Return the episodes with these names, in the order of the file.
 
         Raises:
-            UsageError: There is none of a name.
+            UsageError: A name does not exist.
         """
         instance("call Recording.select", "ids", ids, "as names of episodes", Iterable)
         wanted = {ids} if isinstance(ids, str) else set(map(str, ids))
@@ -252,15 +260,15 @@ class Recording(Sequence[Episode]):
         return self._of(np.array([one in wanted for one in there], bool))
 
     def filter(self, keeps: Callable[[Episode], Any] | None = None, **columns: Any) -> Recording:
-        """Return the episodes that a function keeps and whose columns of `table` match.
+        """Return the episodes for which `keeps` is true and whose columns of `table` match.
 
         Args:
-            keeps: Called with each episode.
-            **columns: Column -> a value, several, or a function of a value: `success=True`, `ends=["truncated"]`,
-                `length=lambda length: length > 20`.
+            keeps: Function of an episode that returns whether to keep it.
+            **columns: Column -> a value, a list of values, or a function of a value. Examples:
+                `success=True`, `ends=["truncated"]`, `length=lambda length: length > 20`.
 
         Raises:
-            UsageError: There is no such column.
+            UsageError: A column does not exist.
         """
         kept = kept_rows(self.table if "return" in columns else self.descriptions, columns)
         if keeps is not None:
@@ -270,21 +278,21 @@ class Recording(Sequence[Episode]):
         return self._of(kept)
 
     def split(self, parts: Mapping[str, float] | None = None, seed: int = 0) -> dict[str, Recording]:
-        """Return parts by their names.
+        """Split the episodes; return the parts by name.
 
         Args:
-            parts: Name -> share of the episodes; the shares add up to 1. The parts are disjoint and complete, and which
-                episode goes where is a function of (seed, its name) and of how many there are. None gives the parts
-                that the file itself names, which may overlap.
-            seed: Of the choice.
+            parts: Name -> share of the episodes; the shares add up to 1. The parts are disjoint and
+                complete. The part of an episode depends on the seed, its name and the number of
+                episodes. None returns the parts defined in the file, which may overlap.
+            seed: Seed of the split.
 
         Raises:
-            UsageError: The shares do not add up, or the file names no parts.
+            UsageError: The shares do not add up to 1, or the file defines no parts.
         """
         return self.parts("call Recording.split", parts, seed)
 
     def parts(self, action: str, parts: Mapping[str, float] | None, seed: int) -> dict[str, Recording]:
-        """Return the parts of `split`; errors name the `action`."""
+        """Return the parts of `split`; errors name the call `action`."""
         if parts is None:
             if not self._source.splits:
                 expected = "parts that the file names"
@@ -313,9 +321,9 @@ class Recording(Sequence[Episode]):
     def statistics(
         self, quantiles: Sequence[float] = (0.01, 0.99), *, use_cache: bool = True, progress: bool = True
     ) -> dict[str, FieldStatistics]:
-        """Summarize each field over all frames, for normalization; see `WindowDataset.statistics`.
+        """Compute statistics of each field over all frames; see `WindowDataset.statistics`.
 
-        What was computed is kept in the user's cache folder (`XDG_CACHE_HOME`), never beside the data.
+        The result is cached in the user's cache folder (`XDG_CACHE_HOME`), not beside the data.
         """
         self.check_present()
         live = LiveSource(self.origin)
