@@ -1,7 +1,7 @@
 """Annotations of a block: metadata of episodes, and texts that frames refer to.
 
-Opening a block only reads their sizes and places. An annotation is read when it is needed, and
-compared with its own checksum. `FORMAT.md` is the specification.
+Opening a block reads only the sizes and offsets of annotations. An annotation itself is read on
+demand and compared with its own checksum. `FORMAT.md` is the specification.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import numpy as np
 from storage.core.durable_files import crc32
 from storage.errors import CorruptFileError
 
-#: Kind of annotations: JSON objects by the number of the trajectory.
+#: Kind of annotations: metadata of episodes, JSON objects. Their key is the trajectory number.
 EPISODES = "episodes"
-#: Kind of annotations: texts by their `text_id`.
+#: Kind of annotations: texts, whose key is their `text_id`.
 TEXTS = "texts"
 #: Name of the task in the metadata of an episode.
 TASK = "task"
-# Names of the datasets of a kind.
+# Names of the two HDF5 datasets of each kind of annotations.
 TABLE = "table"
 BYTES = "bytes"
 #: Attribute of the file with the CRC-32 of both tables.
 NOTES_CRC = "notes_crc"
 NOTE_DTYPE = np.dtype([("key", "<i8"), ("num_bytes", "<u4"), ("checksum", "<u4")])
-#: Bytes of an annotation, and of all metadata of an episode, at most.
+#: Largest size of one annotation, and of all metadata of one episode, in bytes.
 MAX_NOTE_BYTES = 1 << 20
-#: Bytes that are read at a time; one annotation may be larger.
+#: Bytes per read. One annotation may be larger, and is then read at once.
 _PORTION_BYTES = 1 << 20
-#: Kind -> (key, UTF-8) of annotations to write.
+#: Kind -> (key, UTF-8 text) of each annotation to write.
 Notes = Mapping[str, Sequence[tuple[int, bytes]]]
 
 
@@ -105,11 +105,11 @@ class NoteTable:
         read_bytes: Callable[[int, int], np.ndarray],
         places: range | None = None,
     ) -> Iterator[tuple[int, bytes | None]]:
-        """Yield (key, UTF-8) of annotations in order; None instead of the UTF-8 of a damaged one.
+        """Yield (key, UTF-8 text) of annotations in order; (key, None) for a damaged annotation.
 
         Args:
             read_bytes: Returns the bytes `start:stop` of the file.
-            places: Positions of the annotations; None for all.
+            places: Positions of the annotations in the table; None reads all.
         """
         if places is None:
             places = range(len(self.keys))

@@ -25,13 +25,14 @@ from .trajectory_index import Int64s, TrajectoryIndex
 
 
 class Noted(Protocol):
-    """A place with annotations: the blocks of an index, or files of other formats.
+    """A source of episodes with annotations: the blocks of an index, or files of other formats.
 
     Attributes:
-        index: Trajectories.
-        read_header: Returns the header of a block.
-        episode_tasks: Task of each trajectory, for files of other formats.
-        read_texts: Returns the texts of all text fields, for files of other formats.
+        index: Index of the trajectories.
+        read_header: Function that returns the header of a block.
+        episode_tasks: Task of each trajectory, only for files of other formats.
+        read_texts: Function that returns the texts of all text fields, only for files of other
+            formats.
     """
 
     index: TrajectoryIndex
@@ -44,13 +45,13 @@ class Notes:
     """Reader of the annotations of blocks. A pickled copy starts without its caches."""
 
     def __init__(self) -> None:
-        #: Headers of blocks with annotations; None for blocks without.
+        #: Identity of a block -> header; None for a block without annotations.
         self._headers: dict[Identity, BlockHeader | None] = {}
-        #: Tasks of the trajectories of an index.
+        #: The last index, and the `text_id` of the task of each of its trajectories.
         self._tasks: tuple[TrajectoryIndex | None, Int64s] = (None, np.zeros(0, np.int64))
-        #: Writer -> block of its edit, for an index.
+        #: The last index, and writer -> number of the block of its edit.
         self._edits: tuple[TrajectoryIndex | None, dict[str, int]] = (None, {})
-        #: Annotations of episodes in edits, whose files the next edit removes.
+        #: Identity of an edit -> its annotations, in memory because the next edit removes the file.
         self._kept: dict[Identity, tuple[tuple[int, str], ...]] = {}
 
     def keep_edits(self, noted: Noted) -> None:
@@ -66,10 +67,7 @@ class Notes:
                 self._kept[block.identity] = tuple(self._of_episodes(noted, block))
 
     def kept(self, block: Block) -> Block:
-        """Return a block with the annotations that `keep_edits` read.
-
-        Other blocks are returned unchanged.
-        """
+        """Return an edit with the annotations that `keep_edits` read; other blocks unchanged."""
         notes = self._kept.get(block.identity)
         return block if notes is None else replace(block, notes=notes)
 
@@ -109,9 +107,9 @@ class Notes:
         block: Block,
         key: int | None = None,
     ) -> Iterable[tuple[int, str]]:
-        """Return (trajectory number, JSON) of the annotations of episodes in a block.
+        """Return (trajectory number, JSON) of the episode annotations in a block.
 
-        Of one trajectory, or of all.
+        With `key`, only annotations of the trajectory with this number are returned.
         """
         kept = self._kept.get(block.identity, block.notes)
         if kept is not None:
@@ -120,17 +118,17 @@ class Notes:
         return () if header is None else header.read_notes(EPISODES, key)
 
     def column(self, noted: Noted, name: str) -> list[Any]:
-        """Return a value of the metadata of each trajectory.
+        """Return the value of one metadata name for each trajectory.
 
-        None if it has none, or its block was deleted.
+        The value is None for a trajectory without the name, or if its block was deleted.
         """
         return self.columns(noted, {name}).get(name) or [None] * len(noted.index)
 
     def columns(self, noted: Noted, names: Set[str]) -> dict[str, list[Any]]:
-        """Return `column` of some names. Names without any value are left out."""
+        """Return name -> `column(name)`. Names without a value in any trajectory are left out."""
         index = noted.index
         columns = dict[str, list[Any]]()
-        # Trajectories by writer and number, and the range of each writer.
+        # Sorted by writer and number, the trajectories of each writer are one range.
         order = np.lexsort((index.number, index.writer))
         bounds = np.searchsorted(index.writer[order], np.arange(len(index.writers) + 1))
         ranges = {}
@@ -140,7 +138,7 @@ class Notes:
         for block in sorted(index.blocks, key=lambda block: block.sequence):
             try:
                 notes = list(self._of_episodes(noted, block))
-            except FileNotFoundError:  # Removed after it was listed.
+            except FileNotFoundError:  # The block was removed after it was listed.
                 continue
             if not notes:
                 continue
@@ -169,7 +167,7 @@ class Notes:
         """Return all texts of frames and all tasks by their `text_id`; 0 is ""."""
         texts = {0: ""}
         for header in self._headers_with(noted, TEXTS):
-            with suppress(FileNotFoundError):  # Removed after its header was read.
+            with suppress(FileNotFoundError):  # The block was removed after its header was read.
                 texts.update(header.read_notes(TEXTS))
         others = set(self._task_texts(noted))
         if noted.read_texts is not None:
@@ -202,7 +200,7 @@ class Notes:
         if block.identity not in self._headers:
             if is_stand_in(block):
                 raise FileNotFoundError(str(block.path))
-            # Files of other formats have no places and no annotations.
+            # Files of other formats have neither columns nor annotations.
             header = noted.read_header(block) if block.places else None
             has_notes = header is not None and header.notes
             self._headers[block.identity] = header if has_notes else None

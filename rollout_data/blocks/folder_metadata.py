@@ -1,7 +1,8 @@
 """metadata.json: the schema and the context of a data folder, written once.
 
-One rule: the first writer writes it, atomically and exclusively; all later ones must match it. Only `mark_noted_ends`
-replaces it. What grows (totals) is counted in the blocks when it is read (`folder.py`), never written.
+The first writer of a folder creates the file atomically. The schema of every later writer must
+match the file. Only `mark_noted_ends` replaces an intact file. Totals are not stored:
+`block_folder.py` counts them in the blocks.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from storage.errors import RolloutDataError, SchemaError, UsageError
 from .block_header import FORMAT_NAME, FORMAT_VERSION, MAX_METADATA_BYTES, METADATA_NAME, read_header
 from .write_block import TEMPORARY_PREFIX
 
-#: What file systems without hard links say.
+#: Values of `errno` with which file systems without hard links reject `os.link`.
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
-#: What reading a damaged metadata.json raises.
+#: Exceptions that reading a damaged metadata.json may cause.
 BAD_METADATA = (
     OSError, LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError, RolloutDataError,
 )  # fmt: skip
-#: Of metadata.json and of notes of episodes: what they came from does not tell how (all of) them ended.
+#: Key and value in metadata.json and in the metadata of an episode. They mean that the source of
+#: the data does not state how the episodes, or this episode, ended.
 ENDS, UNKNOWN = "ends", "unknown"
-#: Of notes of episodes, in a folder that has unknown ends: there is none, though there is a final observation.
+#: Value of `ENDS` in the metadata of an episode that has a final observation but no end. Only used
+#: in folders with unknown ends.
 OPEN_END = "open"
-#: Keys that are ours to fill; the context of a caller cannot set them.
+#: Keys of metadata.json that the library fills. The context of a caller cannot set these keys.
 RESERVED_KEYS = (
     "format", "version", "fields", "obs_segments", "obs_disassemble_mapping", "total_timesteps", "total_trajectories",
 )  # fmt: skip
@@ -42,13 +45,13 @@ RESERVED_KEYS = (
 
 @dataclass(frozen=True)
 class Metadata:
-    """What is known of a data folder as a whole.
+    """Content of the metadata.json of a data folder.
 
     Attributes:
-        schema: Fields of its blocks; empty for folders of other formats.
+        schema: Fields of the blocks; empty for folders of other formats.
         obs_segments: Component -> shape, in the order of concatenation; empty without components.
-        obs_disassemble_mapping: Component -> codec, of the coded components.
-        context: Every other key, as found: env, policy, config, frame_rate_hz, ...
+        obs_disassemble_mapping: Coded component -> codec.
+        context: All other keys with unchanged values: env, policy, config, frame_rate_hz, ...
     """
 
     schema: Schema
@@ -58,7 +61,7 @@ class Metadata:
 
     @classmethod
     def of_schema(cls, schema: Schema, context: Mapping[str, Any] | None = None) -> Metadata:
-        """Derive segments and codecs from the fields below "observation"."""
+        """Build metadata whose segments and codecs come from the fields below "observation"."""
         below = schema.below("observation")
         components = {name.partition("/")[2]: item for name, item in below.items() if name != "observation"}
         segments = {name: item.shape for name, item in components.items()}
@@ -77,7 +80,7 @@ class Metadata:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Metadata:
-        """Read `to_json`'s form, or the same keys of the trajectory-folder layout (no "fields")."""
+        """Parse the result of `to_json`, or a trajectory-folder document, which has no "fields"."""
         segments = {name: _shape(shape) for name, shape in (document.get("obs_segments") or {}).items()}
         codecs = {str(name): str(codec) for name, codec in (document.get("obs_disassemble_mapping") or {}).items()}
         context = {key: value for key, value in document.items() if key not in RESERVED_KEYS}
@@ -85,17 +88,18 @@ class Metadata:
 
 
 def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
-    """Read a folder's metadata; rebuild it from a block where the file is missing or damaged.
+    """Read the metadata of a folder; rebuild missing or damaged metadata from a block.
 
     Returns:
-        None if there is neither a usable metadata.json nor a readable block.
+        The metadata; None if the folder has neither a usable metadata.json nor a readable block.
     """
     found = _from_file(Path(data_dir) / METADATA_NAME)
     if found is not None and len(found.schema):
         return found
     for path in sorted(Path(data_dir).glob("rollout_*.h5")):
         try:
-            context = {ENDS: UNKNOWN} if found is None else found.context  # notes of episodes tell whether it is so
+            # Without metadata.json, readers must look for ends in the metadata of episodes.
+            context = {ENDS: UNKNOWN} if found is None else found.context
             return Metadata.of_schema(read_header(path).schema, context)
         except (RolloutDataError, OSError):
             continue
@@ -103,13 +107,13 @@ def load_metadata(data_dir: str | os.PathLike[str]) -> Metadata | None:
 
 
 def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: bool = True) -> Metadata:
-    """Write metadata.json if there is none; otherwise check that it agrees.
+    """Write metadata.json if the folder has none; otherwise compare `metadata` with the file.
 
     Returns:
-        The metadata that hold for the folder.
+        The metadata in the file.
 
     Raises:
-        SchemaError: The folder holds data of another schema; the text names the difference.
+        SchemaError: The folder has data of another schema. The text names the difference.
         UsageError: The metadata are too large.
         OSError: The folder cannot be written.
     """
@@ -121,15 +125,16 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
             return present
     temporary = folder / f"{TEMPORARY_PREFIX}rollout_{writer}_{METADATA_NAME}.{secrets.token_hex(4)}"
     if path.is_symlink() and not path.exists():
-        path.unlink(missing_ok=True)  # A link to no file is a free name.
-    if path.exists() and _schema_of(path) is None:  # A damaged file.
+        path.unlink(missing_ok=True)  # A dead link must not block the name.
+    if path.exists() and _schema_of(path) is None:  # A damaged file is replaced.
         with replace_file(path, temporary=temporary, durable=durable) as new:
             _write(new, metadata, durable=False)
         return metadata
     try:
         _write(temporary, metadata, durable)
         if not _link(temporary, path):
-            return publish_metadata(folder, metadata, writer, durable)  # another writer was faster: match it
+            # Another writer was faster, so the metadata must match its file.
+            return publish_metadata(folder, metadata, writer, durable)
     finally:
         temporary.unlink(missing_ok=True)
     if durable:
@@ -138,9 +143,10 @@ def publish_metadata(folder: Path, metadata: Metadata, writer: str, durable: boo
 
 
 def mark_noted_ends(folder: Path) -> None:
-    """Replace metadata.json by one that asks readers for the ends in the notes of episodes.
+    """Set `ends` to "unknown" in metadata.json.
 
-    Called before the first block with such a note is published, so that no reader sees the block without the mark.
+    Readers of the folder then look for ends in the metadata of episodes. Call this before
+    publishing the first block with such metadata. Otherwise a reader could ignore the ends.
 
     Raises:
         OSError: The folder cannot be written.
@@ -156,7 +162,7 @@ def _write(path: Path, metadata: Metadata, durable: bool) -> None:
     num_bytes = 0
     with open(path, "w", encoding="utf-8") as file:
         for part in json.JSONEncoder(indent=2, default=_plain).iterencode(metadata.to_json()):
-            num_bytes += file.write(part)  # as JSON is ASCII
+            num_bytes += file.write(part)  # The JSON text is ASCII: one byte per character.
             if num_bytes > MAX_METADATA_BYTES:
                 expected = f"metadata of at most {MAX_METADATA_BYTES} bytes as JSON"
                 raise UsageError(
@@ -168,7 +174,10 @@ def _write(path: Path, metadata: Metadata, durable: bool) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Link `source` to a second name if that is free, in one step."""
+    """Create the hard link `target` to `source` atomically; return False if `target` exists.
+
+    On a file system without hard links, `source` is renamed to `target`.
+    """
     try:
         os.link(source, target)
     except FileExistsError:
@@ -197,11 +206,11 @@ def _check_same(folder: Path, present: Metadata, mine: Metadata) -> None:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a metadata.json as it is.
+    """Read a metadata.json as a dict, without checks of its keys.
 
     Raises:
-        FileNotFoundError: It is not there.
-        One of `BAD_METADATA`: It is no JSON object, or too large.
+        FileNotFoundError: The file does not exist.
+        One of `BAD_METADATA`: The file is no JSON object, or too large.
     """
     document = json.loads(read_text(path, max_bytes=MAX_METADATA_BYTES))
     if not isinstance(document, dict):
@@ -226,5 +235,5 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers and arrays of numpy as JSON holds them; the text of other objects."""
+    """Convert numpy numbers and arrays to Python numbers and lists, other objects to text."""
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else str(value)

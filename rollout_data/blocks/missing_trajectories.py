@@ -1,9 +1,8 @@
-"""Placeholders for deleted trajectories that a saved state plays.
+"""Placeholders for deleted trajectories that the saved state of a dataset still needs.
 
-Their frames are counted, but cannot be read.
-
-An index with a placeholder has no other fragment of the trajectory. Only resuming a state creates
-placeholders.
+A placeholder is a block without a file. An index counts the frames of the placeholder, but no
+reader can read them. An index with a placeholder has no other fragment of the same trajectory.
+Only resuming from a saved state creates placeholders.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from .block import Block
 from .block_header import FRAGMENT_DTYPE, OPEN
 from .trajectory_index import TrajectoryIndex
 
-#: (writer, number) of trajectories -> number of their frames.
+#: (writer, number) of a trajectory -> number of its frames.
 Lengths = Mapping[tuple[str, int], int]
 NONE_GONE: Lengths = MappingProxyType({})
-#: Size that marks a placeholder, since no file has it.
+#: File size that marks a placeholder. No file has a negative size.
 _NUM_BYTES = -1
 
 
 def lacking(index: TrajectoryIndex, lengths: Lengths) -> Lengths:
-    """Return the trajectories that are missing from an index, or miss frames there."""
+    """Return the trajectories of which an index has fewer frames than `lengths`, or none."""
     missing = {}
     places = index.find(list(lengths)).tolist()
     for (key, length), place in zip(lengths.items(), places, strict=True):
@@ -41,12 +40,12 @@ def with_stand_ins(
     folders: Mapping[str, Path],
     gone: Lengths,
 ) -> list[Block]:
-    """Return pinned blocks with new placeholders instead of the old ones.
+    """Return pinned blocks in which new placeholders replace the old placeholders.
 
     Args:
-        pinned: Blocks that a state needs, with the placeholders of an earlier state.
-        folders: Label of writers -> folder.
-        gone: Trajectories that get a placeholder.
+        pinned: Blocks that a saved state needs, with the placeholders of an earlier state.
+        folders: Prefix of the names of a folder's writers -> folder.
+        gone: Deleted trajectories. Each gets a placeholder.
     """
     made = [block for block in pinned if not is_stand_in(block)]
     for (writer, number), length in gone.items():
@@ -59,12 +58,12 @@ def with_stand_ins(
 
 
 def is_stand_in(block: Block) -> bool:
-    """Return whether a block is a placeholder of `with_stand_ins`."""
+    """Return whether a block is a placeholder created by `with_stand_ins`."""
     return block.file_bytes == _NUM_BYTES
 
 
 def beside_stand_ins(blocks: Iterable[Block], pinned: Iterable[Block]) -> list[Block]:
-    """Return blocks without the fragments of trajectories that have a placeholder among `pinned`."""
+    """Return blocks without fragments of trajectories that have a placeholder in `pinned`."""
     gone: dict[str, list[int]] = {}
     for block in filter(is_stand_in, pinned):
         gone.setdefault(block.writer, []).append(int(block.fragments["trajectory"][0]))

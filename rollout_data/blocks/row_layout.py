@@ -4,9 +4,9 @@ Cuts: the leaves of a batch, as parts of gathered rows.
 
 All small fields of a frame are stored side by side in one packed row, the column "frames", so a
 batch is one gather. Large fields and fields in chunks have columns of their own, so that other
-fields are read without them. The place of a leaf is computed once per layout. A batch then needs
-one view per leaf. Leaves of uncoded fields and of adjacent components are views of the rows; other
-leaves are new tensors.
+fields are read without them. The bytes of each tensor in a row are computed once per layout. A
+batch then needs one view per tensor. Uncoded fields and adjacent components become views of the
+rows; all other fields become new tensors.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from storage.codecs.codec_chains import check_codec, codec_of, stored_field
 from storage.core.fields import Field, Schema
 from storage.errors import SchemaError
 
-#: Bytes of a stored row from which on a field has a column of its own.
+#: A field whose stored rows have at least this number of bytes has a column of its own.
 LARGE_FIELD_BYTES = 4096
 #: Name of the column that holds the packed row.
 PACKED = "frames"
 #: Rows are padded to a multiple of this number of bytes, so that every dtype can be viewed in
 #: place.
 ROW_ALIGNMENT = 8
-#: Dtype that torch cannot concatenate with other dtypes -> dtype that it can; uint64 values stay
-#: below 2**63.
+#: Dtype that torch cannot concatenate with other dtypes -> signed dtype that torch can concatenate.
+#: Values of uint64 fields must be below 2**63.
 _JOINABLE = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
 #: Allocates a tensor on the CPU: (shape, dtype) -> tensor.
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-#: Dtype of which torch cannot write single rows -> dtype of the same bytes.
+#: Dtype whose rows torch cannot write by index -> dtype of the same size, as which rows are copied.
 _WRITABLE = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 @dataclass(frozen=True)
 class StoredColumn:
-    """A row of fixed size per frame with one or several fields.
+    """A column of a table: one row of fixed size per frame, with one or several fields.
 
     Attributes:
-        name: "frames", or the name of its only field.
+        name: "frames" for the packed row, otherwise the name of the only field.
         row_bytes: Size of a row, padding included.
         offsets: Field -> first byte of the field in the row.
-        is_coded: Whether the file has chunks that decode to such rows.
+        is_coded: Whether the rows are stored as chunks, which must be decoded.
     """
 
     name: str
@@ -61,7 +61,7 @@ class RowLayout:
 
     Args:
         schema: Decoded fields.
-        apart: Small fields that get a column of their own.
+        apart: Names of small fields that get a column of their own.
 
     Attributes:
         schema: Decoded fields.
@@ -135,7 +135,7 @@ class RowLayout:
         return typed.view(*rows.shape[:-1], *shape) if len(shape) != 1 else typed
 
     def decoded(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Decode a field in rows of its column: a view for raw fields, a new tensor for coded fields."""
+        """Decode a field in rows of its column. Raw fields are views, coded fields new tensors."""
         stored = self.stored_view(name, rows)
         return self._codecs[name].decode(stored, self.schema[name].torch_dtype)
 
@@ -165,11 +165,11 @@ def joined(
 ) -> torch.Tensor:
     """Concatenate components along the last axis: `[..., D]`.
 
-    Several dtypes are promoted like torch does.
+    Components of different dtypes are promoted as by torch.
 
     Args:
         parts: Components `[..., *shape]`.
-        leading: Number of axes before their shapes.
+        leading: Number of axes before the shape of each component.
         allocate: Returns the memory of the result; None for new memory.
     """
     if len({part.dtype for part in parts}) > 1:
@@ -187,7 +187,7 @@ def _padded(num_bytes: int) -> int:
 
 
 def _pack(fields: list[Field]) -> StoredColumn:
-    """Return the packed column of some fields, each aligned to its item size."""
+    """Return the packed column of some fields. Each field is aligned to its item size."""
     offsets: dict[str, int] = {}
     end = 0
     for field in fields:
@@ -213,10 +213,7 @@ class FrameRows:
         self._typed: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def as_type(self, column: str, dtype: torch.dtype) -> torch.Tensor:
-        """View the rows of a column as another dtype.
-
-        The view is shared by all leaves of the column.
-        """
+        """Return a view of the rows of a column as another dtype, cached for all its fields."""
         found = self._typed.get((column, dtype))
         if found is None:
             found = self._typed[column, dtype] = self._columns[column].view(dtype)
@@ -224,17 +221,17 @@ class FrameRows:
 
 
 class FrameCut:
-    """A leaf of a batch: a field, or components of an observation joined along the last axis.
+    """A tensor of a batch: one field, or several components joined along the last axis.
 
     Args:
         layout: Layout of the rows.
-        names: The field, or the components.
-        is_joined: Return `[..., D]` instead of the shape of the field.
+        names: Name of the field, or names of the components.
+        is_joined: Whether the tensor is flat, `[..., D]`. Otherwise it has the shape of the field.
 
     Attributes:
-        names: The field, or the components.
-        column: Column of the first of them.
-        parts: Components that have to be concatenated, since they are not adjacent or are coded;
+        names: Name of the field, or names of the components.
+        column: Column of the first name.
+        parts: Components that must be concatenated, since they are not adjacent or are coded;
             otherwise empty.
     """
 
@@ -256,9 +253,9 @@ class FrameCut:
         self._strides = torch.empty(self._shape, device="meta").stride()
 
     def __call__(self, rows: FrameRows, grid: Grid, allocate: Allocate | None = None) -> torch.Tensor:
-        """Return the leaf as `[*grid.sizes, *shape]`.
+        """Return the tensor of a batch, `[*grid.sizes, *shape]`: a view of the rows where possible.
 
-        `allocate` returns the memory of concatenated parts.
+        `allocate` returns memory for components that must be concatenated.
         """
         if self.parts:
             return joined([part(rows, grid) for part in self.parts], len(grid.sizes), allocate)
@@ -271,9 +268,9 @@ class FrameCut:
 
 
 def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict[str, FrameCut]:
-    """Return the leaves of a batch by their names.
+    """Return the tensors of a batch by name.
 
-    With `is_joined`, each of `groups` is one leaf.
+    With `is_joined`, the components of each name in `groups` are joined to one tensor.
     """
     leaves: dict[str, list[str]] = {}
     for name in layout.schema:
@@ -284,6 +281,6 @@ def leaves_of(layout: RowLayout, groups: Sequence[str], is_joined: bool) -> dict
 
 
 def put(values: torch.Tensor, at: tuple[torch.Tensor, ...], rows: torch.Tensor) -> None:
-    """Write rows to the positions `at` of a leaf that is contiguous and no view of other rows."""
+    """Write rows to the positions `at` of `values`, a contiguous tensor with memory of its own."""
     dtype = _WRITABLE.get(values.dtype, values.dtype)
     values.view(dtype)[at] = rows.view(dtype)

@@ -1,7 +1,7 @@
-"""The `[T, B, ...]` tensors of a rollout storage: allocate, read a step, write it, grow, roll, split into fields.
+"""The `[T, B, ...]` tensors of a rollout storage.
 
-Operations loop over the columns and act on the time axis; none depends on the name of a column. A step is checked
-completely before its first byte is written.
+Operations loop over the columns and act on the time axis. No operation depends on the name of a
+column. All values of a step are checked before the first byte is written.
 
 Recurrent states are None, a tensor, or (named) tuples of these. Their leaves, `[layers, B, *H]`, are columns too. The
 first states fix the structure, which is saved as a layout in JSON: "tensor", None, or a list of layouts. A list that
@@ -55,7 +55,7 @@ class ColumnTable:
         self.num_envs = num_envs
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
-        #: Number of changes of the tensors. A reader compares it to detect changes since its last read.
+        #: Times that tensors were replaced or changed. Readers compare this number to detect changes.
         self.num_changes = 0
         self._inputs = [
             (column, {field.name: _Input.of(column, field, num_envs) for field in column.fields})
@@ -64,13 +64,14 @@ class ColumnTable:
         ]
         self._sources = {x.source for x in columns if x.source and (x.fields or x.is_ignorable)}
         viewed = {column.view_of for column in columns}
-        #: Fields of `num_rows + 1` steps, of which other columns are views.
+        #: Names of fields with `num_rows + 1` steps. Other columns are views of these fields.
         self._longer = {field.name for column in columns if column.name in viewed for field in column.fields}
-        #: Name and number of axes of a step's value -> the rows for it; filled when the first step is written.
+        #: Name of a field and number of axes of its value -> views of its rows, one per step.
+        #: Filled when the first step is written.
         self._rows: dict[tuple[str, int], tuple[torch.Tensor, ...]] = {}
-        #: Name of an optional field -> its row in steps without a value.
+        #: Name of an optional field -> the row that is written in steps without a value.
         self._fillings: dict[str, torch.Tensor] = {}
-        #: Names and shapes of the host tensors of a step -> their copy to the device.
+        #: Names and shapes of the host tensors of a step -> the copier to the device.
         self._copies: dict[tuple[tuple[str, torch.Size], ...], PackedCopy] = {}
         for name in self.schema:
             parents = [other for other in self.schema if name.startswith(other + "/")]
@@ -109,7 +110,7 @@ class ColumnTable:
         return self.schema[name].fill if name in self.schema else 0
 
     def view(self, name: str, stop: int | None = None) -> Any:
-        """Return a column's tensor, a nested dict of tensors, or None if there is no such column. Views."""
+        """Return a view of a column: a tensor, a nested dict of tensors, or None if absent."""
         fields = self.columns[name].fields if name in self.columns else ()
         leaves = {field.name: self.tensors[field.name][:stop] for field in fields if field.name in self.tensors}
         return unflatten(leaves)[name] if leaves else None
@@ -117,10 +118,10 @@ class ColumnTable:
     # -- one step --------------------------------------------------------------------------
 
     def read(self, transition: Any, deferred: DeferredErrors | None = None) -> dict[str, torch.Tensor]:
-        """Check the values of `transition`; return by field name tensors that can be copied into a row.
+        """Check the values of `transition`; return field name -> tensor to copy into a row.
 
-        `deferred` receives the errors of numbers on a device that are out of range. Without it the host waits for the
-        check.
+        `deferred` receives the errors of numbers on a device that are out of range. Without
+        `deferred`, the host waits for the check.
         """
         for name, value in getattr(transition, "__dict__", {}).items():
             if value is not None and name not in self._sources:
@@ -145,7 +146,10 @@ class ColumnTable:
         return leaves
 
     def write(self, row: int, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Write the leaves of `read`, and others by name, over a row. Allocate tensors of new names first."""
+        """Write tensors over a row: the result of `read`, and tensors of any new names.
+
+        Columns for new names are allocated first.
+        """
         for name, leaf in leaves.items():
             if name in self.tensors:
                 continue
@@ -159,13 +163,14 @@ class ColumnTable:
         step = {**self._fillings, **leaves}
         if self.device.type == "cuda":
             step.update(self._sent({name: x for name, x in step.items() if x.is_cpu}))
-        # In half the time of a loop. Fillings are copied too, since filling takes three times as long.
+        # One call takes half the time of a loop. Fill values are copied as tensors too, since
+        # `fill_` takes three times as long.
         torch._foreach_copy_([self._rows[name, x.dim()][row] for name, x in step.items()], list(step.values()))
         self.num_changes += 1
         self._versions = tuple(map(_version_of, self._results))
 
     def _sent(self, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy host tensors of a step to the device in one piece."""
+        """Copy the host tensors of a step to the device in one transfer."""
         if not leaves:
             return {}
         form = tuple((name, x.shape) for name, x in leaves.items())
@@ -182,7 +187,7 @@ class ColumnTable:
 
     @lasting
     def _cut(self) -> None:
-        """Split every tensor into views of its rows: `[B, *shape]`, and `[B]` where the shape is (1,)."""
+        """Split every tensor into views of its rows: `[B, *shape]`, and `[B]` for shape (1,)."""
         inputs = {name: column for column, fields in self._inputs for name in fields}
         self._fillings = {}
         for name, tensor in self.tensors.items():
@@ -202,7 +207,7 @@ class ColumnTable:
 
     @lasting
     def grow(self, num_rows: int) -> None:
-        """Append `num_rows` steps, filled like new ones, to every tensor; written steps stay."""
+        """Append `num_rows` empty steps to every tensor. Written steps keep their values."""
         has_results = self.has_results
         for name, tensor in self.tensors.items():
             new = tensor.new_full((num_rows, *tensor.shape[1:]), self._fill_of(name))
@@ -219,7 +224,7 @@ class ColumnTable:
         self.note_results(has_results)
 
     def assign(self, name: str, value: Any) -> None:
-        """Copy `[T, B, *shape]` (or a nested dict of such) over a whole column, in place."""
+        """Copy `[T, B, *shape]`, or a nested dict of such tensors, over a column in place."""
         action = f"assign to {name!r}"
         column = self.columns[name]
         leaves = flatten({name: value})
@@ -248,9 +253,9 @@ class ColumnTable:
         """Replace all of `own_tensors` by tensors of `num_rows` steps.
 
         Args:
-            tensors: Tensors of fields, by name; and tensors called as in `others`, which are not checked.
+            tensors: Name -> tensor. Only tensors of fields are checked.
             num_rows: New number of steps.
-            others: Names that are not fields.
+            others: Names of the tensors that are no fields.
         """
         expected = {
             field.name: ((num_rows + (field.name in self._longer), self.num_envs, *field.shape), field)
@@ -278,21 +283,21 @@ class ColumnTable:
 
     @property
     def has_results(self) -> bool:
-        """Whether each computed column was computed, assigned or changed since the last step."""
+        """Whether returns and other computed columns were written since the last step."""
         return all(map(ne, map(_version_of, self._results), self._versions))
 
     def note_results(self, are_new: bool) -> None:
-        """Set whether the computed columns belong to the current steps.
+        """Set whether the computed columns, such as returns, belong to the current steps.
 
-        If not, they do after the next change of their `_version`, in which torch counts writes in place through any
-        view, in any mode.
+        If `are_new` is False, a later write to a column makes the column current. Writes are
+        detected by `_version`, in which torch counts writes in place through any view.
         """
         results = [column for column in self.columns.values() if column.batch and not column.source]
         self._results = [self.tensors[x.name] for column in results for x in column.fields]
         self._versions = tuple(-1 if are_new else x._version for x in self._results)
 
     def batch_columns(self, rows: int) -> list[tuple[str, torch.Tensor, bool]]:
-        """Return the fields of a mini-batch: flat mini-batch name, `[rows, B, ...]`, and whether it is padded."""
+        """Return (flat mini-batch name, tensor `[rows, B, ...]`, whether padded) of each field."""
         has_results = self.has_results
         in_batch = []
         for column in self.columns.values():
@@ -306,7 +311,7 @@ class ColumnTable:
         return in_batch
 
     def fill_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Nest the flat names of `batch_columns`; fill absent columns with their fallback, or None."""
+        """Nest the flat names of `batch_columns`. Absent columns get their fallback, or None."""
         fields = unflatten(batch)
         for column in self.columns.values():
             if column.batch and column.batch not in fields:
@@ -365,23 +370,23 @@ def _leaves_of(value: Any, column: Column, inputs: Mapping[str, _Input]) -> Iter
 
 
 class SavedStates:
-    """The recurrent states before each step, in the table of a storage; none before the first step with states."""
+    """The recurrent states before each step, stored as columns in the table of a storage."""
 
     def __init__(self, table: ColumnTable) -> None:
         self._table = table
-        #: Layout of the stored leaves; None if there are none.
+        #: Layout of the stored tensors; None before the first step with states.
         self.layout: Any = None
 
     def leaves(self) -> list[torch.Tensor]:
-        """Return the leaves, `[T, layers, B, *H]`; they share memory with the table."""
+        """Return the stored tensors, `[T, layers, B, *H]`, as views of the table."""
         return [x for name, x in self._table.tensors.items() if name.startswith(_COLUMN + "/")]
 
     def build(self, leaves: list[torch.Tensor]) -> Any:
-        """Return states with these leaves; None if no step had states."""
+        """Return states, nested as in the steps, from flat tensors; None without states."""
         return _build(self.layout, iter(leaves))
 
     def read(self, states: Any) -> dict[str, torch.Tensor]:
-        """Return the leaves of a step's states by name in the table.
+        """Return the states of a step as flat tensors by name in the table.
 
         Raises:
             SchemaError: Structure, shapes or dtypes differ from those of earlier steps.
@@ -406,10 +411,10 @@ class SavedStates:
         return {f"{_COLUMN}/{i}": leaf for i, leaf in enumerate(leaves)}
 
     def check_loaded(self, layout: Any, tensors: Mapping[str, torch.Tensor], num_rows: int) -> set[str]:
-        """Return the names of the leaves in a loaded state.
+        """Return the names of the recurrent states in a loaded state.
 
         Raises:
-            SchemaError: The leaves are not `num_rows` steps of states with this layout.
+            SchemaError: The tensors are not `num_rows` steps of states with this layout.
         """
         leaves: dict[str, torch.Tensor] = {}
         while f"{_COLUMN}/{len(leaves)}" in tensors:
@@ -431,7 +436,7 @@ class SavedStates:
 
 
 def _layout(states: Any) -> Any:
-    """Return the layout of states; see the module docstring."""
+    """Return the layout of states as in the module docstring."""
     if states is None:
         return None
     if isinstance(states, torch.Tensor):
@@ -449,7 +454,7 @@ def _leaves(states: Any) -> list[torch.Tensor]:
 
 
 def _build(layout: Any, leaves: Iterator[Any]) -> Any:
-    """Return states with a layout, of the next leaves."""
+    """Build states with a layout from the next tensors of `leaves`."""
     if not isinstance(layout, list):
         return None if layout is None else next(leaves)
     names = layout[0]["names"] if layout and isinstance(layout[0], dict) else None

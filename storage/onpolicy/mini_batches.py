@@ -1,8 +1,9 @@
 """Mini-batches from columns: shuffled rows for feed-forward networks, padded trajectories for recurrent ones.
 
-Rows are copied by one gather. Narrow columns are first packed side by side, so that a row of all of them is contiguous:
-a gather of many narrow columns takes twice as long (T=24, N=4096, nine fields of 832 bytes: 105 against 50 ms for 20
-mini-batches). Trajectories are sorted by env, then by time, so that a range of envs is a range of trajectories.
+Rows are copied by one gather. Narrow columns are first packed side by side, so that a row of all
+narrow columns is contiguous. A gather of each column takes twice as long: 105 instead of 50 ms for
+20 mini-batches with T=24, N=4096 and nine fields of 832 bytes. Trajectories are sorted by env, then
+by time, so that a range of envs is a range of trajectories.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from ..core.fields import map_leaves, signed
 from ..core.memory import BufferPool, lasting
 from ..errors import SchemaError, UsageError
 
-#: The action in errors about mini-batches.
+#: Text in errors that names the failed action.
 GENERATE = "generate mini-batches"
-#: Columns with rows of at least this size are not packed: they are gathered at memory speed, without a second copy.
+#: Columns with rows of at least this number of bytes are not packed. Without packing they are
+#: gathered at memory speed, and without a second copy.
 _WIDE_ROW_BYTES = 1024
-#: The same limit if all rows are gathered once or twice, where packing pays less. T=24, N=4096, nine fields of 832
-#: bytes, one epoch: 25 instead of 34 ms; two: 44 instead of 49; three: the same.
+#: As `_WIDE_ROW_BYTES`, if all rows are gathered once or twice, so that packing saves less time.
+#: With T=24, N=4096 and nine fields of 832 bytes, one epoch takes 25 instead of 34 ms and two
+#: epochs 44 instead of 49 ms. For three epochs there is no difference.
 _WIDE_ROW_BYTES_TWICE = 128
-#: Bytes -> dtype. Packed rows have the largest unit that divides every field. The units are floating dtypes, for which
-#: torch has a fast concatenation; copies keep every bit.
+#: Bytes of a unit -> dtype. Packed rows have the largest unit that divides the size of every field.
+#: Units are floating dtypes, since torch concatenates them fast. Copies keep every bit.
 _UNITS = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
 _Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -37,7 +40,8 @@ class Delivery:
     """Memory for results on one device, and their copies to another one.
 
     Args:
-        device: Device where results are computed. On the CPU their memory is pinned for CUDA, else from a pool.
+        device: Device of the results before the copy. Memory on the CPU is pinned if the copies go
+            to CUDA, otherwise it comes from a pool.
         output_device: Device of the copies; None for `device`.
     """
 
@@ -56,7 +60,7 @@ class Delivery:
         return self._pool.empty(shape, dtype)
 
     def deliver(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy a result to `output_device`, on a separate stream; return `x` itself if it is there already."""
+        """Copy `x` to `output_device` on a separate stream; return `x` if already there."""
         if x.device == self.output_device:
             return x
         if self.output_device.type != "cuda" or not x.is_pinned():
@@ -74,8 +78,8 @@ class Delivery:
 class RowGather:
     """Gather rows of contiguous columns `[num_rows, ...]` by index, each row `num_gathers` times.
 
-    Narrow columns are copied by the constructor, wide ones are read by each gather. `count_changes` must return the
-    same number at each gather as in the constructor.
+    The constructor copies narrow columns. Each gather reads wide columns from their own memory, so
+    `count_changes` must return the same number at each gather as in the constructor.
     """
 
     @lasting
@@ -94,7 +98,7 @@ class RowGather:
         # Rows of 0 bytes count as wide: they cannot be viewed as another dtype.
         self._wide = {name: x for name, x in columns.items() if not 0 < _row_bytes(x) < limit}
         self._is_live = any(x.numel() for x in self._wide.values())
-        # The largest items first, so that each is aligned to its size.
+        # Columns are sorted by item size, largest first, so that each is aligned to its item size.
         narrow = [(name, x) for name, x in columns.items() if name not in self._wide]
         narrow.sort(key=lambda item: -item[1].element_size())
         #: The narrow columns side by side.
@@ -104,7 +108,7 @@ class RowGather:
             self.packed, self._widths = self._pack([x for _, x in narrow])
 
     def gather(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return `[len(index), ...]` of every column; narrow ones are strided views of one new tensor.
+        """Return `[len(index), ...]` of every column. Narrow columns are views of one new tensor.
 
         Raises:
             UsageError: Wide columns were changed since the construction.
@@ -121,7 +125,7 @@ class RowGather:
         return {name: gathered[name] for name in self._names}
 
     def _pack(self, columns: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-        """Copy columns side by side, in units of one size; rows are aligned to the largest item.
+        """Copy columns side by side in units of one size. Rows are aligned to the largest item.
 
         Returns:
             The packed columns, and the width of each column and of the padding after them, in units.
@@ -134,7 +138,8 @@ class RowGather:
             parts.append(parts[0].new_zeros(len(parts[0]), padding))
         widths = [part.shape[1] for part in parts]
         packed = self._delivery.empty((len(parts[0]), sum(widths)), _UNITS[size])
-        torch.cat(parts, 1, out=packed)  # in one pass; copying column by column takes 1.6 times as long
+        # Copying column by column takes 1.6 times as long.
+        torch.cat(parts, 1, out=packed)
         return packed, widths
 
     def _select(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -147,10 +152,10 @@ class RowGather:
 def batch_bounds(
     num_items: int, item: str, num_mini_batches: int, num_epochs: int, drop_last: bool
 ) -> list[tuple[int, int]]:
-    """Return the half-open bounds of mini-batches of `range(num_items)`; raise `UsageError` for wrong numbers.
+    """Return the half-open bounds of mini-batches of `range(num_items)`.
 
-    With `drop_last` all mini-batches have the same size and the remainder is left out. Without it the first ones have
-    one item more.
+    With `drop_last` all mini-batches have the same size, and the remainder is left out. Otherwise
+    the first mini-batches have one more item. Raises `UsageError` for invalid numbers.
     """
     arguments.whole(GENERATE, "num_mini_batches", num_mini_batches, 1)
     arguments.whole(GENERATE, "num_epochs", num_epochs, 1)
@@ -178,9 +183,9 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 class Segments:
     """The positions of the trajectories of some envs in a `[T, B]` rollout."""
 
-    #: B.
+    #: Number of envs, B.
     num_envs: int
-    #: `[T, n]` bool, False on padding.
+    #: bool `[T, n]`, False on padding, for n trajectories.
     masks: torch.Tensor
     #: `[n]` int64, row `t * B + b` of each trajectory's first step.
     starts: torch.Tensor
@@ -189,7 +194,7 @@ class Segments:
 
     @cached_property
     def source(self) -> torch.Tensor:
-        """`[T * n]` int64, the source row of each position; on padding any row."""
+        """Row of the rollout for each padded position, int64 `[T * n]`; any row on padding."""
         offset = torch.arange(len(self.masks), device=self.masks.device).unsqueeze(1)
         return torch.where(self.masks, self.starts + offset * self.num_envs, self.starts).flatten()
 
@@ -201,7 +206,10 @@ class Segments:
 
 
 def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the positions of the `count` True values of `[n]` bool, in order; on a device `nonzero` would wait."""
+    """Return the positions of the `count` True values of a bool tensor `[n]`, ascending.
+
+    Unlike `nonzero`, this function does not wait for the device.
+    """
     if mask.is_cpu:
         return mask.nonzero().squeeze(1)
     place = torch.where(mask, mask.cumsum(0) - 1, count)
@@ -211,7 +219,10 @@ def true_places(mask: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def find_segments(dones: torch.Tensor) -> Segments:
-    """Find the trajectories of `dones` `[T, B]` or `[T, B, 1]` of any dtype, not 0 on a last step."""
+    """Compute the positions of trajectories from `dones`.
+
+    `dones` is `[T, B]` or `[T, B, 1]` of any dtype, not 0 on the last step of a trajectory.
+    """
     arguments.instance("split trajectories", "dones", dones, "as a tensor", torch.Tensor)
     if dones.dim() == 3 and dones.shape[-1] == 1:
         dones = dones.squeeze(-1)
@@ -221,8 +232,9 @@ def find_segments(dones: torch.Tensor) -> Segments:
     num_steps, num_envs = dones.shape
     is_first = torch.ones(num_envs, num_steps, dtype=torch.bool, device=dones.device)
     is_first[:, 1:] = (dones[:-1] != 0).T
-    bounds = [0, *is_first.sum(1).cumsum(0).tolist()]  # on a device this waits, and is the only wait
-    first = true_places(is_first.flatten(), bounds[-1])  # b * T + t
+    # The only wait for the device.
+    bounds = [0, *is_first.sum(1).cumsum(0).tolist()]
+    first = true_places(is_first.flatten(), bounds[-1])  # Index b * T + t of each first step.
     env = torch.div(first, num_steps, rounding_mode="floor")
     lengths = torch.diff(first, append=first.new_full((1,), num_envs * num_steps))
     masks = torch.arange(num_steps, device=dones.device).unsqueeze(1) < lengths
@@ -232,9 +244,9 @@ def find_segments(dones: torch.Tensor) -> Segments:
 def gather_padded(
     x: torch.Tensor, source: torch.Tensor, padding: torch.Tensor, empty: _Empty | None = None
 ) -> torch.Tensor:
-    """Gather rows `source` of `[T, B, *event]`, with zeros at the places `padding`: `[len(source), *event]`.
+    """Gather rows of `[T, B, *event]` by `source`, with zeros at `padding`: `[len(source), *event]`.
 
-    Gradients flow through, unless `empty` allocates the result.
+    The result has gradients, unless `empty` allocates its memory.
     """
     flat = signed(x).reshape(len(x) * x.shape[1], x[:1, :1].numel())
     if empty is None:
@@ -286,7 +298,7 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
         got = str(list(masks.shape)) if isinstance(masks, torch.Tensor) else type(masks).__name__
         raise SchemaError("join trajectories", "", "masks of shape [T, n]", got)
     num_steps, num_trajectories = masks.shape
-    # The positions of data, sorted by trajectory, that is by env and time.
+    # Positions of data, sorted by trajectory. This is the order of env, then time.
     places = masks.T.flatten().nonzero().squeeze(1)
     if not len(places) or len(places) % num_steps:
         expected = f"masks with a multiple of {num_steps} True values"
@@ -304,7 +316,8 @@ def unpad_trajectories(padded: Any, masks: torch.Tensor) -> Any:
 
 
 def _as(dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == dtype else x.view(dtype)  # no gradient flows through a view as the same dtype either
+    # A view would lose the gradient, even a view as the same dtype.
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 def _check_steps(action: str, x: Any, num_steps: int, num_columns: int) -> None:
@@ -324,12 +337,13 @@ def env_groups(
 ) -> list[tuple[dict[str, torch.Tensor], list[torch.Tensor], torch.Tensor]]:
     """Return the recurrent mini-batches of one epoch: ranges of envs, split at dones and padded.
 
-    Columns are `[T, B, ...]`. Padded columns become `[T, n_traj, ...]`, others `[T, envs, ...]`. Of states `[T, layers,
-    B, *H]` the first step of each trajectory is copied.
+    Columns are `[T, B, ...]`. Padded columns become `[T, n_traj, ...]`, all other columns
+    `[T, envs, ...]`. States are `[T, layers, B, *H]`. Only the states at the first step of each
+    trajectory are copied.
 
     Returns:
-        Fields by name, leaves of the states, and masks of each mini-batch. All are contiguous, so that
-        `flatten(0, 1)`, the input of a network's first layer, is a view.
+        Fields by name, flat tensors of the states, and masks of each mini-batch. All tensors are
+        contiguous. Therefore `flatten(0, 1)`, the input of a network's first layer, is a view.
     """
     num_steps = len(dones)
     segments = find_segments(dones)
@@ -340,7 +354,7 @@ def env_groups(
     padding = true_places(~torch.cat([part.masks.flatten() for part in parts]), num_padded)
     fields: list[dict[str, torch.Tensor]] = [{} for _ in bounds]
     for name, x, is_padded in columns:
-        # All groups of a column share one allocation, one after the other.
+        # All mini-batches of a column share one allocation, one after the other.
         if is_padded:
             groups = gather_padded(x, source, padding, delivery.empty)
         else:
@@ -355,7 +369,7 @@ def env_groups(
 
 
 def _first_states(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Copy the states at each trajectory's first step: `[layers, n_traj, *H]` from `[T, layers, B, *H]`."""
+    """Copy the states at first steps: `[layers, n_traj, *H]` from `[T, layers, B, *H]`."""
     _, num_layers, num_envs = x.shape[:3]
     step = torch.div(starts, num_envs, rounding_mode="floor")
     layer = torch.arange(num_layers, device=x.device).unsqueeze(1)

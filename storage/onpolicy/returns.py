@@ -1,8 +1,8 @@
 """Returns and advantages as pure functions: GAE, n-step returns, discounted sums, normalization.
 
-Every backward recursion is `x[t] = terms[t] + decay[t] * x[t + 1]`, which `_write_sums` computes. Time is the first
-axis. With one reward, `[T, N]` with dones `[T, N]` is accepted too. Steps after a done do not change steps before it,
-even if they are NaN. Results are targets: no gradient flows through them.
+Every backward recursion is `x[t] = terms[t] + decay[t] * x[t + 1]`, which `_write_sums` computes.
+Time is the first axis. With one reward, `[T, N]` with dones `[T, N]` is accepted too. Steps after a
+done, even with NaN, do not change steps before the done. Results have no gradient.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from ..errors import FieldTypeError, SchemaError, UsageError
 Scalar = float | torch.Tensor
 
 _ACTION = "compute returns"
-#: The value from which a step bootstraps at a time-out: none, its own value, or its bootstrap value.
+#: Rules for the bootstrap value at a time-out: no value, the step's own value, or the step's
+#: `bootstrap_values`.
 TRUNCATION_RULES = ("cut", "value", "final")
-#: Axes over which advantages are normalized, by the name of the rule.
+#: Name of a normalization -> axes over which advantages are normalized.
 NORMALIZATIONS = {"global": (0, 1, 2), "per_reward": (0, 1)}
 _NUMPY_FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 _NUMPY_DTYPES = frozenset((torch.uint8, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, *_NUMPY_FLOATS))
-#: Numbers per piece on the CPU: 256 KiB of float32 stay in the L2 cache between several passes.
+#: Numbers per piece on the CPU. 256 KiB of float32 stay in the L2 cache between several passes.
 _PIECE_SIZE = 1 << 16
-#: Numbers per piece on CUDA, where starting a call takes longer.
+#: Numbers per piece on CUDA. Pieces are larger, since starting a call takes longer.
 _PIECE_SIZE_CUDA = 1 << 20
-#: Numbers that an elementwise call processes in the time that it takes to start.
+#: Numbers that an elementwise numpy call processes in the time that starting the call takes.
 _CALL_SIZE_NUMPY = 5_000
 _CALL_SIZE_TORCH = 10_000
 _CALL_SIZE_CUDA = 250_000
@@ -49,7 +50,7 @@ def generalized_advantage(
     gamma: Scalar,
     lam: Scalar,
 ) -> torch.Tensor:
-    """Estimate advantages by exponentially weighted TD errors (Schulman et al. 2016, eq. 16).
+    """Compute advantages by exponentially weighted TD errors (Schulman et al. 2016, eq. 16).
 
     Args:
         rewards: `[T, N, R]` of a floating dtype, reward of the step that starts at t.
@@ -81,11 +82,12 @@ def rollout_advantage(
     out: torch.Tensor | None = None,
     returns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Estimate advantages of a rollout, whose next values are its own values one step later.
+    """Compute advantages of a rollout, whose next values are its own values one step later.
 
-    The same as `generalized_advantage` with `next_values[t] = values[t + 1]` (`last_values` `[N, R]` at the end) where
-    not done, else 0. The result is written to `out`, if it is given: contiguous, and none of the other tensors. The
-    advantages plus the values are written to `returns`, if it is given. Errors are raised before either is written.
+    Equals `generalized_advantage` with next values `values[t + 1]` where not done, else 0. The next
+    value of the last step is `last_values`, `[N, R]`. The result is written to `out`, a contiguous
+    tensor without shared memory, or to a new tensor. Advantages plus values are written to
+    `returns`, unless it is None. Errors are raised before any tensor is written.
     """
     _check_rollout(rewards, dones=dones, values=values, last_values=last_values, out=out, returns=returns)
     advantages = _like(rewards) if out is None else out
@@ -97,7 +99,9 @@ def rollout_advantage(
 
 
 def discounted_sums(rewards: torch.Tensor, dones: torch.Tensor, gamma: Scalar) -> torch.Tensor:
-    """Sum the discounted rewards from each step to the end of its trajectory or of the rollout.
+    """Compute the discounted sum of rewards from each step to the end of its trajectory.
+
+    A trajectory without a done ends with the rollout.
 
     Arguments and result are as for `generalized_advantage`.
     """
@@ -114,10 +118,11 @@ def n_step_returns(
     gamma: Scalar,
     num_steps: int,
 ) -> torch.Tensor:
-    """Sum up to `num_steps` discounted rewards and the discounted value of the observation after them.
+    """Compute sums of up to `num_steps` discounted rewards and the discounted value after them.
 
-    A sum ends at the first done and bootstraps nothing there. A sum that reaches the end of the rollout bootstraps
-    from `last_values` `[N, R]`. Other arguments and the result are as for `generalized_advantage`.
+    A sum ends at the first done, without a value after the done. A sum that reaches the end of the
+    rollout uses `last_values`, `[N, R]`. The remaining arguments and the result are as for
+    `generalized_advantage`.
     """
     _check_rollout(rewards, dones=dones, values=values, last_values=last_values)
     num_steps = whole("compute n-step returns", "num_steps", num_steps, 1)
@@ -148,7 +153,7 @@ class Signals(NamedTuple):
 
     @property
     def cut(self) -> torch.Tensor:
-        """Where a time-out cut the trajectory: time-outs count only at dones."""
+        """Return which steps are cut by a time-out, bool. Time-outs count only at dones."""
         return (self.dones != 0) & (self.time_outs != 0)
 
 
@@ -172,9 +177,9 @@ def write_returns(
     truncation: str,
     deferred: DeferredErrors | None = None,
 ) -> None:
-    """Write returns and advantages of steps in the order of time; the arguments are checked already.
+    """Write returns and advantages of steps in the order of time. Arguments are not checked.
 
-    On CUDA, time-outs without bootstrap values add nothing, and their error goes to `deferred`.
+    On CUDA, a time-out without a bootstrap value adds nothing, and `deferred` receives its error.
     """
     rewards = x.rewards
     bootstrap = {"value": x.values, "final": x.bootstrap_values}.get(truncation)
@@ -184,10 +189,10 @@ def write_returns(
         deferred.note(is_absent.sum(), lambda count: _missing_bootstrap(f"none for {count} of an earlier call"))
         cut = cut ^ is_absent
     if cut is not None and bootstrap is not None:
-        # Only the CPU checks for time-outs first: on a device the check costs a wait, and adding three launches.
+        # Only on the CPU: on a device, this check would wait. Adding zeros costs three launches.
         may_be_cut = not rewards.is_cpu or bool(cut.any())
         if may_be_cut:
-            # `where`, not multiplication: masked rows may be NaN.
+            # A multiplication by 0 would keep NaN of masked rows.
             rewards = torch.where(cut, rewards + bootstrap * _as(gamma, rewards), rewards)
     _write_sums(x.advantages, _Terms(rewards, x.dones, x.values, last_values), gamma, lam, x.returns)
     if normalize is not None:
@@ -195,7 +200,7 @@ def write_returns(
 
 
 def _without_bootstrap(x: Signals, cut: torch.Tensor) -> torch.Tensor:
-    """Return where a time-out cut a trajectory without a bootstrap value."""
+    """Return which steps are cut by a time-out but have no bootstrap value, bool."""
     return cut if x.bootstrap_values is None else cut & x.bootstrap_values.isnan()
 
 
@@ -206,7 +211,7 @@ def _missing_bootstrap(got: str) -> UsageError:
 
 
 def _normalize(advantages: torch.Tensor, axes: tuple[int, ...]) -> None:
-    """Scale to mean 0 and standard deviation 1 over some axes, in place; with fewer than 2 numbers set to 0."""
+    """Scale to mean 0 and deviation 1 over axes, in place. Fewer than 2 numbers become 0."""
     count = prod(advantages.shape[axis] for axis in axes)
     if count < 2:
         advantages.zero_()
@@ -217,7 +222,7 @@ def _normalize(advantages: torch.Tensor, axes: tuple[int, ...]) -> None:
 
 
 def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: int) -> torch.Tensor:
-    """Return `[N, R]` float32 from `[N, R]`, or from `[N]` with one reward."""
+    """Return last values as float32 `[N, R]`, from `[N, R]`, or from `[N]` with one reward."""
     field = Field("last_values", (num_envs, num_rewards))
     shapes = (field.shape, (num_envs,)) if num_rewards == 1 else (field.shape,)
     return fit(_ACTION, field, last_values, shapes=shapes).to(torch.float32).view(field.shape)
@@ -226,7 +231,7 @@ def checked_last_values(last_values: torch.Tensor, num_envs: int, num_rewards: i
 def checked_factor(name: str, factor: Scalar, num_rewards: int, deferred: DeferredErrors | None = None) -> Scalar:
     """Return a checked discount or trace decay: a number, or `[R]`, in [0, 1].
 
-    `deferred` receives the error of a factor on CUDA; without it the host waits for the device.
+    `deferred` receives the error of a factor on CUDA. Without `deferred`, the host waits.
     """
     if isinstance(factor, (float, int)) and 0 <= factor <= 1:
         return factor
@@ -253,8 +258,8 @@ class CheckedFactors:
         self._num_rewards = num_rewards
         self._device = device
         self._deferred = deferred
-        #: Name -> the tensor that was checked, its version then, and the factor on the device.
-        #: The reference prevents the reuse of the tensor's memory.
+        #: Name -> checked tensor, `_version` of the tensor at the check, factor on the device.
+        #: The reference to the tensor prevents the reuse of its memory.
         self._checked: dict[str, tuple[torch.Tensor, int, Scalar]] = {}
 
     def on_device(self, name: str, factor: Scalar) -> Scalar:
@@ -278,11 +283,12 @@ class CheckedFactors:
 
 
 class _Terms(NamedTuple):
-    """The terms of the sums up to the next done; tensors, or arrays over their memory.
+    """The terms of the sums up to the next done: tensors, or numpy arrays over their memory.
 
-    Without values, the terms are the rewards. With values, they are `rewards + discount * next_values - values`. The
-    next values are `ahead` if it is `[T, N, R]`. If `ahead` is `[N, R]`, they are the values one step later, and
-    `ahead` after the last step.
+    Without values, the terms are the rewards. With values, the terms are
+    `rewards + discount * next_values - values`. If `ahead` is `[T, N, R]`, `ahead` has the next
+    values. If `ahead` is `[N, R]`, the next value is the value one step later, and `ahead` after
+    the last step.
     """
 
     rewards: Any
@@ -295,14 +301,16 @@ class _Terms(NamedTuple):
 def _write_sums(
     out: torch.Tensor, terms: _Terms, discount: Scalar, trace: Scalar = 1.0, returns: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Write to contiguous `out` the sums, discounted by `discount * trace`; write sums plus values to `returns`.
+    """Write sums discounted by `discount * trace` to `out`, and sums plus values to `returns`.
 
-    Steps are processed in pieces that stay in the cache, from the last piece to the first. `lib` is numpy, if it
-    supports the dtypes and the device, or torch: numpy's calls take half the time.
+    `out` is contiguous. Steps are processed in pieces that stay in the cache, from the last piece
+    to the first. `lib` is numpy if numpy supports the dtypes and the device, otherwise torch.
+    Calls of numpy take half the time.
     """
     lib, (x, total, r, d, v, ahead) = _arrays(out, returns, *terms)
     rows = max(1, (_PIECE_SIZE_CUDA if out.is_cuda else _PIECE_SIZE) // max(1, prod(out.shape[1:])))
-    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN cause no warnings, as in torch
+    # As in torch, infinities and NaN cause no warnings.
+    with np.errstate(over="ignore", invalid="ignore"):
         gamma = _place_factor(discount, out, lib)
         lam = _place_factor(trace, out, lib)
         decay = lib.empty_like(x[:rows])
@@ -325,9 +333,10 @@ def _write_sums(
             if stop < len(x):
                 piece[-1] += _decay(lib, weight[-1], x[stop])
             _scan(lib, piece, weight)
-            if total is not None:  # within the loop, while both are still in the cache
+            if total is not None:  # Added here, while both pieces are still in the cache.
                 lib.add(piece, v[start:stop], out=total[start:stop])
-    # In numpy, 0 * NaN and 0 * inf are NaN: a number that is not finite passes a done and reaches the first step.
+    # In numpy, 0 * NaN and 0 * inf are NaN. A number that is not finite therefore passes dones and
+    # reaches the first step.
     if lib is np and not bool(lib.isfinite(x[:1]).all()):
         _write_step_by_step(out, terms, _as(discount, out), _as(trace, out))
         if returns is not None:
@@ -336,7 +345,7 @@ def _write_sums(
 
 
 def _write_step_by_step(out: torch.Tensor, terms: _Terms, discount: torch.Tensor, trace: torch.Tensor) -> None:
-    """Compute the sums of `_write_sums` so that numbers after a done, even NaN, do not pass it."""
+    """Compute the sums of `_write_sums` step by step, so that a NaN does not pass a done."""
     ended = terms.dones != 0
     ahead = terms.ahead
     out.copy_(terms.rewards)
@@ -351,9 +360,9 @@ def _write_step_by_step(out: torch.Tensor, terms: _Terms, discount: torch.Tensor
 def _scan(lib: Any, x: Any, decay: Any) -> None:
     """Compute `x[t] += decay[t] * x[t + 1]` from the last step of contiguous `[T, ...]` to the first, in place.
 
-    Overwrites `decay`. First by recursive doubling (Hillis and Steele 1986), which joins several rows to one, then
-    row by row: 1000 steps of 1 env take 50 us instead of 1300. Doubling ends where its passes over all numbers would
-    take longer than the calls that they save.
+    Overwrites `decay`. Recursive doubling (Hillis and Steele 1986) first combines several rows per
+    call. The remaining sums are computed row by row. 1000 steps of 1 env take 50 us instead of
+    1300 us. Doubling stops when a pass over all numbers takes longer than the calls that it saves.
     """
     num_steps = len(x)
     width = prod(x.shape[1:])
@@ -370,11 +379,11 @@ def _scan(lib: Any, x: Any, decay: Any) -> None:
     if reach < longest:
         product = lib.empty_like(x)
         spare = lib.empty_like(x)
-    while reach < longest:  # x[t] becomes the sum of twice as many steps
+    while reach < longest:  # Each pass doubles the number of steps in the sum x[t].
         n = num_steps - reach
         _decay(lib, decay[:n], x[reach:], product[:n])
         lib.add(x[:n], product[:n], out=x[:n])
-        n -= reach  # later products are not needed
+        n -= reach  # The products of later steps are not needed.
         lib.multiply(decay[:n], decay[reach : reach + n], out=spare[:n])
         decay, spare = spare, decay
         reach *= 2
@@ -391,22 +400,23 @@ def _scan(lib: Any, x: Any, decay: Any) -> None:
 
 
 def _decay(lib: Any, decay: Any, later: Any, out: Any = None) -> Any:
-    """Multiply; with torch, a decay of 0 gives 0 even for NaN.
+    """Return `decay * later`. With torch, the product with a decay of 0 is 0 even for NaN.
 
-    With numpy, `_write_sums` checks its result instead: a mask costs a quarter more. On a device a check would wait.
+    With numpy, `_write_sums` checks the result for NaN instead, since a mask takes a quarter
+    longer. On a device, such a check would wait.
     """
     product = lib.multiply(decay, later, out=out)
     return product if lib is np else product.masked_fill_(decay == 0, 0)
 
 
 def _write_alive(dones: Any, factor: Any, out: Any) -> None:
-    """Write `factor` where not done, else 0."""
+    """Write `factor` to `out` for steps that are not done, and 0 for other steps."""
     if dones.shape == out.shape:
         out[...] = dones
     else:
-        for head in range(out.shape[-1]):  # 3 times as fast as one call that broadcasts each flag
+        for head in range(out.shape[-1]):  # One call that broadcasts flags takes 3 times as long.
             out[..., head] = dones[..., 0]
-    # For flags of 0 and 1 this is as exact as a comparison; 5 times as fast in torch, equally fast in numpy.
+    # Exact for flags of 0 and 1. A comparison takes 5 times as long in torch, as long in numpy.
     out *= -factor
     out += factor
 
@@ -414,7 +424,7 @@ def _write_alive(dones: Any, factor: Any, out: Any) -> None:
 def _arrays(out: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[Any]]:
     """Return numpy and arrays over the memory of the tensors, or torch and the tensors.
 
-    Torch if a tensor has a dtype that numpy lacks, or is on a device.
+    Torch is returned if a tensor is on a device or has a dtype that numpy lacks.
     """
     tensors = [out, *others]
     if out.dtype not in _NUMPY_FLOATS:
@@ -425,7 +435,10 @@ def _arrays(out: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, list[
 
 
 def _place_factor(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
-    """Return a factor as one number, or as a whole row: broadcasting short rows costs ten times as much."""
+    """Return a factor as one number, or as a whole row `[N, R]`.
+
+    Broadcasting a short row `[R]` takes ten times as long.
+    """
     if lib is np and not isinstance(factor, torch.Tensor):
         return np.asarray(factor, _NUMPY_FLOATS[like.dtype])
     placed = _as(factor, like)
@@ -439,14 +452,15 @@ def _place_factor(factor: Scalar, like: torch.Tensor, lib: Any) -> Any:
 def _as(factor: Scalar, like: torch.Tensor) -> torch.Tensor:
     if isinstance(factor, torch.Tensor):
         return factor.to(like.device, like.dtype)
-    return torch.full((), factor, dtype=like.dtype, device=like.device)  # a copy from the host would wait
+    # A copy from the host would wait; `full` does not.
+    return torch.full((), factor, dtype=like.dtype, device=like.device)
 
 
 # -- checks --------------------------------------------------------------------------------------
 
 
 def _check_rollout(rewards: torch.Tensor, **others: torch.Tensor | None) -> None:
-    """Check that rewards are `[T, N, R]` or `[T, N]`, and that each other tensor has the shape for its name."""
+    """Check that rewards are `[T, N, R]` or `[T, N]`, and that the other shapes match."""
     is_dense = isinstance(rewards, torch.Tensor) and rewards.layout is torch.strided
     if not is_dense or not rewards.is_floating_point() or rewards.dim() not in (2, 3):
         raise SchemaError(_ACTION, "", "rewards, floating numbers of shape [T, N, R]", _words(rewards))
