@@ -1,9 +1,10 @@
 """The live trajectories of a buffer, the places of their rows, and samples of their steps.
 
-A few numbers per trajectory state the place of its rows. They are updated when the rows move, so
-adding a trajectory takes the same time for any number of them. A sample is located in the running
-sum of lengths, and its rows are gathered once for each place and layout. A sample that raises an
-error restores the random state.
+A trajectory is live until the buffer removes it. A table has a few numbers per trajectory, which
+locate its rows. A number is updated when the rows move, so the time to add a trajectory does not
+depend on the number of trajectories. Drawn steps are located in the running sum of lengths. Rows
+are gathered once for each place and layout. A sample that raises an error restores the random
+state.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ Arrays = dict[str, npt.NDArray[np.int32]]
 #: Places of rows: in the cache, in a file that can be mapped, or elsewhere (in other memory, or in
 #: a file read whole).
 CACHED, MAPPED, ELSEWHERE = range(3)
-#: Numbers of a trajectory: steps, layout, place of its rows, and first row in the cache (0 if it is
-#: not cached).
+#: Numbers of a trajectory: steps, layout, place of its rows, and first row in the cache. The first
+#: row is 0 if the trajectory is not cached.
 _NUMBERS = np.dtype([("size", "i8"), ("layout", "i8"), ("source", "i8"), ("first", "i8")])
 _FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
-#: Mapped files, at most. Then all are unmapped. A process may have 65,530 mappings, one for each
-#: column.
+#: Most mapped files; beyond it, all files are unmapped. Linux allows 65,530 mappings per process,
+#: and each column of a file is one mapping.
 MAX_MAPPED_FILES = 20_000
 #: Rows that are checked to find out whether the rows of a sample are in memory.
 _NUM_PROBES = 16
-#: Bytes up to which numpy gathers, since it starts sooner. The threads of torch are faster for
-#: more.
+#: Most bytes that numpy gathers. numpy has less overhead per call; for more bytes the threads of
+#: torch are faster.
 _MAX_NUMPY_BYTES = 1 << 20
 
 
@@ -91,16 +92,16 @@ class Window:
         self.is_one_place = bool((self.source == self.source[0]).all()) and self.source[0] != ELSEWHERE
 
     def locate(self, draws: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the runs and rows of steps, which are numbered from the oldest on.
+        """Return the run and the row of each drawn step. Steps are numbered from the oldest on.
 
-        Rows are counted in the cache or in the trajectory. If there is only one run, its number is
-        returned once, `[1]`.
+        A row is a position in the cache or in the trajectory. If there is only one run, its number
+        is returned once, `[1]`.
         """
         run = np.searchsorted(self._ends, draws, side="right") if len(self._ends) > 1 else _FIRST_RUN
         return run, draws + self._shift[run]
 
     def names_of(self, keys: Collection[Key]) -> tuple[str, ...]:
-        """Return the leaves of some keys: the key itself, or all leaves below it in any trajectory."""
+        """Return the names of the leaves at or below some keys, in any trajectory."""
         is_list = isinstance(keys, Collection) and not isinstance(keys, str)
         if not is_list or not all(isinstance(key, (str, tuple)) for key in keys):
             raise UsageError("call TrajectoryReplayBuffer.sample", "", "keys as a list of keys", repr(keys))
@@ -142,8 +143,8 @@ class LiveTrajectories:
         self.num_samples = 0
         self.pool = BufferPool(16)
         self._layouts: dict[RowLayout, int] = {}
-        #: Numbers of the entries, up to `_stop`. `_offset` trajectories came before the first
-        #: number.
+        #: Numbers of the entries, up to `_stop`. `_offset` earlier trajectories have no numbers any
+        #: more.
         self._numbers = np.zeros(_FIRST_ROOM, _NUMBERS)
         self._stop = 0
         self._offset = 0
@@ -173,7 +174,8 @@ class LiveTrajectories:
                 self.cache.drop(gone.trajectory_id)
             files = self._files.get(gone.layout)
             if files is not None and gone.block is not None and gone.block.identity in files.mapped:
-                files.unmap([gone.block.identity])  # The space of a deleted file is freed then.
+                # The disk space of a deleted file is freed when the file is unmapped.
+                files.unmap([gone.block.identity])
         if self.cache is not None and rows is not None:
             self.note_moved(self.cache.put_rows(entry.trajectory_id, {entry.layout: rows}))
         else:
@@ -209,7 +211,7 @@ class LiveTrajectories:
         """Return the trajectories to draw from.
 
         Raises:
-            BufferEmptyError: There are none.
+            BufferEmptyError: There is no such trajectory.
         """
         if self._window is None or self._window[0] != min_weights_version:
             size = min(self._window_size or len(self.entries), len(self.entries))
@@ -246,12 +248,12 @@ class LiveTrajectories:
             if len(window.layouts) == 1:
                 return self._fields(window, run, row, names, contiguous, nested=True)
             return self._fields_of_several_layouts(window, run, row, names)
-        except BaseException:  # Also after Ctrl-C.
+        except BaseException:  # Ctrl-C must restore the random state too.
             rng.set_state(before)
             raise
 
     def _fill_cache(self, window: Window, run: Int64s) -> bool:
-        """Add drawn trajectories to the cache while it has room; return whether any was added."""
+        """Add drawn trajectories to the cache while it has room; return whether one was added."""
         cache = self.cache
         if cache is None or cache.is_full or (window.is_one_place and window.source[0] == CACHED):
             return False
@@ -294,7 +296,8 @@ class LiveTrajectories:
             rows = self._rows_at_one_place(window, run, row, wanted)
         else:
             source = window.source[run]
-            place = np.where(source == ELSEWHERE, -1 - run, source)  # Each run elsewhere is a place of its own.
+            # Each run elsewhere is a separate place.
+            place = np.where(source == ELSEWHERE, -1 - run, source)
             rows = {name: self._empty(len(row), layout.columns[name].row_bytes // 4).numpy() for name in wanted}
             for one in np.unique(place):
                 chosen = np.flatnonzero(place == one)
@@ -338,7 +341,7 @@ class LiveTrajectories:
         files = self._files.get(layout)
         new = blocks if files is None else [block for block in blocks if block.identity not in files.mapped]
         if files is None or len(files.mapped) + len(new) > MAX_MAPPED_FILES or (new and not files.has_room(new)):
-            self._files.pop(layout, None)  # Its files are unmapped with it.
+            self._files.pop(layout, None)  # Dropping the map unmaps its files.
             files = FileMap({DATA: layout}, blocks)
             new = blocks
             self._files[layout] = files
@@ -365,7 +368,8 @@ class LiveTrajectories:
 def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
     """Add new fields to `known`.
 
-    Raise `SchemaError` if a known field has another dtype or shape.
+    Raises:
+        SchemaError: A known field has another dtype or shape.
     """
     for one in fields:
         before = known.setdefault(one.name, one)
@@ -378,7 +382,7 @@ def check_fields(known: dict[str, Field], fields: Iterable[Field]) -> None:
 def _cut_of(layout: RowLayout, names: tuple[str, ...], contiguous: bool, nested: bool) -> tuple[Cut, list[str | None]]:
     """Return the plan that splits rows into fields, and the names of the columns.
 
-    None for unused ones.
+    The name of an unused column is None.
     """
     groups = []
     for column in layout.columns.values():

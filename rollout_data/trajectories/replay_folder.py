@@ -1,9 +1,9 @@
 """Folders of trajectories: `trajectory_index.json` and `metadata.json` beside the files.
 
-The index is replaced atomically, and lists the trajectories of the folder. A checkpoint is a folder
-that is replaced atomically, so a crash leaves the old or the new one. Both files have the names and
-keys of an earlier system, and more keys of ours, so that each system reads the folders of the
-other. They contain no paths.
+The index lists the trajectories of the folder, and is replaced atomically. A checkpoint folder is
+replaced atomically as a whole, so a crash leaves the old or the new checkpoint. Both JSON files
+have the names and keys of an earlier system, and additional keys. Each system therefore reads the
+folders of the other system. The JSON files contain no paths.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ METADATA_NAME = "metadata.json"
 LEGACY_INDEX_NAME = "trajector_index.json"
 _FORMAT = "rollout-data trajectories"
 _VERSION = 1
-#: Bytes of an index, at most: some millions of trajectories.
+#: Most bytes of an index, enough for some millions of trajectories.
 _MAX_INDEX_BYTES = 1 << 30
-#: Ids are smaller, since file names have 18 digits for them.
+#: Upper limit of ids, because file names have 18 digits for the id.
 _MAX_COUNTER = 10**18
 _LOAD = "load trajectories from"
 
@@ -50,7 +50,7 @@ class MissingTrajectoriesError(DataFileError, FileNotFoundError):
 
 
 class Counters(NamedTuple):
-    """State of a buffer besides its trajectories."""
+    """Counters and random state of a buffer, as the index stores them."""
 
     seed: int
     next_id: int
@@ -96,7 +96,7 @@ def write_index(folder: Path, entries: Mapping[int, Entry], counters: Counters) 
 
 
 def check_json(info: Mapping[str, Any]) -> None:
-    """Raise `SchemaError` if a leaf that is no tensor cannot be written to the index as JSON."""
+    """Raise `SchemaError` if a leaf that is not a tensor cannot be stored in the index as JSON."""
     for name, leaf in info.items():
         try:
             json.dumps(leaf)
@@ -108,14 +108,12 @@ def check_json(info: Mapping[str, Any]) -> None:
 def read_folder(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], Counters]:
     """Read the trajectories of a folder, oldest first.
 
-    Without an index, its `rank_<r>` folders are read.
-
-    Entries without a file are left out, with one warning. A trajectory whose id another rank has
-    gets a new id.
+    If the folder has no index, its `rank_<r>` folders are read. Entries without a file are left
+    out, with one warning. If two ranks used the same id, one trajectory gets a new id.
 
     Raises:
         MissingTrajectoriesError: There is no index.
-        CorruptFileError: The index or a file is damaged, or they contradict each other.
+        CorruptFileError: The index or a file is damaged, or the index contradicts a file.
     """
     folder = existing_folder(folder)
     folders = [folder]
@@ -140,7 +138,7 @@ def share_of(entries: Sequence[Entry], rank: int, world_size: int) -> list[Entry
     """Return a contiguous share of the result of `read_folder`, oldest first.
 
     Ranks of one run use different ids in ascending order, so a share of several folders is sorted
-    by id. It is not sorted if ranks used the same ids, and `read_folder` chose new ones.
+    by id. A share is not sorted if ranks used the same ids and `read_folder` chose new ids.
     """
     start, stop = (len(entries) * number // world_size for number in (rank, rank + 1))
     share = list(entries[start:stop])
@@ -157,7 +155,8 @@ def _read_one(folder: Path, trusted: bool, verify: bool) -> tuple[list[Entry], C
         index = read_json(folder / name, _MAX_INDEX_BYTES)
         is_ours = index.get("format") == _FORMAT
         counters = _counters_of((index.get("counters") if is_ours else about.exists() and read_json(about)) or {})
-        ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))  # each once
+        # Duplicate ids are removed.
+        ids = list(dict.fromkeys(int(one) for one in index["trajectory_id_list"]))
         files = find_files(folder)
         entries = []
         missing = []

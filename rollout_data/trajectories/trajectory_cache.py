@@ -22,9 +22,10 @@ from storage.errors import MissingFieldError, UsageError
 from ..blocks.row_layout import RowLayout
 from .trajectory_rows import Rows, layout_of, pack, unpack
 
-#: Trajectories like the first one for which a cache without a limit allocates memory at first.
+#: Number of trajectories, of the size of the first one, for which a cache without a limit first
+#: allocates memory.
 _FIRST_ROOM = 8
-#: Factor by which the memory grows, at least.
+#: Smallest factor by which the memory grows.
 _GROWTH = 1.5
 
 
@@ -39,13 +40,13 @@ class RowBlock:
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self.layout = layout
-        #: First row -> end, of the pieces in use, sorted.
+        #: First row -> row after the last, for each piece in use; sorted.
         self._pieces: dict[int, int] = {}
         self.words: Rows = {}
         self._make_room(capacity)
 
     def put(self, rows: Rows) -> int:
-        """Copy rows into this block; return the position of the first."""
+        """Copy rows into this block; return the position of the first row."""
         num_rows = len(next(iter(rows.values())))
         first = self._place(num_rows)
         for name, words in rows.items():
@@ -70,7 +71,7 @@ class RowBlock:
         return next(reversed(self._pieces.values()), 0)
 
     def _place(self, num_rows: int) -> int:
-        """Return the position for new rows: after the last piece, in the first large gap, or in grown memory."""
+        """Return the position for new rows, after growing the memory if no gap is large enough."""
         end = self._end
         before = 0
         if end + num_rows <= self.capacity:
@@ -93,7 +94,7 @@ class RowBlock:
 
 
 class Cached(NamedTuple):
-    """Place of a trajectory, or of its fields of one length.
+    """Place of the rows of a trajectory, or of its fields with the same length.
 
     Attributes:
         block: Block with the rows.
@@ -110,7 +111,8 @@ class TrajectoryCache(Shown):
     Args:
         max_size: Number of trajectories; 0 for no limit.
 
-    Trajectories may have different keys and lengths. The memory is that of their rows. Thread-safe.
+    Trajectories may have different keys and lengths. Memory is used for their rows only.
+    Thread-safe.
 
     Raises:
         UsageError: `max_size` < 0 (a `ValueError`).
@@ -184,7 +186,8 @@ class TrajectoryCache(Shown):
     def put_rows(self, trajectory_id: int, parts: Mapping[RowLayout, Rows]) -> list[int]:
         """Copy packed rows into the cache.
 
-        Returns the ids of the added and of the dropped trajectory.
+        Returns:
+            Ids of the added and of the dropped trajectory.
         """
         moved = [trajectory_id]
         with self.lock:
@@ -218,7 +221,7 @@ class TrajectoryCache(Shown):
         return unflatten(flat)
 
     def find(self, trajectory_id: int) -> list[Cached]:
-        """Return the places of a trajectory, valid while `lock` is held.
+        """Return the places of the rows of a trajectory. They are valid while `lock` is held.
 
         Raises:
             MissingFieldError: The trajectory is not cached (a `KeyError`).

@@ -1,8 +1,8 @@
 """Files of trajectories: blocks (`h5`), files of `torch.save` (`pt`), and pickles (`pkl`).
 
-A file is written under a temporary name and renamed, and checked before it is used. A block has the
-`[T, B]` steps of a trajectory as B fragments of T frames, and single rows are read from it. Other
-formats are read whole.
+A file is written under a temporary name and renamed. A file is checked before it is read. A block
+has the `[T, B]` steps of a trajectory as B fragments of T frames, and allows reading single rows.
+Files of other formats are read whole.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def naming(trajectory_id: int, path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as cause:
-        if path.exists():  # Another file was not found.
+        if path.exists():  # The error concerns another file.
             raise
         where = f"{trajectory_id} in {str(path)!r}"
         expected = "the file that it was saved to or loaded from"
@@ -69,7 +69,7 @@ class Entry:
         layout: Layout of its rows.
         shape: (T, B).
         info: Leaves that are no tensors, by flat name.
-        uuid: Unique name, also among other runs.
+        uuid: Name that is unique across runs.
         weights_version: Version of the policy that acted, or None.
         path: File of the trajectory; None until it is written.
         rows: Rows in memory until the file is written.
@@ -106,23 +106,23 @@ class Entry:
         return int(match[1])
 
     def is_recent(self, min_weights_version: int | None) -> bool:
-        """Return whether the policy that acted has this version or a later one.
+        """Return whether the version of the policy is at least `min_weights_version`.
 
-        False if it is unknown.
+        An unknown version is not recent, unless `min_weights_version` is None.
         """
         if min_weights_version is None:
             return True
         return self.weights_version is not None and self.weights_version >= min_weights_version
 
     def file_name(self, file_format: str) -> str:
-        """Return the name of the file. Other characters in the name of the policy become "_"."""
+        """Return the name of the file. Special characters of the policy's name become "_"."""
         weights = re.sub(r"[^A-Za-z0-9.-]", "_", self.weights_id)[:80]
         return f"trajectory_{self.trajectory_id}_{weights}.{file_format}"
 
     def read_rows(self, trusted: bool, pool: BufferPool) -> Rows:
         """Return the rows of the trajectory, from memory or from its file.
 
-        They must not be changed.
+        The caller must not change the rows.
         """
         if self.rows is not None:
             return self.rows
@@ -158,7 +158,7 @@ class Entry:
                     pickle.dump(trajectory, file)
 
     def _content(self, rows: Rows) -> BlockContent:
-        """Return the content of a block: one fragment for each environment, and no final observations."""
+        """Return the content of a block: one fragment per environment, no final observations."""
         num_steps, num_envs = self.shape
         fragments = np.zeros(num_envs, FRAGMENT_DTYPE)
         fragments["trajectory"] = np.arange(num_envs)
@@ -185,9 +185,9 @@ class Entry:
         )
 
     def put_file(self, target: Path, rows: Rows | None) -> None:
-        """Write `rows` to a file. Without rows, link or copy the own file of the trajectory."""
+        """Write `rows` to a file; if `rows` is None, link or copy the existing file."""
         has_other_id = self.block is not None and self.block.sequence != self.trajectory_id
-        if rows is None and has_other_id:  # A block contains the id, so it is written again.
+        if rows is None and has_other_id:  # A block contains the id, so a new id needs a new block.
             rows = self.read_rows(trusted=False, pool=BufferPool())
         if rows is not None:
             self.write(target, rows)
@@ -250,7 +250,7 @@ def find_block(
     layout = layout_for(header.schema.values())
     is_whole = (
         header.sequence == trajectory_id
-        # Before the lists below: `num_envs` of a hostile index may be huge.
+        # Checked before the lists below are built, since `num_envs` of a hostile index may be huge.
         and len(fragments) == num_envs
         and layout.schema == header.schema
         and fragments["length"].tolist() == [num_steps] * num_envs
@@ -277,8 +277,8 @@ def read_whole(path: Path, trusted: bool) -> Leaves:
     """Read a `pt` or `pkl` file.
 
     Raises:
-        UnsafeFileError: The file is a pickle and not `trusted`, or has other objects than tensors
-            and containers.
+        UnsafeFileError: The file is a pickle and `trusted` is false, or the file has other objects
+            than tensors and containers.
         CorruptFileError: The file is damaged, or has no trajectory.
     """
     where = repr(str(path))

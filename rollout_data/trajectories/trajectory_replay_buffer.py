@@ -49,16 +49,16 @@ class TrajectoryReplayBuffer(Shown, Owned):
         auto_save_path: A folder that only this buffer uses.
         trajectory_format: "h5" writes block files, of which single rows are read. "pt" writes files
             of `torch.save`, and "pkl" pickles, for other tools. Both are read whole.
-        max_trajectories: Newest trajectories that are kept; None for all. The auto-saved file of an
-            older one is deleted after as many newer files and an index of them were written, so a
-            crash loses none.
+        max_trajectories: Number of newest trajectories that are kept; None for all. The auto-saved
+            file of an older trajectory is deleted after `max_trajectories` newer files and their
+            index were written, so a crash loses no trajectory.
         drop_first: Leaves that may have `T + e` rows, one before the first step of each of e
             epochs.
         drop_last: Leaves that may have `T + e` rows, one after the last step of each of e epochs.
         trusted: Read pickles, which may run any code. Required for "pkl".
-        max_pending_saves: Trajectories that may wait to be written. Adding blocks beyond that.
-        rank, world_size: Rank of this buffer among several that save below one path. It saves to
-            `rank_<rank>`, and its ids differ from those of other ranks.
+        max_pending_saves: Most trajectories that wait to be written. Beyond it, adding blocks.
+        rank, world_size: Rank of this buffer among several buffers that save below one path. The
+            buffer saves to `rank_<rank>`, and no other rank uses its ids.
         load_path: Checkpoint to load at first, as by `load_checkpoint`; with `world_size` the share
             of this rank.
         save_path: Another name of `auto_save_path`, which turns `auto_save` on.
@@ -134,11 +134,12 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 max_pending_saves,
                 self.max_trajectories,
                 self._lock,
-                lambda trajectory_id: self._live.note_moved([trajectory_id]),  # of what is live by then
+                # The late lookup of `_live` matters, since loading a checkpoint replaces `_live`.
+                lambda trajectory_id: self._live.note_moved([trajectory_id]),
                 self._counters,
                 self._timed,
             )
-            # Never over the files of an earlier run.
+            # Files of an earlier run are never overwritten.
             self._next_id += -(-self._saver.first_free_id // world_size) * world_size
         if load_path is not None:
             try:
@@ -192,8 +193,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
             The ids of the trajectories. Ids ascend and are never used again.
 
         Raises:
-            SchemaError: A leaf has other leading sizes than the first of rewards, actions and the
-                rest, or another dtype or shape than it had before. Nothing is added.
+            SchemaError: The leading sizes of the leaves differ, or a leaf has another dtype or
+                shape than in earlier trajectories. Nothing is added.
             BackgroundError: An earlier trajectory could not be saved. Nothing is added.
         """
         action = "call TrajectoryReplayBuffer.add_trajectories"
@@ -244,7 +245,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
         Raises:
             BufferEmptyError: There is no trajectory to draw from.
             MissingFieldError: A key is missing from a drawn trajectory (a `KeyError`).
-            UsageError: `keys` is no list of keys, such as a str.
+            UsageError: `keys` is not a list of keys, for example a str.
             DataFileError: The file of a trajectory was deleted or is damaged.
 
         An error leaves the random state unchanged.
@@ -269,7 +270,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
             return unflatten({**entry.info, **unpack(entry.layout, self._live.rows_of(entry), entry.shape)})
 
     def about(self, trajectory_id: int) -> dict[str, Any]:
-        """Return the entry of a live trajectory in the index: shape, uuid, weights version, ..."""
+        """Return the index entry of a live trajectory: shape, uuid, weights version and so on."""
         with self._lock:
             return self._find("about", trajectory_id).to_json()
 
@@ -289,14 +290,14 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._saver.name([])
 
     def flush(self) -> None:
-        """Wait until all trajectories are saved. Raises the failure of a save."""
+        """Wait until all trajectories are saved. Raise the error if saving failed."""
         if self._saver is not None and not self._is_closed:
             self._saver.flush()
 
     def close(self) -> None:
         """Save all trajectories, stop the thread and free the memory.
 
-        Raises a failure. Idempotent.
+        Raises the error if saving failed. Idempotent.
         """
         with self._lock:
             was_closed = self._is_closed
@@ -325,7 +326,8 @@ class TrajectoryReplayBuffer(Shown, Owned):
             with self._lock:
                 self._check_usable("save a checkpoint")
                 if self._saver is not None and folder.resolve() == self._saver.folder.resolve():
-                    return  # it is one: the index has just been written
+                    # The auto-save folder is a checkpoint, since `flush` wrote its index.
+                    return
                 save_to(folder, list(self._live.entries.values()), self._counters(), self._live.rows_of)
 
     def load_checkpoint(
@@ -344,17 +346,17 @@ class TrajectoryReplayBuffer(Shown, Owned):
             directory: A folder of `save_checkpoint`, of `auto_save`, or of an earlier system with
                 `pt` or `pkl` files and an index. Several `rank_<r>` folders in it are loaded
                 together.
-            is_distributed: Load only the share of this rank. Shares are contiguous, and differ by
-                one at most.
+            is_distributed: Load only the share of this rank. Shares are contiguous. Their sizes
+                differ by one at most.
             local_rank: Rank.
             world_size: Number of ranks.
             min_weights_version: Leave out trajectories of earlier and of unknown policy versions.
             verify: Check all rows. Otherwise only the data that locate them are checked.
 
-        The random state is restored. If it is distributed, each rank derives a state of its own
-        from it. With `auto_save` the files are linked or copied into the folder of this buffer,
-        whose index lists them. Files whose ids are taken there stay in their folder, with a
-        warning. Files that were in the folder before stay.
+        The random state is restored. With `is_distributed`, each rank derives its own random state
+        from the common one. With `auto_save` the files are linked or copied into the folder of this
+        buffer, and its index lists them. A file whose id is taken there stays in `directory`, with
+        a warning. Earlier files in the folder of this buffer stay.
 
         Raises:
             UsageError: The rank or world size is invalid.
@@ -391,7 +393,7 @@ class TrajectoryReplayBuffer(Shown, Owned):
                 self._id_step = step
 
     def _take(self, one: Leaves, layout: RowLayout, weights_version: int | None) -> int:
-        """Add a checked trajectory; return its id."""
+        """Add a checked trajectory and return its id."""
         rows = pack(layout, one.tensors, self._live.pool)
         version = weights_version if weights_version is not None else one.info.get("weights_version")
         with self._lock:

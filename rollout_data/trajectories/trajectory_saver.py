@@ -1,8 +1,8 @@
 """`TrajectorySaver`: writes trajectories and the index of their folder in the background.
 
 A trajectory stays in memory until its file is written, also if writing fails. The next call raises
-the failure once, and writing is tried again later. A file is deleted after an index without it was
-written, which lists newer files.
+the failure once, and writing is retried later. An old file is deleted only after a new index, which
+no longer lists the file, was written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..blocks.block import Block
 from .replay_folder import Counters, write_index
 from .trajectory_files import Entry, find_block, find_files, naming
 
-#: Writing the index takes about this share of the thread's time at most, however long the index is.
+#: Largest share of the thread's time for writing the index. A long index is written less often.
 _INDEX_SHARE = 0.1
 
 
@@ -34,8 +34,8 @@ class TrajectorySaver:
     Its index lists the newest `capacity` entries whose files are written.
 
     Entries that wait to be written are not listed yet. Entries that the buffer removed stay listed
-    until as many newer ones are written. Methods are called without the lock of the buffer, unless
-    they say otherwise.
+    until as many newer entries are written. Methods are called without the lock of the buffer,
+    unless their docstring requires it.
 
     Args:
         folder: Target folder, created at once.
@@ -48,7 +48,7 @@ class TrajectorySaver:
         timed: Returns a context manager that measures a block under a name.
 
     Attributes:
-        first_free_id: Above the ids of all files of earlier runs.
+        first_free_id: Smallest id above the ids of all files of earlier runs.
     """
 
     def __init__(
@@ -66,8 +66,7 @@ class TrajectorySaver:
         self.file_format = file_format
         self._capacity = capacity
         folder.mkdir(parents=True, exist_ok=True)
-        #: Ids of files of an earlier run that were not loaded, and of which no warning was given
-        #: yet.
+        #: Ids of files of an earlier run that were not loaded. Cleared after the warning.
         self._earlier = {number for number, _ in find_files(folder)}
         self.first_free_id = max(self._earlier, default=-1) + 1
         self._lock = lock
@@ -75,10 +74,11 @@ class TrajectorySaver:
         self._counters = counters
         self._timed = timed
         self._worker = Worker(f"the trajectories of {str(folder)!r}", max_pending)
-        # Entries that the index will list, oldest first. Ids that wait to be written, and whether
-        # the index will list them. Files to delete after an index without them was written.
+        #: Entries that the next index lists, oldest first.
         self._named: dict[int, Entry] = {}
+        #: Id that waits to be written -> whether the index will list it.
         self._expected: dict[int, bool] = {}
+        #: Files to delete after an index without them was written.
         self._superfluous: set[Path] = set()
         self._unsaved: list[Entry] = []
         self._failure: BaseException | None = None
@@ -109,11 +109,9 @@ class TrajectorySaver:
         self._worker.submit(self._save, entry)
 
     def name(self, entries: Iterable[Entry]) -> None:
-        """Set the entries that the index lists: those of `entries` in this folder.
+        """Set the listed entries: all of `entries` whose files are in this folder.
 
-        Called under the lock.
-
-        Entries that were listed before keep their files.
+        Called under the lock. Files of entries that were listed before are kept.
         """
         self._expected = dict.fromkeys(self._expected, False)
         self._named = {one.trajectory_id: one for one in entries if self._has(one)}
@@ -122,14 +120,14 @@ class TrajectorySaver:
     def adopt(self, entries: Collection[Entry], directory: Path, is_share: bool) -> None:
         """Link or copy the files of loaded trajectories into this folder. Called under the lock.
 
-        The index can list them then, and they are read from this folder. After an error nothing has
-        changed.
+        Afterwards the index can list the trajectories, and their rows are read from this folder. An
+        error changes nothing.
 
         Args:
             entries: Loaded trajectories.
-            directory: Folder of the trajectories. If this folder is inside of it, files of other
-                ranks are not copied, ...
-            is_share: ... unless each rank has loaded its own share.
+            directory: Folder of the trajectories. If this folder is inside of `directory`, files of
+                other ranks are not copied, unless `is_share` is true.
+            is_share: Whether each rank has loaded its own share.
         """
         is_own = self.folder.is_relative_to(directory.resolve())
         others = [] if is_own and not is_share else [one for one in entries if not self._has(one)]
@@ -141,7 +139,7 @@ class TrajectorySaver:
             places = [self._place(one, there.get(one.trajectory_id, []), made) for one in others]
             if made:
                 sync_path(self.folder)
-        except BaseException:  # Also after Ctrl-C no unlisted file is left.
+        except BaseException:  # Ctrl-C must leave no unlisted file either.
             for path in made:
                 path.unlink(missing_ok=True)
             raise
@@ -193,9 +191,9 @@ class TrajectorySaver:
         return entry.path is not None and entry.path.parent == self.folder
 
     def _place(self, entry: Entry, there: list[Path], made: list[Path]) -> tuple[Path, Block | None] | None:
-        """Return the file of a loaded entry in this folder, linking it if needed.
+        """Return the file of a loaded entry in this folder, after linking it if needed.
 
-        None if its id is taken.
+        The result is None if another file here has the id of the entry.
         """
         number = entry.trajectory_id
         source = entry.path
@@ -227,8 +225,8 @@ class TrajectorySaver:
                 self._on_saved(entry.trajectory_id)
             if not is_kept:
                 path.unlink(missing_ok=True)
-            # The last entry of a burst always writes the index, so that it lists all saved entries.
-            # It is also written if files wait for deletion and it lists too few.
+            # The last entry of a burst always writes the index, so that saved entries are listed.
+            # The index is also written if files wait for deletion and it lists too few entries.
             is_short = self._superfluous and self._num_in_index < len(self._named)
             if is_short or self._worker.num_pending <= 1 or time.monotonic() >= self._index_due_s:
                 self._write_index()
@@ -239,7 +237,7 @@ class TrajectorySaver:
                     self._unsaved.append(entry)
 
     def _note_saved(self, entry: Entry) -> bool:
-        """Add a written entry to the index; return False if its file is not to be kept."""
+        """Add a written entry to the index; return whether its file is kept."""
         if not self._expected.pop(entry.trajectory_id):
             return self._capacity is None
         self._named[entry.trajectory_id] = entry
@@ -265,7 +263,8 @@ class TrajectorySaver:
             write_index(self.folder, named, counters)
             self._num_in_index = len(named)
             with self._lock:
-                for path in self._superfluous.intersection(superfluous):  # Other files are listed again.
+                # Files that are not in both sets were listed again meanwhile, and are kept.
+                for path in self._superfluous.intersection(superfluous):
                     path.unlink(missing_ok=True)
                     self._superfluous.discard(path)
         except (OSError, RolloutDataError) as failure:

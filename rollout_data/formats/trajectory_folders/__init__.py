@@ -1,1 +1,1 @@
-"""The older layout of trajectory folders as plain arrays and tables; executes nothing that a pickle contains."""
+"""Reader and writer of the older layout of trajectory folders. No code in a pickle is run."""

@@ -1,7 +1,7 @@
-"""Globals that a pickle may name, and descriptions of their results.
+"""Globals that a pickle may name, and safe replacements of their calls.
 
-No entry of `GLOBALS` calls numpy. Each converts its arguments to a description, after a comparison
-of sizes with the bytes of the file. `restricted_pickle.py` follows the operations of the pickle.
+No replacement calls numpy. Each one compares sizes with the bytes of the file and returns a
+description of the array or dtype. `restricted_pickle.py` executes the operations of the pickle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPE_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4"
 
 
 class Span(NamedTuple):
-    """A byte string that was not read. It lies inside the file."""
+    """Position of an unread byte string in the file, in bytes."""
 
     offset: int
     num_bytes: int
@@ -38,7 +38,7 @@ class StoredArray:
         shape: Stored shape. Its bytes lie inside the file.
         offset: First byte in the file.
         order: "C" or "F", the order of the stored values.
-        axes: Permutation of the axes after that, or None.
+        axes: Permutation of the stored axes; None for the stored order of axes.
     """
 
     dtype: np.dtype[Any]
@@ -66,14 +66,14 @@ class StoredArray:
 
 @dataclass(eq=False)
 class PickledDtype:
-    """A dtype before the operation that sets its state."""
+    """A dtype whose byte order is set by a later operation of the pickle."""
 
     dtype: np.dtype[Any]
 
 
 @dataclass(eq=False)
 class PickledArray:
-    """An array before the operation that sets its state; None until then."""
+    """An array of a pickle. `stored` is None until an operation sets its state."""
 
     stored: StoredArray | None = None
 
@@ -119,7 +119,7 @@ def _set_dtype_state(path: Path, target: PickledDtype, state: Any) -> None:
 
 
 def _stored(path: Path, data: Any, dtype: Any, shape: Any, order: Literal["C", "F"], axes: Any = None) -> StoredArray:
-    """Return the description of an array, after a comparison of its shape with the bytes of the file."""
+    """Return the description of an array after its shape is compared with the bytes of the file."""
     if isinstance(data, list):
         raise unsafe_pickle(path, "an array of objects")
     if not isinstance(data, Span) or not isinstance(dtype, PickledDtype) or type(shape) is not tuple:

@@ -1,10 +1,10 @@
 """Reader of pickles of numpy arrays that runs no code.
 
-`pickletools` reads the operations of a pickle (protocols 0 to 5), and a small machine follows them.
-It finds globals in the table of `pickled_arrays.py` only, and describes an array as a
-`StoredArray`: dtype, shape and place in the file. A hostile file can neither run code nor allocate
-memory: declared sizes are compared with the bytes of the file, and `MAX_OPERATIONS` limits stack,
-memo and nesting.
+`pickletools` reads the operations of a pickle (protocols 0 to 5), and a small machine executes
+them. Only globals in the table of `pickled_arrays.py` are allowed. An array becomes a
+`StoredArray`: dtype, shape and position in the file. A hostile file can neither run code nor
+allocate memory. Declared sizes are compared with the bytes of the file. `MAX_OPERATIONS` limits
+stack, memo and nesting.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from storage.errors import ForeignFileError
 
 from .pickled_arrays import GLOBALS, Global, PickledArray, Span, corrupt_pickle, kind, pairs, set_state, unsafe_pickle
 
-#: Operations of a pickle, at most. A chunk of arrays needs some hundred.
+#: Most operations of a pickle. A chunk of arrays needs a few hundred.
 MAX_OPERATIONS = 100_000
-#: Bytes of a text, or of a line with a number or name, at most.
+#: Most bytes of a text, and of a line with a number or name.
 MAX_TEXT_BYTES, MAX_LINE_BYTES = 1 << 16, 1 << 10
 MAX_PROTOCOL = 5
 _NAME = re.compile(r"[A-Za-z_][\w.<>]*", re.ASCII)
@@ -35,7 +35,8 @@ _DAMAGE = (IndexError, KeyError, TypeError, ValueError, OverflowError, Attribute
 def describe_pickle(file: BufferedIOBase, path: Path) -> dict[str, Any]:
     """Return the content of a pickled dict.
 
-    Arrays, also in one tuple or list, are returned as `StoredArray`.
+    Arrays are returned as `StoredArray`. An array that is alone in a tuple or list is returned in a
+    tuple.
 
     Args:
         file: A seekable file, open for reading.
@@ -67,9 +68,10 @@ def _described(value: Any) -> Any:
 
 
 class _Machine:
-    """State of an unpickler: its file, and stack, marks and memo, all limited by `MAX_OPERATIONS`.
+    """Interpreter of the operations of a pickle: file, stack, marks and memo.
 
-    `pickletools` reads the arguments of operations by `read` and `readline`.
+    `MAX_OPERATIONS` limits all of them. `pickletools` reads the arguments of operations through
+    `read` and `readline`.
     """
 
     def __init__(self, file: BufferedIOBase, path: Path) -> None:
@@ -99,7 +101,8 @@ class _Machine:
             elif operation.arg is not None:
                 argument = operation.arg.reader(reader)
             if name in _PUSHED:
-                pushed = _PUSHED[name](self, argument)  # First, since it may replace the stack.
+                # The call may replace the stack, so `self.stack` is looked up after it.
+                pushed = _PUSHED[name](self, argument)
                 self.stack.append(pushed)
             elif name in _CHANGES:
                 _CHANGES[name](self, argument)
@@ -134,7 +137,7 @@ class _Machine:
         return line
 
     def check(self, count: int) -> None:
-        """Raise an error unless this many bytes follow."""
+        """Raise `CorruptFileError` if fewer than `count` bytes follow."""
         if not 0 <= count <= (left := self.file_bytes - self.position):
             raise corrupt_pickle(self.path, f"{count} bytes at {self.position}", f"{left} up to the end", True)
 

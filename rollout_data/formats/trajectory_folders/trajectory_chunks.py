@@ -1,4 +1,4 @@
-"""Chunks of a trajectory folder: their content, the chunks that are used, and the trajectories in them.
+"""Chunks of a trajectory folder: reading their content, and joining them to trajectories.
 
 A chunk is described once, as a `Chunk`. All decisions about a folder use these descriptions. A
 folder should have one trajectory. Several trajectories or missing parts are repaired and reported.
@@ -32,9 +32,9 @@ REWARDS = "rewards"
 DONES = "dones"
 TIMEOUTS = ("timeouts", "timeout")
 _UNREAD = {"values"}
-#: Rows of a chunk, at most, since its ends are read into memory when a dataset is opened.
+#: Most rows of a chunk. Its `dones` are read into memory when a dataset is opened.
 MAX_FRAMES = 1 << 26
-#: A repair of a chunk: expected, got, description of the repair.
+#: Repair of a chunk as texts: expected content, stored content, action.
 Repair = tuple[str, str, str]
 
 
@@ -58,8 +58,8 @@ class Chunk:
 
     Attributes:
         file: The chunk file.
-        num_frames: Length of its arrays.
-        signature: The arrays that are fields.
+        num_frames: Length of the arrays.
+        signature: Arrays that are fields.
         ends: Rows at which a trajectory ends, int64.
         is_timeout: Whether each end is a timeout, bool.
         repairs: Repairs that were necessary.
@@ -84,7 +84,7 @@ class OpenChunk(NamedTuple):
 
     @property
     def signature(self) -> Signature:
-        """Arrays that are fields. Components are flat."""
+        """Arrays that are fields. Components have one flat axis."""
         shapes = {key: array.shape[1:] for key, array in self.arrays.items() if key not in (DONES, *TIMEOUTS)}
         return tuple(
             StoredField(key, (prod(shape),) if _is_component(key) else shape, dtype_name(self.arrays[key].dtype))
@@ -100,8 +100,7 @@ def open_chunk(path: Path) -> Iterator[OpenChunk]:
     """Open a chunk and describe its arrays.
 
     Raises:
-        DataFileError: The file is no chunk of this layout. The subclass and the text state the
-            reason.
+        DataFileError: The file is no chunk of this layout.
         OSError: The file cannot be opened.
     """
     with BufferedReader(FileIO(path), 1 << 15) as file:
@@ -131,7 +130,7 @@ def _is_component(key: str) -> bool:
 
 
 def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, StoredArray], list[Repair]]:
-    """Return the arrays of this layout: observation or its components first, in one order for all chunks.
+    """Return the arrays of this layout, and repairs. The order is the same for all chunks.
 
     Optional arrays with empty rows are left out, since they were not recorded.
     """
@@ -150,7 +149,7 @@ def _known_arrays(path: Path, content: dict[str, Any]) -> tuple[dict[str, Stored
     arrays = {}
     for key in wanted:
         value = content.get(key)
-        if type(value) is tuple:  # The older writer leaves a trailing comma after it.
+        if type(value) is tuple:  # The older writer has a stray comma after the array.
             repairs.append((f"{key!r} as an array", "a tuple that holds it", "Taken as the array"))
             value = value[0] if len(value) == 1 else value
         if not isinstance(value, StoredArray):
@@ -189,10 +188,10 @@ def _flags(chunk: OpenChunk, key: str) -> np.ndarray:
 
 
 def join_chunks(folder: Path, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[DataFileError]]:
-    """Choose the chunks that form one run of frames from 0 on. All others are reported.
+    """Return the chunks that form one run of frames from 0 on, and errors for the other chunks.
 
-    Of chunks with equal START the newest is kept, since a resumed collector writes the same frames
-    again. The length of the arrays is used instead of END in the name.
+    If several chunks have the same START, the newest is kept. A resumed collector writes the same
+    frames again. The length of the arrays is used instead of END in the file name.
     """
     problems: list[DataFileError] = []
     newest: dict[int, Chunk] = {}
@@ -235,9 +234,10 @@ def cut_trajectories(folder: Path, chunks: Sequence[Chunk]) -> tuple[np.ndarray,
     A last trajectory without an end is open: the recording stopped before it ended.
 
     Returns:
-        The fragments, one for each run of frames in one chunk and one trajectory, of
-        `FRAGMENT_DTYPE`; `trajectory` counts from 0, and times are 0. Position of each fragment's
-        chunk, ascending int64. Problems to report.
+        Fragments of `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
+        `trajectory` counts from 0, and times are 0.
+        Position of each fragment's chunk in `chunks`: ascending int64.
+        Errors to report.
     """
     lengths = np.array([chunk.num_frames for chunk in chunks], np.int64)
     total = int(lengths.sum())

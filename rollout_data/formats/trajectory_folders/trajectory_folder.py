@@ -1,9 +1,9 @@
-"""The older layout, `trajectory_K/traj_START_END.pickle` beside `metadata.json`, read only.
+"""Scan of the older layout: `trajectory_K/traj_START_END.pickle` beside `metadata.json`.
 
-One rule: nothing on disk is changed and nothing in it is run. What is repaired, skipped or refused is one entry in
-`problems`, and the good data beside it loads. The chunks say which fields there are (keys, widths, dtypes), and the
-metadata what they mean (order, shape and codec of components). Names are the subject of `trajectory_listing.py`, chunks
-and what makes trajectories of them that of `trajectory_chunks.py`.
+The files are only read, and no code in them is run. Every repaired, skipped or unreadable file is
+one entry in `problems`. The intact data are read. The chunks determine the fields: keys, widths and
+dtypes. The metadata determine the order, shape and codec of components. `trajectory_listing.py`
+parses file names. `trajectory_chunks.py` reads chunks and joins them to trajectories.
 """
 
 from __future__ import annotations
@@ -63,35 +63,40 @@ _FIELD_OF_KEY = {
 }
 _COMPONENT = "observation/"
 
-#: Threads cost 30 % where the pages are in memory, as walking a pickle holds the interpreter's lock, and help where the
-#: disk is waited for. The first chunks tell which.
+#: Number of chunks that are scanned without threads first, and number of threads for the rest.
+#: Scanning a pickle holds the interpreter's lock. Threads cost 30 % if the files are in the page
+#: cache, and help only if the disk is slow. The first chunks are timed to decide.
 _NUM_TRIAL_CHUNKS, _NUM_THREADS = 16, 8
-#: The older writer writes chunks in place: a last one that breaks off is left alone while it has changed so lately.
+#: Age in ns up to which a truncated last chunk is not reported. The older writer writes chunks in
+#: place, so a recently changed chunk may still grow.
 _WRITING_NS = 10 * 10**9
-#: Of a folder: what orders it among others, the chunks that were kept, and what `cut_trajectories` gives.
+#: A joined folder: its sort key, its chunks, and the fragments and chunk positions of
+#: `cut_trajectories`.
 _Joined = tuple[tuple[int, int, str], list[Chunk], np.ndarray, np.ndarray]
 _CUT = "Left out, with what follows it in its trajectory"
 
 
 @dataclass(frozen=True, eq=False)
 class FolderScan:
-    """What is known of a dataset of trajectory folders without keeping a row of it.
+    """Description of a dataset of trajectory folders, without rows.
 
     Attributes:
-        data_dir: The folder.
-        schema: The fields as users see them; empty if nothing could be read.
+        data_dir: Data folder.
+        schema: Fields as users see them; empty if nothing could be read.
         metadata: metadata.json with its order and unknown keys; {} if missing or half-written.
-        chunk_paths: The files that hold kept frames; fragments refer to them by position.
+        chunk_paths: Chunk files with used frames. Fragments refer to them by position.
         fragments: `FRAGMENT_DTYPE`, one per run of frames within one chunk and one trajectory.
-            `row` is the first row within the chunk; trajectories are numbered in their order
-            (modification time of the last chunk, number of the folder, path), and
-            `end_time_ns` freezes that order as strictly increasing numbers.
+            `row` is the first row within the chunk. Trajectories are numbered by the modification
+            time of their last chunk, the number of their folder and their path. `end_time_ns`
+            keeps this order as strictly increasing numbers.
         chunk_of: int64, position in `chunk_paths` of each fragment; ascending.
-        problems: All that was repaired, skipped or refused, each naming the file and what was done.
-        absent: Folder -> fields and flags that a conversion filled, as its source lacks them; see `ABSENT`.
-        known: Every readable chunk by name, size and time, for the next scan.
-        files: The states of these chunks, which every read compares.
-        signature: The arrays that the kept chunks have; () as long as there is none.
+        problems: Errors of repaired, skipped and unreadable files. Each names the file and the
+            action.
+        absent: Folder -> fields and flags that a conversion filled because its source lacks them;
+            see `ABSENT`.
+        known: Readable chunks by file, for the next scan.
+        files: States of the readable chunks. Every read compares them with the files.
+        signature: Arrays of the used chunks; () without chunks.
     """
 
     data_dir: Path
@@ -110,18 +115,18 @@ class FolderScan:
 def scan_trajectory_folder(
     data_dir: str | os.PathLike[str], *, previous: FolderScan | None = None, without: Collection[ChunkFile] = ()
 ) -> FolderScan:
-    """Look at every chunk once and say which trajectories are there.
+    """Scan every chunk once and return the trajectories of a data folder.
 
     Args:
-        data_dir: The folder; all folders below it are searched.
-        previous: An earlier scan of this folder: only chunks that are new or have changed are opened, and
-            once there was one, the fields stay as they were.
-        without: Files to leave out, as they could not be read to their end.
+        data_dir: Data folder. All folders below it are searched.
+        previous: An earlier scan of this folder. Only new and changed chunks are opened. The fields
+            of the earlier scan are kept if it had any.
+        without: Chunk files to leave out because reading them to the end failed.
 
     Raises:
         UsageError: `data_dir` is not a folder.
-        DataFileError: It may not be listed.
-        ForeignFileError: The observation is coded in an unknown way.
+        DataFileError: `data_dir` cannot be listed.
+        ForeignFileError: A component of the observation has an unknown codec.
     """
     data_dir = Path(data_dir)
     folders, problems = list_trajectory_folders(data_dir)
@@ -144,7 +149,8 @@ def scan_trajectory_folder(
                 is_new_end = file == folder.files[-1] and file.path not in known_paths
                 is_recent = abs(time.time_ns() - file.mtime_ns) < _WRITING_NS
                 is_cut = isinstance(found.__cause__, TruncatedPickleError)
-                problems += [] if is_new_end and is_cut and is_recent else [found]  # the next scan takes or reports it
+                # A chunk that may still be written is read or reported by the next scan.
+                problems += [] if is_new_end and is_cut and is_recent else [found]
             elif found.signature != signature:
                 expected, got = _difference(signature, found.signature)
                 advice = f"{_CUT}; move it to a dataset of its own to read it"
@@ -168,11 +174,13 @@ def scan_trajectory_folder(
 
 
 def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, list[str]]:
-    """Return the fields and flags of each folder that a conversion filled, as its source lacks them.
+    """Return the fields and flags of each folder that a conversion filled.
+
+    The result is empty if the folders have several parents, since folder names are ambiguous then.
 
     Args:
-        noted: Name of a folder -> names of fields and flags. Names of folders mean nothing for several sets.
-        folders: All folders.
+        noted: Name of a folder -> names of fields and flags that its source lacks.
+        folders: All trajectory folders.
     """
     if not isinstance(noted, dict) or len({folder.path.parent for folder in folders}) != 1:
         return {}
@@ -187,9 +195,13 @@ def _absent_of(noted: Any, folders: Sequence[TrajectoryFolder]) -> dict[Path, li
 def _fields(
     chunks: Iterable[Chunk], metadata: Mapping[str, Any], path: Path, previous: FolderScan | None
 ) -> tuple[Signature, Schema, list[DataFileError]]:
-    """Choose the arrays that are read, and the fields they make: those of before, if there were any."""
+    """Return the arrays to read, their fields, and contradictions of the metadata.
+
+    Arrays and fields of the previous scan are kept if it had any.
+    """
     if previous is None or not previous.signature:
-        frames = Counter[Signature]()  # so that one odd chunk cannot rule out all others
+        # The signature with the most frames is used, so that one odd chunk cannot exclude the rest.
+        frames = Counter[Signature]()
         for chunk in chunks:
             frames[chunk.signature] += chunk.num_frames
         signature = max(frames, key=frames.__getitem__, default=())
@@ -208,7 +220,7 @@ def _fields(
 
 
 def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
-    """Describe the first difference of two signatures: (expected, got)."""
+    """Return the first difference of two signatures as texts (expected, got)."""
     mine, theirs = ({field.key: field for field in signature} for signature in (expected, got))
     for key in {**mine, **theirs}:
         if mine.get(key) != theirs.get(key):
@@ -219,10 +231,12 @@ def _difference(expected: Signature, got: Signature) -> tuple[str, str]:
 def _build_schema(
     signature: Signature, metadata: Mapping[str, Any], metadata_path: Path
 ) -> tuple[Schema, list[DataFileError]]:
-    """Declare the fields as users see them; say where metadata and chunks contradict each other (the chunks rule).
+    """Return the fields as users see them, and contradictions between metadata and chunks.
+
+    If they contradict each other, the chunks are used.
 
     Raises:
-        ForeignFileError: A component that was recorded is coded in an unknown way.
+        ForeignFileError: A recorded component has an unknown codec.
     """
     problems: list[DataFileError] = []
 
@@ -298,7 +312,7 @@ def _try_scan(file: ChunkFile) -> Chunk | DataFileError:
 
 
 def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
-    """Report each kind of repair once, with the first file and the number of the others."""
+    """Return one error per kind of repair, with the first file and the number of further files."""
     paths: dict[Repair, list[Path]] = {}
     for chunk in chunks:
         for repair in chunk.repairs:
@@ -311,7 +325,10 @@ def _repairs(chunks: Iterable[Chunk]) -> list[DataFileError]:
 
 
 def _in_order(joined: list[_Joined]) -> tuple[tuple[Path, ...], np.ndarray, np.ndarray]:
-    """Number chunks and trajectories in the order of the folders, and freeze that order as times."""
+    """Return chunk paths, fragments and chunk positions of all folders in order.
+
+    Trajectories are renumbered in this order. `end_time_ns` becomes strictly increasing.
+    """
     paths: list[Path] = []
     tables = [np.zeros(0, FRAGMENT_DTYPE)]
     chunk_of = [np.zeros(0, np.int64)]
@@ -338,16 +355,16 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
     """Read all rows of a chunk.
 
     Args:
-        scan: Where the chunk was found.
+        scan: Scan of the data folder with the chunk.
         chunk: Position in `scan.chunk_paths`.
-        columns: Which columns to read; None for all. The bytes of the others are not touched.
+        columns: Columns to read; None for all. The bytes of other columns are not read.
 
     Returns:
         Column name (`rollout_data.blocks.row_layout`) -> new uint8 `[num_rows, row_bytes]`.
 
     Raises:
         CorruptFileError: The chunk has changed since it was scanned.
-        OSError: It cannot be opened any more.
+        OSError: The chunk cannot be opened any more.
     """
     layout = layouts_of(scan.schema)[DATA]
     path = scan.chunk_paths[chunk]
@@ -374,7 +391,7 @@ def read_chunk_rows(scan: FolderScan, chunk: int, columns: Collection[str] | Non
 
 
 def numbers_within(folder: np.ndarray, trajectory: np.ndarray) -> np.ndarray:
-    """Number trajectories within their folder, 0 in all but the folders that hold several."""
+    """Return the number of each trajectory within its folder, from 0 on: int64 `[n]`."""
     _, folder_number = np.unique(folder, return_inverse=True)
     pairs, position = np.unique(np.stack([folder_number, trajectory]), axis=1, return_inverse=True)
     return np.arange(pairs.shape[1])[position.reshape(-1)] - np.searchsorted(pairs[0], folder_number)

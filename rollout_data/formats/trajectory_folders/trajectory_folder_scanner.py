@@ -1,4 +1,4 @@
-"""`TrajectoryFolderScanner`: lists folders of the older layout; a chunk stands for a block."""
+"""`TrajectoryFolderScanner`: listing of folders of the older layout, with one block per chunk."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from ..import_errors import copied_actions
 from .trajectory_folder import FolderScan, numbers_within, read_chunk_rows, scan_trajectory_folder
 from .trajectory_listing import ChunkFile, is_trajectory_folder
 
-#: What only sets of labelled states have in metadata.json.
+#: Keys in metadata.json of DAgger datasets, whose actions are a teacher's labels.
 _DAGGER = {"training_policy_logdir", "update_times_scale", "action_sample_std"}
 
 
 class TrajectoryFolderScanner(Scanner):
-    """Folders of the older `trajectory_K/traj_START_END.pickle` layout.
+    """Scanner of folders of the older `trajectory_K/traj_START_END.pickle` layout.
 
-    A chunk is a block. One that cannot be read is left out until it has changed, and the fields stay those of the
-    first chunks that were found.
+    Each chunk is one block. An unreadable chunk is left out until its file changes. The fields of
+    the first scan with chunks are kept.
     """
 
     format = "trajectory-folders"
@@ -48,7 +48,7 @@ class TrajectoryFolderScanner(Scanner):
         self._source = source
         self._unreadable: set[ChunkFile] = set()
         self._mixed: set[Path] = set()
-        #: Of each folder: what an open recording has found; None: it is looked at again.
+        #: Scan of each folder by an open recording; None if the folder has to be scanned.
         self._opened = [None if one.opened is None else one.opened.listing[1][0] for one in source.origins]
         self._scans = [
             scan_trajectory_folder(path) if scan is None else scan
@@ -66,7 +66,7 @@ class TrajectoryFolderScanner(Scanner):
 
     @staticmethod
     def is_there(path: Path) -> bool:
-        # An empty one beside blocks says nothing.
+        # Beside blocks, a trajectory folder without files does not make this format likely.
         return is_trajectory_folder(path, with_chunk=bool(block_entries(path)))
 
     @property
@@ -107,7 +107,7 @@ class TrajectoryFolderScanner(Scanner):
         return self._last
 
     def _report_copies(self, scan: FolderScan) -> None:
-        """Report actions that command nothing, by the first chunk of two frames; see `copied_actions`."""
+        """Report copied actions in the first fragment of 2 or more frames; see `copied_actions`."""
         listed = np.flatnonzero(scan.fragments["length"] > 1)
         if not len(listed):
             return
@@ -119,7 +119,7 @@ class TrajectoryFolderScanner(Scanner):
             found: np.ndarray = layout.decoded(name, torch.from_numpy(rows)).numpy()
             return found
 
-        with suppress(DataFileError, OSError):  # reading it raises it again
+        with suppress(DataFileError, OSError):  # Reading the episode raises the error again.
             for problem in copied_actions(layout.schema, int(one["length"]), read):
                 where = f"the actions of {str(scan.chunk_paths[chunk])!r}"
                 self._source.advise(DataFileError("take as commands", where, *problem))
@@ -174,7 +174,7 @@ class ChunkRows(UnmappedRows):
     """Rows of the chunks of trajectory folders.
 
     Args:
-        chunks: Block of a chunk -> the scan that found it, and its number there.
+        chunks: Key of a block -> the scan with its chunk, and the position in `scan.chunk_paths`.
     """
 
     def __init__(

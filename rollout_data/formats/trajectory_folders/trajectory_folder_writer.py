@@ -1,7 +1,8 @@
-"""Writing the older layout: `trajectory_K/traj_START_END.pickle` beside `metadata.json`.
+"""Writer of the older layout: `trajectory_K/traj_START_END.pickle` beside `metadata.json`.
 
-One rule: the original reader lists every file of a trajectory and orders trajectories by the times of their folders, so
-that chunks are made outside and renamed, and times are set in the order of the episodes.
+The original reader reads every file in a trajectory folder. Chunks are therefore written outside of
+it and renamed. The original reader orders trajectories by the modification times of their folders.
+These times are therefore set in the order of the episodes.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ from ..episode_writer import (
 from .trajectory_chunks import DONES, TIMEOUTS
 
 _KEYS = {"observation": "observations", "privileged_observation": "privileged_observations", "action": "actions"}
-#: The codec of this layout: uint8 counts of 1/255.
+#: Only codec of this layout: uint8 multiples of 1/255.
 _COUNTS = "normalized_image"
-#: Folders are this many seconds apart.
+#: Seconds between the modification times of consecutive folders.
 _STEP_S = 1
 
 
 class Writer(ForeignWriter):
-    """Trajectory folders of float32 arrays; parts of an observation become coded components' keys `obs_<name>`.
+    """Writer of trajectory folders with float32 arrays.
+
+    Each component of an observation is stored under the key `obs_<name>`.
 
     Options:
         env, policy: Names for `metadata.json`.
-        missing_reward: What episodes without rewards get; None refuses them.
+        missing_reward: Reward of every frame in episodes without rewards. With None such episodes
+            are an error.
     """
 
     format = "trajectory-folders"
@@ -101,7 +105,10 @@ class Writer(ForeignWriter):
         return self._file(episode).relative_to(self.path).as_posix()
 
     def _chosen_fields(self) -> SharedFields:
-        """Choose the fields of every chunk; no NaN fits into the bytes of a coded component."""
+        """Choose the fields of every chunk.
+
+        A coded component that an episode lacks is left out, since its bytes cannot hold NaN.
+        """
         shared = shared_fields(self.episodes)
         coded = [name for name, field in shared.schema.items() if _COUNTS in field.codec]
         lacking = {name for episode in self.episodes for name in coded if name not in episode.schema}
@@ -143,7 +150,8 @@ class Writer(ForeignWriter):
                 self.reshaped(name, (field.num_elements,), episode)
             if head == "observation" and rest:
                 if _COUNTS in field.codec and field.dtype != "uint8":
-                    flat = np.rint(flat * 255).astype(np.uint8)  # as they are stored, to the bit
+                    # Recovers the stored bytes exactly.
+                    flat = np.rint(flat * 255).astype(np.uint8)
                 chunk[f"obs_{_component(rest)}"] = self._narrowed(flat, name, episode, keeps_bytes=True)
                 if field.dtype == "uint8":
                     self.changed(f"{name!r} is read as float32, a 255th of each value", episode)
@@ -173,7 +181,7 @@ class Writer(ForeignWriter):
         return [*self._fields.absent(episode, _read_name), *((DONES, TIMEOUTS[0]) if has_unknown_end(episode) else ())]
 
     def _narrowed(self, values: Array, name: str, episode: EpisodeToWrite, keeps_bytes: bool = False) -> Array:
-        """Return what the original reader takes: float32, or bytes of a coded component."""
+        """Convert values to a dtype of the original reader: float32; uint8 with `keeps_bytes`."""
         if values.dtype == np.float32 or (keeps_bytes and values.dtype == np.uint8):
             return values
         self.changed(f"{values.dtype} is written as float32", episode)
@@ -219,7 +227,8 @@ class Writer(ForeignWriter):
                 os.utime(file, (time_s, time_s))
         with replace_file(self.path / "metadata.json") as temporary:
             temporary.write_text(json.dumps(about, indent=1), "utf-8")
-            files = {self._name(one): self._file(one) for one in episodes}  # their times are new
+            # The files are noted again, since their modification times have changed.
+            files = {self._name(one): self._file(one) for one in episodes}
             self.note_files({**files, "metadata.json": temporary})
         self.note_finish()
 
@@ -229,16 +238,16 @@ def _named(name: str, options: Mapping[str, Any], metadata: Mapping[str, Any]) -
 
 
 def _is_written(name: str) -> bool:
-    """Return whether a chunk has a place for a field."""
+    """Return whether a chunk can hold a field of this name."""
     return name in _KEYS or name == "reward" or name.startswith("observation/")
 
 
 def _read_name(name: str) -> str:
-    """Return the name under which a field is read."""
+    """Return the name of a field after it is read from this layout."""
     head, separator, rest = name.partition("/")
     return f"{head}{separator}{_component(rest)}"
 
 
 def _component(name: str) -> str:
-    """Name a part of an observation: the layout has no nested ones."""
+    """Return the name of a component. The layout has no nested names, so "/" becomes "_"."""
     return name.replace("/", "_")

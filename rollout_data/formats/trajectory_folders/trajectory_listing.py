@@ -28,14 +28,15 @@ _CHUNK_NAME = re.compile(r"traj_(\d{1,18})_(\d{1,18})\.(?:pickle|pkl)", re.ASCII
 _FOLDER_NUMBER = re.compile(r"trajectory_(\d{1,18})", re.ASCII)
 _NO_NUMBER = 1 << 62
 MAX_METADATA_BYTES = 1 << 24
-#: Attempts to read metadata.json, and seconds between them: the older writer rewrites it in place.
+#: Attempts to read metadata.json. The older writer rewrites it in place.
 _NUM_READS = 4
+#: Seconds between two attempts.
 _RETRY_S = 0.02
 
 
 @dataclass(frozen=True, order=True)
 class ChunkFile:
-    """A chunk file: the frames `start:stop` that its name states, and the state of the file."""
+    """A chunk file: the frames `start:stop` in its name, and its size, time and inode."""
 
     start: int
     stop: int
@@ -60,18 +61,16 @@ class TrajectoryFolder:
 
 
 def chunk_frames(path: str) -> tuple[int, int] | None:
-    """Return the frames `(start, stop)` that the name of a chunk file states.
-
-    None for other names.
-    """
+    """Return the frames `(start, stop)` in the name of a chunk file; None for other names."""
     match = _CHUNK_NAME.fullmatch(os.path.basename(path))
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = False) -> bool:
-    """Return whether a folder contains, at any depth, a folder `trajectory_*` with a chunk or without files.
+    """Return whether a trajectory folder lies at or below `data_dir`.
 
-    With `with_chunk` folders without files do not count.
+    A trajectory folder is called `trajectory_*`, and has a chunk file or no file at all. If
+    `with_chunk` is true, it must have a chunk file.
     """
     return any(
         path.name.startswith(FOLDER_PREFIX)
@@ -81,7 +80,9 @@ def is_trajectory_folder(data_dir: str | os.PathLike[str], with_chunk: bool = Fa
 
 
 def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], list[DataFileError]]:
-    """Return the trajectory folders below `data_dir`, itself included, in natural order, and errors of others.
+    """Return the trajectory folders at or below `data_dir`, and errors of skipped files.
+
+    Folders are ordered by parent, number and name.
 
     Raises:
         UsageError: `data_dir` is not a folder.
@@ -99,9 +100,10 @@ def list_trajectory_folders(data_dir: Path) -> tuple[list[TrajectoryFolder], lis
 
 
 def _walk(data_dir: Path, problems: list[DataFileError]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """Yield every folder with its entries that are no folders.
+    """Yield every folder at or below `data_dir` with its files.
 
-    Links to folders are reported, not followed.
+    Links to folders are not followed. Links that look like trajectory folders, or lead out of
+    `data_dir`, are reported.
     """
     root = os.path.realpath(data_dir)
     waiting = [data_dir]
@@ -142,13 +144,13 @@ def _chunk_files(
                 strangers += [] if entry.name.startswith(".") else [entry.name]
             elif entry.is_symlink() and not is_inside(entry.path, root):
                 problems.append(_outside(entry.path))
-            elif not entry.is_file():  # Opening a pipe would wait.
+            elif not entry.is_file():  # Opening a pipe would block.
                 problems.append(_skipped(entry.path, "a plain file", "something else"))
             else:
                 stat = entry.stat()
                 frames = int(match[1]), int(match[2])
                 files.append(ChunkFile(*frames, Path(entry.path), stat.st_mtime_ns, stat.st_size, stat.st_ino))
-        except OSError:  # Removed after it was listed.
+        except OSError:  # The file was removed after it was listed.
             continue
     if strangers:
         got = repr(strangers[0]) + (f" and {len(strangers) - 1} more" if len(strangers) > 1 else "")
@@ -158,17 +160,16 @@ def _chunk_files(
 
 
 def is_inside(path: str | Path, root: str) -> bool:
-    """Return whether the real path of `path` lies below the real path `root`."""
+    """Return whether the real path of `path` is the real path `root` or lies below it."""
     real = os.path.realpath(path)
     return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
 
 
 def read_metadata(data_dir: Path, folders: list[TrajectoryFolder]) -> tuple[dict[str, Any], list[DataFileError]]:
-    """Read metadata.json of the data folder, or of the folders with its trajectories.
+    """Read metadata.json of the data folder, or of the parents of its trajectory folders.
 
-    {} if it does not exist.
-
-    Order and unknown keys are kept. A file that stays half-written is reported and ignored.
+    The first readable file is used, with its order and unknown keys. Without one, the result is {}.
+    A file that stays half-written is reported and ignored.
     """
     root = os.path.realpath(data_dir)
     parents = dict.fromkeys([data_dir, *(folder.path.parent for folder in folders if folder.path != data_dir)])
