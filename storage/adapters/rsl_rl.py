@@ -34,7 +34,7 @@ _PARAMETERS = "distribution_params"
 
 @dataclass
 class Batch:
-    """What the generators yield; fields that a training type has not are None."""
+    """A mini-batch of the generators; fields without values for the training type are None."""
 
     observations: Any = None
     actions: torch.Tensor | None = None
@@ -67,7 +67,7 @@ class RslRlStorage(RolloutStorage):
         num_transitions_per_env: T.
         obs: `TensorDict` or nested dict of `[B, ...]`, an example of the observations.
         actions_shape: Shape of one action.
-        device: Where everything is kept.
+        device: Device of all data.
         compat: True: one permutation per update and remainders left out, as in rsl_rl's own storage.
             False: a new permutation per epoch, no env left out.
         generator: As for `RolloutStorage`. For the permutations of rsl_rl itself, which give equal losses for equal
@@ -97,7 +97,7 @@ class RslRlStorage(RolloutStorage):
         super().__init__(num_envs, num_transitions_per_env, shape, None, actions_shape, 1, device, generator=generator)
 
     def declare_columns(self) -> list[Column]:
-        """Declare what the training type uses; the distribution's parameters once they are known."""
+        """Return the columns of the training type; distribution parameters once they are known."""
         columns = [column for column in super().declare_columns() if column.name in _COLUMNS[self.training_type]]
         if self.training_type == "distillation":
             return [*columns, brought("privileged_actions", self.actions_shape, "privileged_actions")]
@@ -110,7 +110,7 @@ class RslRlStorage(RolloutStorage):
         return tuple(found.values()) if name == _PARAMETERS and found is not None else found
 
     def add_transition(self, transition: Any) -> None:
-        """Copy one step; rsl_rl's transitions and ours are both taken.
+        """Copy one step from a transition of rsl_rl or of this library.
 
         Raises:
             RolloutOverflowError, SchemaError: As for `RolloutStorage`.

@@ -1,7 +1,7 @@
 """`TransferQueueBuffer`: rows in a partition of TransferQueue, whose other clients read and write them field by field.
 
-One rule: a row is a key of its own, and a field a column, the levels of its name joined by "/". Where rows lie and how
-they travel is the queue's affair: only `storage.remote.RemoteBuffer` draws beside the data.
+Each row is a key, and each field a column; the levels of its name are joined by "/". The queue
+stores and sends the rows. To draw on the machine of the data, use `storage.remote.RemoteBuffer`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class TransferQueueBuffer:
     """The rows of one partition, written by all clients.
 
     Args:
-        partition: Its name.
-        seed: Of the draws of this client. None: of `torch.initial_seed()` and the number of objects made since
-            that changed.
+        partition: Name of the partition.
+        seed: Seed of the draws of this client. None uses `torch.initial_seed()` and the number of
+            objects created since it changed.
 
     It joins the queue of the cluster of Ray that this process is connected to, or starts one as `transfer_queue.init()`
     does, which waits for as long as the cluster lacks a processor for each of its actors.

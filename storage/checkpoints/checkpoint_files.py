@@ -94,20 +94,20 @@ def load_checkpoint(
     """Load a checkpoint.
 
     Args:
-        path: What was given to `save_async`: of `path` and `path` + ".lz4" the one saved last is read.
-            A path that ends in ".lz4" names that file alone.
-        map_location: As for `torch.load`; a device has to be there.
-        weights_only: Load nothing but tensors, numbers, strings, plain containers, numpy's arrays and scalars,
-            `argparse.Namespace`, and members of enums whose classes are imported already. Turn it off only for files
-            that you trust: loading then runs what the file says.
+        path: The path of `save_async`. The newer of `path` and `path` + ".lz4" is read. A path that
+            ends in ".lz4" means only that file.
+        map_location: As for `torch.load`; a device must exist.
+        weights_only: Load only tensors, numbers, strings, plain containers, numpy values,
+            `argparse.Namespace`, and members of enums whose classes are already imported. Use False
+            only for files that you trust: loading then runs code of the file.
         device: Another name of `map_location`, for one device.
 
     Raises:
-        MissingCheckpointError: There is neither file.
-        CorruptFileError: The file is cut off, a checksum is wrong, it declares more than it can hold, or
-            holds no pickle.
-        ForeignFileError: It is neither a zip archive of `torch.save` nor an LZ4 frame.
-        UnsafeFileError: It holds something else, which is named.
+        MissingCheckpointError: Neither file exists.
+        CorruptFileError: The file is truncated, a checksum is wrong, declared sizes exceed the
+            file, or it contains no pickle.
+        ForeignFileError: The file is neither a zip archive of `torch.save` nor an LZ4 frame.
+        UnsafeFileError: The file contains another type; the message names it.
         UsageError: `device` and `map_location` differ, or `device` is not available.
     """
     return load_checkpoint_parallel(path, map_location, weights_only, num_threads=1, device=device)

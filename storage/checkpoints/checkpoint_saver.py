@@ -50,15 +50,15 @@ class AsyncCheckpointSaver(Owned):
     """Save checkpoints in the background.
 
     Args:
-        max_queue_size: How many checkpoints may wait while one is being written. Each that waits is a
-            copy of its tensors in memory.
-        on_full: When that many wait, `save_async` waits for a place ("block"), gives up the one that
-            waits longest, whose future is cancelled ("drop_oldest"), or raises ("raise").
-        monitor: Told how long copying (`checkpoint/copy`) and writing (`checkpoint/write`) take.
+        max_queue_size: Number of checkpoints that can wait while another is written. Each waiting
+            checkpoint uses memory for a copy of its tensors.
+        on_full: Behaviour of `save_async` if the queue is full: wait ("block"), drop the oldest
+            waiting checkpoint and cancel its future ("drop_oldest"), or raise ("raise").
+        monitor: Receives the times of copies (`checkpoint/copy`) and writes (`checkpoint/write`).
 
-    A failed save raises at the next `save_async`, `wait` or `shutdown`, once, and in its future; those
-    behind it are saved all the same. What was accepted is also written when the program ends without
-    `shutdown`. Methods may be called from any thread.
+    The error of a failed save is raised in its future, and once by the next `save_async`, `wait` or
+    `shutdown`. Later checkpoints are still saved. Accepted checkpoints are also written if the
+    program ends without `shutdown`. Thread-safe.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class AsyncCheckpointSaver(Owned):
     ) -> None:
         self.max_queue_size = arguments.whole("save checkpoints", "max_queue_size", max_queue_size, 1)
         self.on_full = arguments.choice("save checkpoints", "on_full", on_full, ON_FULL)
-        #: Checkpoints given up by "drop_oldest".
+        #: Number of checkpoints dropped by "drop_oldest".
         self.num_dropped = 0
         if monitor is not None:
             expected = "as a PerformanceMonitor or None"
             arguments.instance("save checkpoints", "monitor", monitor, expected, PerformanceMonitor)
         self._monitor = monitor or PerformanceMonitor()
-        # Memory of earlier copies is used again: fresh memory would make copying several times slower.
+        # Reuses the memory of earlier copies; new memory makes copies several times slower.
         self._pool = BufferPool(max_buffers=max_queue_size + 2)
         self._worker = Worker("checkpoints", max_pending=max_queue_size)
         self._owner = self._worker.owner
@@ -105,7 +105,7 @@ class AsyncCheckpointSaver(Owned):
         *,
         weights_only: bool = True,
     ) -> Future[Path]:
-        """Copy `checkpoint` as it is now and write the copy to `path` in the background, by `torch.save`.
+        """Copy `checkpoint` and write the copy to `path` in the background, with `torch.save`.
 
         Args:
             checkpoint: Nested dicts, lists, tuples and sets of tensors on any device, numbers, texts, arrays and

@@ -77,7 +77,7 @@ class State:
 
 
 class Store(Shown, ABC):
-    """Gives a store `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
+    """Base class with `state_dict`, `load_state_dict`, `save`, `load`, pickling and copies.
 
     A subclass has the attributes below and implements `_get_state` and `_set_state`; the lock is held during both.
     If its constructor does not take `State.arguments`, `device` and `generator`, it overrides `_from_arguments` too.
