@@ -45,9 +45,9 @@ from .episode_writer import (
 )
 
 OWN = "rollout-data"
-#: Bytes of rows that are read at a time.
+#: Number of bytes of rows that are read at a time.
 _PORTION_BYTES = 16 << 20
-#: Bytes of added rows after which blocks are published.
+#: Number of bytes of added rows after which blocks are published.
 _PUBLISHED_BYTES = 64 << 20
 #: Codec of components that are multiples of 1/255.
 _COUNTS = "normalized_image"

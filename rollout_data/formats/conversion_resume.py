@@ -21,7 +21,7 @@ from ..writing.json_values import plain
 
 #: Formats whose single files refer to no other file.
 _SINGLE_FILES = ("robomimic", "isaaclab", "libero", "d4rl", "mcap", "bfm_zero")
-#: Characters of a value in an error.
+#: Maximum number of characters of a value in an error.
 _MAX_SHOWN = 60
 
 

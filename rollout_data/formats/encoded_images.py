@@ -37,7 +37,7 @@ _DAMAGE = (
     AttributeError,
 )
 Pixels = np.ndarray[Any, Any]
-#: Pixels of the shorter side of a picture, at least.
+#: Minimum number of pixels of the shorter side of a picture.
 _MIN_SIDE = 8
 _NUM_CHANNELS = (1, 3, 4)
 

@@ -21,7 +21,8 @@ _TIME_DTYPES = ("float32", "float64")
 _MAX_DIFFERENCE = 0.01
 #: Rates within this share of an integer are that integer, since times are often rounded.
 _ROUNDING = 5e-4
-#: Steps that differ from the median by more than this share are pauses or lost frames.
+#: Largest relative difference to the median step of a usual step. Other steps are pauses or lost
+#: frames.
 _MAX_STEP_DIFFERENCE = 0.5
 #: Values of metadata that state no rate.
 _UNKNOWN = (None, "", "unknown")

@@ -15,9 +15,9 @@ from storage.core.fields import Field, Schema
 from ..sources.file_source import FileSource
 
 Array = np.ndarray[Any, Any]
-#: Steps of an episode that are compared.
+#: Number of steps of an episode that are compared.
 _NUM_STEPS = 256
-#: Ends of episodes that are compared.
+#: Number of ends of episodes that are compared.
 _NUM_ENDS = 8
 #: Fields with more bytes per row, such as pictures, are not compared.
 _MAX_ROW_BYTES = 1 << 12

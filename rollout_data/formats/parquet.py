@@ -22,17 +22,17 @@ from storage.errors import CorruptFileError
 from ..sources.rows.chunk_decoder import RowCache
 from .input_checks import KnownFiles, damage_named, file_inside, optional
 
-#: Bytes that are decoded at a time; one row may be larger.
+#: Number of bytes that are decoded at a time; one row may be larger.
 _BATCH_BYTES = 1 << 25
-#: Rows that are decoded at a time.
+#: Number of rows that are decoded at a time.
 _BATCH_ROWS = 1 << 16
-#: Rows per byte of a file, at most.
+#: Maximum number of rows per byte of a file.
 _ROWS_PER_BYTE = 1 << 4
 #: Decoded bytes of a column of a row group, at most: the larger of this number and a multiple of
 #: the file's length.
 _MAX_COLUMN_BYTES = 1 << 27
 _MAX_EXPANSION = 4
-#: Rows of a column of integers that is read whole: 64 MiB.
+#: Maximum number of rows of a column of integers that is read whole: 64 MiB.
 _MAX_WHOLE_ROWS = 1 << 23
 #: Values of a column of lists of unknown lengths, at most: the smaller of this number per byte of
 #: the file, and this number per row plus a constant. A value per byte of the file is always
@@ -40,11 +40,11 @@ _MAX_WHOLE_ROWS = 1 << 23
 _VALUES_PER_BYTE = 1 << 5
 _VALUES_PER_ROW = 1 << 6
 _MANY_VALUES = 1 << 20
-#: Footers that are kept for a folder.
+#: Maximum number of footers that are kept for a folder.
 _MAX_FOOTERS = 64
-#: Bytes of encoded row groups that are kept for all files of a folder together.
+#: Number of bytes of encoded row groups that are kept for all files of a folder together.
 _KEPT_GROUP_BYTES = 128 << 20
-#: Texts that are converted to Python at a time, before equal texts become one object.
+#: Number of texts that are converted to Python at a time, before equal texts become one object.
 _TEXTS_AT_ONCE = 64
 #: Arrow's name of a type -> key of `DTYPES`, or "text".
 _TYPE_NAMES = {

@@ -73,7 +73,7 @@ WRITERS: dict[str, str] = {
 #: Format -> module, for formats of viewers: they are written, but not read.
 EXPORTS: dict[str, str] = {"rerun": "rerun_writer"}
 
-#: Entries of a folder that are inspected.
+#: Maximum number of entries of a folder that are inspected.
 _MAX_ENTRIES = 20
 
 

@@ -26,7 +26,7 @@ from .episode_writer import EpisodeToWrite, ForeignWriter, note_in_folder, occup
 from .input_checks import damage_named, optional
 
 _NOTE_ENTITY = "/rollout_conversion"
-#: Bytes of rows that are read at a time.
+#: Number of bytes of rows that are read at a time.
 _PORTION_BYTES = 16 << 20
 #: Last part of the names of fields with times in seconds.
 _TIMES = ("timestamp", "timestamps", "time")

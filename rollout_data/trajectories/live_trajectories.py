@@ -46,7 +46,7 @@ _FIRST_ROOM, _FIRST_RUN = 64, np.zeros(1, np.int64)
 #: Most mapped files; beyond it, all files are unmapped. Linux allows 65,530 mappings per process,
 #: and each column of a file is one mapping.
 MAX_MAPPED_FILES = 20_000
-#: Rows that are checked to find out whether the rows of a sample are in memory.
+#: Number of rows that are checked to find out whether the rows of a sample are in memory.
 _NUM_PROBES = 16
 #: Most bytes that numpy gathers. numpy has less overhead per call; for more bytes the threads of
 #: torch are faster.

@@ -27,14 +27,14 @@ from .npz_arrays import Array, NpzArray, is_zip, read_npz
 
 #: Axes of the arrays of a layout: frames T, joints J, bodies B; digits are sizes.
 _AXES = ("TJ", "TJ", "TB3", "TB4", "TB3", "TB3")
-#: Numbers of arrays in a layout.
+#: Indices of the positions and the rotations of bodies in a layout.
 _POSITIONS = 2
 _ROTATIONS = 3
 _BODY_NAMES = "body_names"
 _JOINT_NAMES = ("joint_names", "dof_names")
-#: Bytes of a JSON file, of which 3 can need 64 in memory.
+#: Maximum number of bytes of a JSON file. 3 bytes of JSON can need 64 bytes in memory.
 _MAX_JSON_BYTES = 16 << 20
-#: Bytes of an array that becomes metadata.
+#: Maximum number of bytes of an array that becomes metadata.
 _MAX_NAMES_BYTES = 1 << 20
 _ORDERS = ("breadth", "depth")
 _QUATERNIONS = ("wxyz", "xyzw")
@@ -42,11 +42,11 @@ _QUATERNIONS = ("wxyz", "xyzw")
 _ORDER_MARKS = ("quaternion_order", "quat_order")
 #: Order of quaternions -> position of the scalar part.
 _SCALAR = {"wxyz": 0, "xyzw": 3}
-#: Size from which on a scalar part is large.
+#: Smallest size of a large scalar part.
 _LARGE = 0.8
-#: Share of large scalar parts from which on an order is likely.
+#: Smallest share of rows with a large scalar part for which advice is given.
 _SHARE = 0.9
-#: Bytes of an array of poses that are checked.
+#: Number of bytes of an array of poses that are checked.
 _CHECKED_BYTES = 1 << 22
 #: Largest deviation of the norm of a unit quaternion from 1.
 _TOLERANCE = 1e-2

@@ -30,7 +30,7 @@ _MAX_HEAD_BYTES = 10_000
 _ZIP_END_BYTES = 22 + 0xFFFF
 #: Bit of the flags of a member whose name is UTF-8.
 _UTF_8 = 0x800
-#: Bytes that DEFLATE can unpack from one byte, at most.
+#: Maximum number of bytes that DEFLATE can unpack from one byte.
 _MAX_EXPANSION = 1032
 #: Unpacked bytes between two kept states of zlib, at least. A state takes 40 KB.
 _MIN_SPACING = 1 << 20

@@ -30,7 +30,7 @@ _OUR_NAMES = {
     "terminals": "terminated",
     "timeouts": "truncated",
 }
-#: Rows of flags that are read at a time.
+#: Number of rows of flags that are read at a time.
 _FLAGS_AT_ONCE = 1 << 22
 #: Most episodes of a file. Each takes half a kilobyte of memory.
 _MAX_EPISODES = 1 << 20

@@ -42,15 +42,15 @@ _LIKELY_EXPANSION = 200
 _MAX_ATTRIBUTE_BYTES = 1 << 16
 #: Bytes of a reference to a text: its length (4), the offset of its heap (8), its number there (4).
 _TEXT_BYTES = 16
-#: Bytes after the data of a chunk with the filter fletcher32.
+#: Number of bytes after the data of a chunk with the filter fletcher32.
 _CHECKSUM_BYTES = 4
-#: Levels of groups.
+#: Maximum number of levels of groups.
 _MAX_DEPTH = 12
 _MAX_OPEN_FILES = 8
 _MAX_LISTINGS = 256
 #: Least bytes of a link in a file.
 _LINK_BYTES = 16
-#: Bytes that are read from the map before its pages are unmapped.
+#: Maximum number of bytes that are read from the map before its pages are unmapped.
 _MAX_MAPPED_BYTES = 1 << 26
 
 

@@ -31,9 +31,9 @@ from .hdf5_datasets import DatasetInfo, Files, OpenFile
 _CHECKED_AT_ONCE = 600
 #: Largest dataset of metadata that is read, in bytes.
 _MAX_METADATA_BYTES = 1 << 20
-#: Rows of at least this size, such as pictures, are read by the chunks of the file.
+#: Smallest size in bytes of a large row, such as a picture. Large rows are read by whole chunks.
 _LARGE_ROW_BYTES = 16 << 10
-#: Bytes of large rows that are read at once without chunks: nothing is decoded there.
+#: Number of bytes of large rows that are read at once if the dataset has no chunks to decode.
 _UNCHUNKED_BYTES = 1 << 18
 #: Truth values of an episode that are all read. Of more, only the last is read.
 _MAX_FLAGS = 1 << 16

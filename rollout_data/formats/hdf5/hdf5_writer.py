@@ -46,9 +46,9 @@ Array = np.ndarray[Any, Any]
 #: Dtype and shape of a dataset, or of a row of it.
 Form = tuple[np.dtype[Any], tuple[int, ...]]
 _ALIGNMENT = 64
-#: Bytes of a field that are copied at a time.
+#: Number of bytes of a field that are copied at a time.
 _PART_BYTES = 1 << 23
-#: Bytes reserved for the last line of the note.
+#: Number of bytes reserved for the last line of the note.
 _FINISH_BYTES = 512
 
 

@@ -22,11 +22,11 @@ from .flattened_names import OBS_NAMES, REPEATED, flat_key
 from .hdf5_datasets import OpenFile
 from .hdf5_episodes import Hdf5Reader, Layout, LayoutMaker
 
-#: Episodes whose `next_obs` is compared with `obs` when a file is opened.
+#: Number of episodes whose `next_obs` is compared with `obs` when a file is opened.
 _COMPARED_EPISODES = 50
-#: Bytes of observations that are compared then.
+#: Number of bytes of observations that are compared when a file is opened.
 _COMPARED_BYTES = 1 << 24
-#: Rows that are compared at a time.
+#: Number of rows that are compared at a time.
 _COMPARED_ROWS = 256
 _MAX_MASK_BYTES = 1 << 24
 

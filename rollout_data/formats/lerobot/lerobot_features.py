@@ -39,7 +39,7 @@ OTHER_ENCODERS = {
     "hevc": ("libx265", {"crf": "25", "x265-params": "log-level=none"}),
     "vp9": ("libvpx-vp9", {"crf": "25", "b:v": "0"}),
 }
-#: Frames from one key frame to the next.
+#: Number of frames from one key frame to the next.
 _KEY_FRAME_INTERVAL = 2
 #: Numbers of channels that a picture can have.
 _CHANNELS = (1, 3, 4)

@@ -39,7 +39,7 @@ _TASK_TEXTS = ("task", "__index_level_0__")
 _MAX_LINES_BYTES = 1 << 24
 #: Most rows or runs in a file beyond those that the index states.
 _MAX_UNINDEXED = 1 << 16
-#: Episodes of a damaged file that an error names.
+#: Number of episodes of a damaged file that an error names.
 _NUM_SHOWN = 20
 _REBUILD_ADVICE = 'Open it with on_bad_index="rebuild" to group the rows by their episode_index'
 

@@ -19,9 +19,9 @@ Array = np.ndarray[Any, Any]
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 #: Largest `NumberTable` in bytes that is kept in memory. Larger tables are in temporary files.
 _MEMORY_BYTES = 1 << 26
-#: Values that are summarized at once.
+#: Number of values that are summarized at once.
 _NUM_SUMMED = 1 << 17
-#: Levels of a channel of uint8 pictures.
+#: Number of levels of a channel of uint8 pictures.
 _LEVELS = 256
 
 

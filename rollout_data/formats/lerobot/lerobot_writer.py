@@ -62,19 +62,19 @@ from .lerobot_subtasks import (
     with_pairs,
 )
 
-#: Episodes in a folder.
+#: Number of episodes in a folder.
 _CHUNKS_SIZE = 1000
-#: Bytes of a field that are read at a time.
+#: Number of bytes of a field that are read at a time.
 _PART_BYTES = 1 << 20
 #: The same for video. Each part is decoded from a key frame on.
 _VIDEO_PART_BYTES = 1 << 25
-#: Bytes of a row group.
+#: Number of bytes of a row group.
 _GROUP_BYTES = 1 << 24
-#: Rows of the index that are written at a time. A row with statistics may have 100 kB.
+#: Number of rows of the index that are written at a time. A row with statistics may have 100 kB.
 _ENTRIES_AT_ONCE = 100
 #: Bytes of the notes of episodes that are kept, as text. In memory they take about twice as much.
 _KEPT_NOTES_BYTES = 1 << 24
-#: Files that are flushed to the disk at the same time.
+#: Number of files that are flushed to the disk at the same time.
 _NUM_SYNC_THREADS = 16
 #: Folder of files that are not complete yet.
 _UNFINISHED_FILES = ".unfinished"

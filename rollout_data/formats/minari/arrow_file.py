@@ -20,7 +20,7 @@ from ..input_checks import KnownFiles, damage_named, optional
 
 #: Most bytes that a compressed batch of rows may unpack to, unless it is larger in the file.
 _MAX_BATCH_BYTES = 1 << 28
-#: Bytes before the first message of a file.
+#: Number of bytes before the first message of a file.
 _MAGIC_BYTES = 8
 _RECORD_BATCH = "record batch"
 #: Key in the metadata of batches that early versions of Arrow compressed.
@@ -29,7 +29,7 @@ _EARLY_COMPRESSION = b"experimental_compression"
 _HEADER = 2
 _BUFFERS = 2
 _COMPRESSION = 3
-#: Bytes of the offset and length of a buffer.
+#: Number of bytes of the offset and length of a buffer.
 _BUFFER_BYTES = 16
 
 

@@ -31,17 +31,17 @@ _METADATA = 12
 _DATA_END = 15
 _MAX_CHUNK_BYTES = 1 << 28
 _MAX_MESSAGES = 1 << 23
-#: Records of metadata that are kept.
+#: Maximum number of records of metadata that are kept.
 _MAX_METADATA = 4096
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_TOPICS = 4096
-#: Bytes of a message of JSON, of which 3 can need 64 in memory.
+#: Maximum number of bytes of a JSON message. 3 bytes of JSON can need 64 bytes in memory.
 _MAX_MESSAGE_BYTES = 1 << 24
-#: Unpacked bytes per byte of a file on average, at most.
+#: Maximum number of unpacked bytes per byte of a file on average.
 _MAX_EXPANSION = 256
-#: Unpacked bytes that every file may have.
+#: Number of unpacked bytes that every file may have, whatever its size.
 _FREE_BYTES = 1 << 26
-#: Bytes of a message before its data.
+#: Number of bytes of a message before its data.
 _MESSAGE_HEAD_BYTES = 22
 _DAMAGE = (struct.error, ValueError, LookupError, RuntimeError, EOFError, OSError)
 

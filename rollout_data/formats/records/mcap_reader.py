@@ -29,7 +29,7 @@ _PACKAGES = {
 }
 _TEXT = "text"
 _MAX_DEPTH = 16
-#: Messages of a topic of texts that become metadata.
+#: Maximum number of messages of a topic of texts that become metadata.
 _MAX_TEXTS = 4096
 _TIME = "log_time"
 _TASKS = ("task", "language_instruction")

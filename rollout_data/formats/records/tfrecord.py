@@ -29,7 +29,7 @@ _FIXED64 = 1
 _BYTES = 2
 _FIXED32 = 5
 _MAX_FEATURES = 4096
-#: Bytes of packed integers that are decoded at a time.
+#: Number of bytes of packed integers that are decoded at a time.
 _PIECE_BYTES = 1 << 20
 _BITS = np.arange(32, dtype=np.uint32)
 

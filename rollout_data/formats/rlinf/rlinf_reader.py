@@ -33,7 +33,7 @@ from ..input_checks import KnownFiles, damage_named, file_inside, listed, read_o
 _FILE = re.compile(r"trajectory_(\d+)(_.*)?\.(pt|pkl)")
 _ENDS = ("dones", "terminations", "truncations")
 _TASKS = ("task", "task_description", "task_descriptions")
-#: Bytes of an observation that are compared with the next observation.
+#: Number of bytes of an observation that are compared with the next observation.
 _COMPARED_BYTES = 1 << 26
 _NEXT = "next_observation"
 _MAX_PICKLE_BYTES = 1 << 24

@@ -311,9 +311,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = _command_name(words)
         prog = f"{PROGRAM} {name}"
         code = _run(COMMANDS[name], prog, words[1:])
-        sys.stdout.flush()  # raises on a full disk, or if the reader of a pipe has left
+        sys.stdout.flush()  # Raises if the disk is full or a pipe is closed.
         return code
-    except SystemExit as exit_request:  # help was printed, or the call is wrong
+    except SystemExit as exit_request:  # Help was printed, or the call is invalid.
         code = int(exit_request.code or 0)
     except KeyboardInterrupt:
         code = _print_error(prog, "stopped", 130)
@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with suppress(OSError):
         try:
             sys.stdout.flush()
-        except OSError:  # otherwise the interpreter prints an error when it flushes at exit
+        except OSError:  # Closing avoids an error message of the interpreter at exit.
             sys.stdout.close()
     return code
 
@@ -378,7 +378,7 @@ def _parser(command: Command, prog: str) -> argparse.ArgumentParser:
         description=command.summary,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # so that `--und` is an error and undoes nothing
+        allow_abbrev=False,  # `--und` must be an error, not `--undo`.
     )
     arguments = command.arguments
     if callable(arguments):

@@ -31,7 +31,7 @@ from .list_recordings import recording_rows, rows_as_text
 from .play_command import ASCII_BARS, BARS, chosen_episode, describe_episode, episode_as_text
 from .select_option import selected
 
-#: Ids that a line lists before it ends in "...".
+#: Maximum number of ids that a line lists before it ends in "...".
 _MAX_IDS = 3
 #: Frames per second of a GIF or a video if the metadata have none.
 _RATE_HZ = 20.0
@@ -220,7 +220,7 @@ def pack(options: argparse.Namespace) -> Answer:
 
 
 def prune(options: argparse.Namespace) -> Answer:
-    open_folder(options.data_dir)  # raises if it holds no data
+    open_folder(options.data_dir)  # Raises if the folder has no data.
     pruned = prune_folder(
         options.data_dir,
         dry_run=options.dry_run,

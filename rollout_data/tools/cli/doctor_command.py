@@ -16,9 +16,9 @@ from ..doctor.rules.change_scripts import CHANGES
 from .commands import Answer
 from .list_recordings import recording_rows, rows_as_text
 
-#: Trajectories that the line of a finding lists.
+#: Maximum number of trajectories that the line of a finding lists.
 _MAX_LISTED = 8
-#: Ranges of frames that the line of a finding lists.
+#: Maximum number of ranges of frames that the line of a finding lists.
 _MAX_RANGES = 3
 
 
@@ -63,7 +63,7 @@ def _examine_several(
     def counts(path: Path) -> dict[str, int | None]:
         try:
             diagnosis = examination.doctor(path, **chosen, progress=options.progress)
-        except (RolloutDataError, OSError):  # the row has the error of opening it
+        except (RolloutDataError, OSError):  # The row already has the error of opening.
             codes.append(1)
             return dict.fromkeys(columns)
         codes.append(1 if diagnosis.at_least(options.fail_on) else 0)

@@ -20,7 +20,7 @@ from ...formats.lerobot.lerobot_features import write_video
 from ...sources.recordings.episode import Episode
 from ..report.embedded_data import to_rgb
 
-#: Bytes of the pictures that are read at once, as float64.
+#: Number of bytes of the pictures that are read at once, as float64.
 _PART_BYTES = 16 << 20
 #: Bytes of the pictures of a GIF, which are all in memory. Longer episodes lose frames evenly.
 _MAX_GIF_BYTES = 256 << 20

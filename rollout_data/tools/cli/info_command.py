@@ -28,7 +28,7 @@ from .list_recordings import aligned
 ENDS = {"terminated": TERMINATED, "truncated": TRUNCATED, "open": OPEN}
 #: Columns of the text of `ls`.
 _LISTED = ("id", "length", "return", "ends", "success", "task")
-#: Characters of a value of the metadata.
+#: Maximum number of characters of a value of the metadata.
 _MAX_TEXT = 80
 
 

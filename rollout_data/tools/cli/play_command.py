@@ -26,13 +26,13 @@ BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.,-=+*#"
 #: Drawn for a value that is not finite.
 NOT_FINITE = "!"
-#: Dimensions of a field that are drawn if the call names no field.
+#: Maximum number of dimensions of a field that are drawn if the call names no field.
 _MAX_DIMENSIONS = 12
-#: Bytes of a field that are read at once, as float64.
+#: Number of bytes of a field that are read at once, as float64.
 _PART_BYTES = 64 << 20
-#: Characters of a line from which the range of a curve is printed.
+#: Smallest line width, in characters, at which the range of a curve is printed.
 _MIN_RANGE_WIDTH = 60
-#: Characters of the printed range.
+#: Number of characters of the printed range.
 _RANGE_WIDTH = 24
 Array = np.ndarray[Any, Any]
 
@@ -79,7 +79,8 @@ def chosen_episode(source: DataDir, episode: str | None = None) -> tuple[Recordi
         raise UsageError("play", repr(str(recording.path)), "an episode", "none")
     if wanted not in ids and wanted.isdecimal() and int(wanted) < len(ids):
         return recording, int(wanted)
-    selected_id = recording.select(wanted).ids[0]  # raises if there is none
+    # Raises `UsageError` if there is no such episode.
+    selected_id = recording.select(wanted).ids[0]
     return recording, ids.index(selected_id)
 
 
@@ -229,7 +230,8 @@ def _furthest(minima: Array, maxima: Array) -> list[dict[str, Any]]:
         middle = np.nan
         if len(known):
             curve = {"min": float(known.min()), "max": float(known.max())}
-            middle = (known / len(known)).sum()  # the sum of large values may not be finite
+            # Divided first, because the sum of large values may be infinite.
+            middle = (known / len(known)).sum()
         is_high_further = high / 2 - middle >= -low / 2
         curves.append({**curve, "values": np.where(is_high_further, high, low).tolist()})
     return curves

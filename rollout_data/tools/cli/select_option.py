@@ -73,7 +73,7 @@ def _column_value(name: str, text: str) -> Any:
         if name == "time":
             return np.datetime64(text)
         if name in _NUMBERS:
-            return json.loads(text) + 0  # raises TypeError for texts and lists
+            return json.loads(text) + 0  # Adding 0 raises `TypeError` for texts and lists.
         return text
     except (ValueError, TypeError, KeyError) as cause:
         examples = {

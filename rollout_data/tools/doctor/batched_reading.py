@@ -21,7 +21,7 @@ from ...sources.recordings.recording import Recording
 Array = np.ndarray[Any, Any]
 #: Bytes of a batch. About the size of a processor's cache, which makes many small steps cheap.
 BATCH_BYTES = 1 << 21
-#: Episodes of a batch, at most.
+#: Maximum number of episodes of a batch.
 _MAX_EPISODES = 4096
 
 

@@ -17,10 +17,10 @@ from .field_facts import runs_of
 
 #: Every fifth frame is examined in all pixels.
 EVERY = 5
-#: Cells of the grid of mean colours, in each direction.
+#: Number of cells of the grid of mean colours, in each direction.
 GRID = 4
 _CHANNELS = (1, 3, 4)
-#: Pixels of each frame that are compared, about.
+#: Approximate number of pixels of each frame that are compared.
 _NUM_PIXELS = 512
 #: A frame is black below this part of white.
 _BLACK = 4 / 255

@@ -14,15 +14,15 @@ from .batched_reading import Array, Batch, Collector, evenly_spread
 from .field_facts import MIN_DISTINCT, Facts
 from .findings import Inapplicable
 
-#: Episodes whose final observations are read.
+#: Maximum number of episodes whose final observations are read.
 _MAX_FINALS = 512
-#: Dimensions in which jumps are searched.
+#: Maximum number of dimensions in which jumps are searched.
 _MAX_DIMS = 64
-#: Episodes whose first frames are compared with later ones.
+#: Maximum number of episodes whose first frames are compared with later ones.
 _MAX_FIRST = 256
-#: Frames at both ends of an episode that are no jumps.
+#: Number of frames at both ends of an episode that are no jumps.
 _MARGIN = 5
-#: Continuous dimensions that are needed to recognize a jump.
+#: Number of continuous dimensions that are needed to recognize a jump.
 MIN_JUMP_DIMS = 8
 _NEXT = re.compile(r"next_obs(?:ervations?)?(?:/(.+))?")
 
@@ -198,7 +198,8 @@ class Jumps(Collector):
             num_moved += (steps > limits.usual[:, None]).sum(0, dtype=np.int32)
 
         min_far = max(6, 0.35 * self.num_dims)
-        is_wide = self.num_dims >= 12  # such wide rows do not return to the start by chance
+        # So many dimensions do not all return to the start by chance.
+        is_wide = self.num_dims >= 12
         min_moved = (0.15 if is_wide else 0.3) * self.num_dims
         rows = np.flatnonzero((num_far >= min_far) | (num_moved > min_moved))
         if not len(rows):

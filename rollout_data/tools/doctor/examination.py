@@ -135,7 +135,7 @@ def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataErr
     if isinstance(path, Recording):
         return path, None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RolloutDataWarning)  # findings report the same problems
+        warnings.simplefilter("ignore", RolloutDataWarning)  # Findings report the same problems.
         try:
             return open_source(action, "path", path), None
         except UnansweredError:
@@ -223,7 +223,8 @@ def _finding(rule: Rule, defects: Sequence[Defect], scan: Scan, settings: Settin
     severity = max((defect.severity or rule.severity for defect in defects), key=SEVERITIES.index)
 
     evidence: dict[str, Any] = {}
-    for defect in reversed(defects):  # the first defect of a field decides
+    for defect in reversed(defects):
+        # In reverse, so that the evidence of the first defect is kept.
         evidence.update(defect.evidence)
     if len(settings) == 1:
         evidence["threshold"] = next(iter(settings.values()))

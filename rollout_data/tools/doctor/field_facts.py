@@ -14,11 +14,11 @@ import numpy as np
 
 from .batched_reading import Array, Batch, Reading, evenly_spread
 
-#: Bytes of the sample.
+#: Number of bytes of the sample.
 _SAMPLE_BYTES = 8 << 20
-#: Frames of a piece of an episode in the sample, at least.
+#: Minimum number of frames of a piece of an episode in the sample.
 _PIECE_FRAMES = 512
-#: Rows of the sample from which quantiles are computed.
+#: Number of rows of the sample from which quantiles are computed.
 _QUANTILE_ROWS = 10_000
 #: Numbers in the tables of all fields. Beyond it, only every k-th episode has rows in the tables.
 _MAX_CELLS = 6_000_000

@@ -52,11 +52,11 @@ _PARTS = np.dtype(
         ("block", "<i8"),
     ]
 )
-#: Fragments of a block, at most.
+#: Maximum number of fragments of a block.
 _MAX_FRAGMENTS = 1 << 22
-#: Numbers of trajectories are smaller.
+#: Upper limit of trajectory numbers.
 _MAX_TRAJECTORY = 1 << 40
-#: Bytes of an index cache, at most.
+#: Maximum number of bytes of an index cache.
 _MAX_CACHE_BYTES = 1 << 28
 #: Errors of reading a damaged table of fragments.
 _BAD_TABLE = (

@@ -22,7 +22,7 @@ GROUPS = (
 )
 #: From the mildest to the worst.
 SEVERITIES = ("info", "warning", "error")
-#: Frame ranges of a finding, at most.
+#: Maximum number of frame ranges of a finding.
 MAX_FRAMES = 20
 Settings = Mapping[str, float]
 

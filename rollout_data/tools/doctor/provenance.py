@@ -54,11 +54,11 @@ _SECRETS = {
 _SECRET_KEYS = re.compile(r"(?i).*(api_?key|token|secret|passw(or)?d|credential)s?$")
 #: A shorter text under such a key is no secret.
 _MIN_SECRET = 8
-#: Levels of nested metadata that are searched.
+#: Maximum number of levels of nested metadata that are searched.
 _MAX_DEPTH = 8
-#: Items of a list that are searched.
+#: Maximum number of items of a list that are searched.
 _MAX_ITEMS = 100
-#: Characters of a text that are searched.
+#: Maximum number of characters of a text that are searched.
 _MAX_TEXT = 1 << 16
 _MASK = "***"
 

@@ -23,9 +23,9 @@ from ...formats.parquet import ParquetFile
 from .batched_reading import Array
 
 _KEYS = ("mean", "std", "min", "max")
-#: Episodes whose statistics are compared.
+#: Maximum number of episodes whose statistics are compared.
 _MAX_EPISODES = 2000
-#: Bytes of a file of statistics, at most.
+#: Maximum number of bytes of a file of statistics.
 _MAX_BYTES = 1 << 24
 #: Statistics of a whole LeRobot dataset.
 STATISTICS = "meta/stats.json"

@@ -248,7 +248,7 @@ def write_packed(
         num_frames += length
         num_frames_in_block += length
 
-    codecs: dict[str, str] = {}  # choices of "auto" hold for all blocks
+    codecs: dict[str, str] = {}  # Codecs that "auto" chose, the same for all blocks.
     bar = tqdm(contents, desc="pack", unit=" blocks", disable=not progress)
     for sequence, parts in enumerate(bar):
         content = rebuilt(parts, writer, sequence, codecs)
@@ -267,7 +267,7 @@ def _renumber(parts: Sequence[Part], number: int) -> None:
         part.fragment["flags"] &= ~np.uint32(TENTATIVE | FIRST)
     parts[0].fragment["flags"] |= FIRST
     last = parts[-1].fragment
-    if not last["flags"] & ENDS:  # its writer died, so no part will follow
+    if not last["flags"] & ENDS:  # The writer died, so no further fragment follows.
         last["flags"] |= OPEN
 
 

@@ -45,7 +45,7 @@ LOCK_NAME = ".rollout_edits.lock"
 Ids = str | int | Iterable[str | int]
 #: (writer, number) of a trajectory.
 Key = tuple[str, int]
-#: Names of trajectories in an error, at most.
+#: Maximum number of names of trajectories in an error.
 _NUM_SHOWN = 5
 
 
@@ -251,7 +251,7 @@ def publish_edits(folder: BlockFolder, edits: Edits) -> None:
     path = folder.data_dir
     schema = folder.schema
     assert schema is not None
-    for unfinished in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # an editor was killed
+    for unfinished in path.glob(f"{TEMPORARY_PREFIX}rollout_*"):  # Left by a killed process.
         if named_edit(unfinished.name.removeprefix(TEMPORARY_PREFIX)):
             unfinished.unlink(missing_ok=True)
     old_files = _edit_files(path)
@@ -308,7 +308,7 @@ def only_editor(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if lock.exists() and os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 break
-        except FileNotFoundError:  # the editor before removed the file just now
+        except FileNotFoundError:  # Another process removed the lock file just now.
             pass
         except BaseException:
             os.close(descriptor)
@@ -355,7 +355,7 @@ def _folder(path: str | os.PathLike[str], action: str) -> BlockFolder:
         UsageError: The path is of another format, or not on this machine.
         DataFileError: A block of edits is damaged.
     """
-    if hasattr(path, "origin"):  # places and ids of a `Recording` may differ from its folder's
+    if hasattr(path, "origin"):  # A `Recording` may have other places and ids than its folder.
         expected = "path as a folder of block files"
         advice = "Give its path, and names of trajectories, such as its ids"
         raise UsageError(_call(action), "", expected, f"{path!r}", advice)

@@ -358,7 +358,7 @@ def _converted(
     """
     scratch = made / _CONVERTED / str(place)
     scratch.mkdir(parents=True)
-    if len(recording):  # a part may have no episodes
+    if len(recording):  # A part of `split` may have no episodes.
         conversion = convert(recording, scratch, progress=progress)
         result.problems += conversion.problems
         result.advice += conversion.advice

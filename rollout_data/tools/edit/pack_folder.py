@@ -251,7 +251,7 @@ def _pack_in_place(
             new_paths.append(path.rename(source / path.name))
         old_blocks = sorted(folder.blocks.values(), key=lambda block: block.is_edit)
         note_replaced(source, [block.path for block in old_blocks], new_paths)
-        for block in (*old_blocks, *folder.replaced.values()):  # edits last
+        for block in (*old_blocks, *folder.replaced.values()):  # Blocks of edits are deleted last.
             block.path.unlink(missing_ok=True)
         save_index_cache(source)
         return summary

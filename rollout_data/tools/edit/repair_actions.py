@@ -21,7 +21,7 @@ from ..doctor.findings import Finding
 
 Array = np.ndarray[Any, Any]
 _END_FLAG = re.compile(r"(.*[/.])?(dones?|terminals?|terminated|truncat\w+|timeouts?)")
-#: Frames that stay of a rest, and after success.
+#: Number of frames that stay of a rest, and after success.
 _KEPT_FRAMES = 5
 #: Share of its range by which a resting action moves at most.
 _REST_SHARE = 0.01

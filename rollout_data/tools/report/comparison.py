@@ -20,9 +20,9 @@ from .survey import Survey, quantiles
 _SHARES = tuple(share / 20 for share in range(1, 20))
 #: Quantiles of a dimension in the table: label -> share.
 _LISTED_SHARES = {"1 %": 0.01, "median": 0.5, "99 %": 0.99}
-#: Dimensions with a histogram, at most.
+#: Maximum number of dimensions with a histogram.
 _NUM_DRAWN = 12
-#: Dimensions in the table, at most.
+#: Maximum number of dimensions in the table.
 _NUM_LISTED = 100
 
 

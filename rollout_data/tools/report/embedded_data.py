@@ -61,7 +61,7 @@ def pack_rows(values: Array) -> dict[str, Any]:
     shares = np.nan_to_num((rows - low[:, None]) / ranges[:, None])
     codes = np.where(finite, np.round(shares * (UNKNOWN - 1)), UNKNOWN)
     code_bytes = codes.astype("<u2", order="C").view(np.uint8).reshape(-1, 2)
-    by_significance = code_bytes.T  # the high bytes of a curve are alike, and compress well
+    by_significance = code_bytes.T  # Similar high bytes side by side compress well.
 
     _, planes, points = values.shape
     return {

@@ -18,21 +18,21 @@ from .embedded_data import Array, is_picture, pack_rows, thumbnail
 from .summary import dimensions_of
 from .survey import MEDIAN, WHOLE, Column, Survey, quantiles
 
-#: Stretches of a curve of an episode. Each is drawn as its minimum and its maximum.
+#: Number of stretches of a curve of an episode. Each is drawn as its minimum and its maximum.
 NUM_POINTS = 150
-#: Stretches of a curve of one of the worst episodes.
+#: Number of stretches of a curve of one of the worst episodes.
 NUM_FINE_POINTS = 600
-#: Stretches of a curve of a finding, or of an episode that only an outlier opens.
+#: Number of stretches of a curve of a finding, or of an episode that only an outlier opens.
 NUM_SMALL_POINTS = 75
 #: Width of the drawing of a finding, in SVG units.
 WIDTH = 600
 #: Height of the drawing of a finding, in SVG units.
 HEIGHT = 192
-#: Pictures of an episode, evenly spread, besides those of findings.
+#: Number of pictures of an episode, evenly spread, besides those of findings.
 NUM_PICTURES = 12
 #: SVG dash patterns of the curves of a finding; there are at most as many curves.
 _DASHES = ("", "5 3", "1.5 2.5")
-#: Frames that are shown on either side of those of a finding, at least.
+#: Minimum number of frames that are shown before and after the frames of a finding.
 _AROUND = 25
 
 
@@ -200,7 +200,7 @@ class Closeups:
 
 def _read_flat(episode: Episode, name: str, start: int, stop: int) -> Array:
     """Read frames of a field as `[stop - start, D]`; no dimension if it cannot be read."""
-    with suppress(DataFileError):  # a finding of the doctor names it
+    with suppress(DataFileError):  # The doctor reports unreadable episodes.
         if name in episode.schema:
             return np.asarray(episode.read(name, start, stop)).reshape(stop - start, -1)
     return np.empty((stop - start, 0))
@@ -232,7 +232,7 @@ def svg_path(values: Array) -> str:
     if np.ptp(finite):
         levels = (levels - finite.min()) / np.ptp(finite)
     else:
-        levels = 0.5 + 0 * levels  # NaN stays
+        levels = 0.5 + 0 * levels  # The term keeps NaN.
     centers = (np.arange(len(points)) + 0.5) / len(points) * WIDTH
     x = np.repeat(centers, points.shape[1])
     y = HEIGHT * (0.95 - 0.9 * levels)

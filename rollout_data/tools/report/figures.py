@@ -16,14 +16,14 @@ from .embedded_data import LARGEST, digits
 from .survey import Survey
 
 Figure = dict[str, Any]
-#: Episodes that are drawn as points, at most. More are drawn as a density with outliers.
+#: Maximum number of episodes that are drawn as points. More are drawn as a density with outliers.
 _MAX_POINTS = 400
-#: Outliers that are drawn as points over a density.
+#: Number of outliers that are drawn as points over a density.
 NUM_ODD = 20
 _NUM_BINS = 40
-#: Tasks that a histogram is divided by, at most.
+#: Maximum number of tasks that a histogram is divided by.
 _MAX_GROUPS = 7
-#: Characters of a name in a chart.
+#: Maximum number of characters of a name in a chart.
 _MAX_NAME = 40
 #: Fill patterns of plotly; each group of a histogram has another.
 _PATTERNS = ("", "/", "x", ".", "-", "\\", "+")
@@ -204,7 +204,7 @@ def length_against_return(survey: Survey) -> Figure:
 def _density(x: Array, y: Array) -> Figure:
     """Return a heat map of the logarithm of counts; empty cells are transparent."""
     counts, x_edges, y_edges = np.histogram2d(x, y, (_NUM_BINS, _NUM_BINS))
-    logarithms = np.log10(np.maximum(counts, 1)) + 0.3  # a cell with one episode is visible
+    logarithms = np.log10(np.maximum(counts, 1)) + 0.3  # Keeps a cell with one episode visible.
     levels = np.where(counts > 0, logarithms, np.nan).T
     return {
         "type": "heatmap",

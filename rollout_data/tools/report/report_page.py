@@ -41,17 +41,17 @@ from .survey import Column, Course, Survey
 
 #: Size of the page in bytes, at most. The page counts the episodes that did not fit.
 MAX_PAGE_BYTES = 4_800_000
-#: Worst episodes with curves.
+#: Number of worst episodes with curves.
 NUM_WORST = 60
-#: Random episodes with curves, besides the worst.
+#: Number of random episodes with curves, besides the worst.
 NUM_RANDOM = 20
-#: Episodes whose curves have more points.
+#: Number of episodes whose curves have more points.
 NUM_FINE = 20
-#: Dimensions with a chart, at most.
+#: Maximum number of dimensions with a chart.
 MAX_DRAWN = 64
-#: Curves of each group of fields that are switched on at first.
+#: Number of curves of each group of fields that are switched on at first.
 NUM_PICKED = 4
-#: Rows of the table, at most.
+#: Maximum number of rows of the table.
 MAX_ROWS = 5000
 #: Group of fields -> its axis in the curves of an episode.
 AXES = {"observation": "y", "action": "y2", "other": "y3"}
@@ -109,7 +109,7 @@ def report(
     for recording in recordings:
         _check_recording(recording, target)
 
-    with np.errstate(all="ignore"):  # values that are not finite are drawn as unknown
+    with np.errstate(all="ignore"):  # Not finite results are drawn as unknown.
         page = Page(recordings, absolute_paths, progress)
         text = page.text(*plotly)
     with replace_file(target) as new_file:
@@ -446,14 +446,14 @@ def _without(paths: Sequence[Path], content: Any) -> Any:
     for path in paths:
         folder = str(path.parent).rstrip(os.sep) + os.sep
         pattern = re.escape(json.dumps(folder)[1:-1])
-        if folder == "/":  # names of fields have "/" too
+        if folder == "/":  # Names of fields contain "/" too.
             name = re.escape(json.dumps(path.name)[1:-1])
             pattern = rf"(?<!\w)/(?={name}\b)"
         text = re.sub(pattern, "", text)
     return json.loads(text)
 
 
-@lru_cache(maxsize=1)  # compressing takes half a second
+@lru_cache(maxsize=1)  # Compressing takes half a second.
 def _plotly() -> tuple[str, str]:
     """Return the script of plotly, compressed, and its checksum."""
     package = optional("plotly", "plotly", "report", "the charts of the page")

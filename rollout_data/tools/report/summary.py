@@ -35,7 +35,7 @@ _CONTEXT = (
 )  # fmt: skip
 #: Severity -> its weight in the order of episodes. The oddness adds at most 500.
 _WEIGHT = {"error": 1e6, "warning": 1e3, "info": 0.0}
-#: Characters of a value in the head.
+#: Maximum number of characters of a value in the head.
 _MAX_TEXT = 120
 #: Share of values at a limit from which a chart is marked.
 _MIN_AT_LIMIT = 0.05

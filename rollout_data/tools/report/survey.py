@@ -17,13 +17,13 @@ from ..doctor.batched_reading import Array, Batch
 from ..doctor.scan import Collector, Scan
 from .embedded_data import is_picture
 
-#: Buckets of consecutive frames that a recording is cut into, at most.
+#: Maximum number of buckets of consecutive frames that a recording is cut into.
 NUM_BUCKETS = 400
 #: Quantiles that are kept of each bucket, between its minimum and its maximum.
 QUANTILES = (0.01, 0.05, 0.5, 0.95, 0.99)
 #: Index of the median among the levels of a bucket: minimum, quantiles, maximum.
 MEDIAN = 3
-#: Values of a bucket that its quantiles are computed from, about.
+#: Approximate number of values of a bucket that its quantiles are computed from.
 _NUM_RANKED = 512
 #: A field with more dimensions also gets one chart of all dimensions together.
 _MAX_APART = 64
@@ -110,7 +110,7 @@ def quantiles(rows: Array, shares: Sequence[float]) -> Array:
     """Return the nearest-rank quantiles of each row, without its NaN: `[len(shares), rows]`."""
     if not rows.shape[1]:
         return np.full((len(shares), len(rows)), np.nan)
-    ranked = np.sort(rows, 1)  # NaN last
+    ranked = np.sort(rows, 1)  # NaN is sorted to the end.
     last = np.maximum((~np.isnan(ranked)).sum(1) - 1, 0)
     ranks = np.round(np.array(shares)[:, None] * last).astype(np.int64)
     levels: Array = np.take_along_axis(ranked.T, ranks, 0)

@@ -23,9 +23,9 @@ from ..findings import Defect, Inapplicable, Settings, checks
 from ..scan import Scan
 
 _FLAG = re.compile(r"(dones?|terminals?|terminations?|is_last|is_terminal|truncations?)")
-#: Episodes whose flags are read again.
+#: Maximum number of episodes whose flags are read again.
 _MAX_FLAGGED = 1000
-#: Duplicates that are reported.
+#: Maximum number of duplicates that are reported.
 _MAX_DUPLICATES = 10_000
 
 
@@ -218,7 +218,7 @@ def one_row_more(scan: Scan, settings: Settings) -> Iterator[Defect]:
             )
     try:
         boundaries = scan.computed(BoundaryRows)
-    except Inapplicable:  # there are no final observations to compare with
+    except Inapplicable:  # The recording has no final observations.
         return
     is_equal = (boundaries.finals == boundaries.last).all(1)
     is_equal &= scan.lengths[boundaries.numbers] > 1
@@ -269,7 +269,8 @@ def final_is_reset(scan: Scan, settings: Settings) -> Iterator[Defect]:
 @checks("END09", Successors)
 def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report stored next observations that are not the following rows."""
-    if scan.recording.format == "robomimic":  # its final observations are the last next_obs
+    if scan.recording.format == "robomimic":
+        # robomimic's final observations come from the last `next_obs`.
         with suppress(Inapplicable):
             numbers = _with_reset_as_final(scan, settings)
             if len(numbers):

@@ -13,9 +13,9 @@ from ..field_facts import worst
 from ..findings import MAX_FRAMES, Defect, Inapplicable, Settings, checks
 from ..scan import Collector, Scan
 
-#: Episodes that are needed to compare returns, or success with ends.
+#: Number of episodes that are needed to compare returns, or success with ends.
 _MIN_EPISODES = 8
-#: Names of tasks in the evidence, at most.
+#: Maximum number of names of tasks in the evidence.
 _MAX_LISTED = 8
 
 
@@ -231,7 +231,8 @@ def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
         else:
             is_relation = share > 0.95
         if share >= settings["share"] and not is_relation:
-            if share > 0.5 and label == "termination":  # then agreement is the exception
+            if share > 0.5 and label == "termination":
+                # Most episodes disagree, so those that agree are reported.
                 differs = ~differs
             wrong = numbers[differs]
             message = f"success contradicts the {label} in {len(wrong)} trajectories"

@@ -42,7 +42,7 @@ _EXPECTED = {
     "rlds": r"(dataset_info|features|metadata|dataset_statistics.*)\.json|.*tfrecord.*",
 }
 _ANYWHERE = r"|repair\.json|rollout_conversion\.jsonl|README.*|LICEN[CS]E.*|report.*\.html"
-#: Episodes whose metadata are searched for private data.
+#: Number of episodes whose metadata are searched for private data.
 _NUM_SEARCHED = 100
 
 
@@ -77,7 +77,8 @@ def _compared(
 ) -> Iterator[Defect]:
     """Report the first statistic of an episode that disagrees with its rows."""
     row = np.flatnonzero(facts.numbers == place)
-    if not len(row) or (facts.low > facts.high)[row].all():  # its rows cannot be read
+    if not len(row) or (facts.low > facts.high)[row].all():
+        # The rows of the episode were not read.
         return
     tables = {"mean": facts.mean, "min": facts.low, "max": facts.high}
     for key, table in tables.items():

@@ -24,7 +24,7 @@ from ..scan import Scan
 #: Flags of ends. An episode that was cut off may lack them.
 _END_FLAGS = {"dones", "terminals", "timeouts"}
 _SPLIT = re.compile(r"(?:(.*)[_-])?(train|training|valid|validation|val|test|eval)")
-#: Names in a message, at most.
+#: Maximum number of names in a message.
 _MAX_LISTED = 9
 
 
@@ -40,7 +40,7 @@ def _trajectories_in(header: BlockHeader) -> list[str]:
 @checks("STR08")
 def counts(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report lengths, totals and ranges that disagree with the data."""
-    if scan.files.folder is None:  # the ranges of an index are counts too
+    if scan.files.folder is None:  # The index of other formats may state ranges outside of the data.
         yield from scan.files.defects("outside")
     if scan.failure is not None or scan.problems:
         return
@@ -279,7 +279,8 @@ def _parts_behind_the_end(scan: Scan) -> Iterator[Defect]:
         return
     num_episodes = scan.num_episodes
     declared = scan.metadata.get("total_episodes")
-    if scan.problems and isinstance(declared, int):  # opening leaves out some episodes
+    if scan.problems and isinstance(declared, int):
+        # Episodes that opening leaves out are not counted.
         num_episodes = max(num_episodes, declared)
     for name, text in ranges.items():
         stop = str(text).partition(":")[2]

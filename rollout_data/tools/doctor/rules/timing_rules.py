@@ -15,18 +15,18 @@ from ..scan import Collector, Scan
 
 #: End of a field's name -> units in a second.
 _UNITS = {"_ns": 1e9, "_us": 1e6, "_ms": 1e3, "_s": 1.0}
-#: A clock with more jitter has no single dropped frames.
+#: Largest jitter of a clock whose gaps count as dropped frames.
 _MAX_JITTER = 0.15
-#: Lags of which correlations are computed.
+#: Number of lags of which correlations are computed.
 _LAGS = 40
-#: Episodes that are correlated, at most, and at least.
+#: Maximum and minimum number of correlated episodes.
 _MAX_CORRELATED = 64
 _MIN_CORRELATED = 3
-#: Numbers in the tables of roughness.
+#: Maximum number of values in the tables of roughness.
 _MAX_CELLS = 6_000_000
 #: Shorter episodes have no roughness.
 _MIN_ROUGH_FRAMES = 10
-#: Episodes whose clocks are compared.
+#: Number of episodes whose clocks are compared.
 _NUM_COMPARED = 512
 
 

@@ -38,13 +38,13 @@ _TURNS = (2 * np.pi, 360.0)
 _MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
 #: Shorter episodes are not searched for dimensions that died.
 _MIN_DIED_FRAMES = 5
-#: Episodes that are needed to compare scales.
+#: Number of episodes that are needed to compare scales.
 _MIN_EPISODES = 8
-#: Episodes that are needed to compare early and late ones.
+#: Number of episodes that are needed to compare early and late episodes.
 _MIN_DRIFT_EPISODES = 20
-#: Outliers of rarely changing dimensions that are located.
+#: Maximum number of outliers of rarely changing dimensions that are located.
 _MAX_RARE = 20
-#: Other values that are needed to recognize a placeholder.
+#: Number of other values that are needed to recognize a placeholder.
 _MIN_OTHERS = 20
 
 
@@ -121,7 +121,8 @@ def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
             continue
         low = facts.low[rows]
         is_still = (low == facts.high[rows]) & (low == low[-1])
-        num_still = np.argmin(is_still[::-1], axis=0)  # episodes at the end
+        # Number of last episodes in which the dimension is constant.
+        num_still = np.argmin(is_still[::-1], axis=0)
         num_still = np.where(is_still.all(0), 0, num_still)
 
         num_steps = facts.lengths[rows, None] - 1
