@@ -1,6 +1,4 @@
-"""Row layout: the bytes of each field in a stored row.
-
-Cuts: the leaves of a batch, as parts of gathered rows.
+"""Layout of the fields in a stored row, and the tensors of a batch as parts of gathered rows.
 
 All small fields of a frame are stored side by side in one packed row, the column "frames", so a
 batch is one gather. Large fields and fields in chunks have columns of their own, so that other

@@ -1,8 +1,9 @@
 """Codecs by name: arrays to stored arrays, and frames to chunks of bytes that decode independently.
 
 A codec has two parts. A value codec (`raw`, `normalized_image`) converts each value to a value of a fixed
-size. A chain makes chunks of the result. `normalized_image+lz4` has both. `auto` chooses a lossless chain
-by trying. A codec states whether it is lossless, and its largest error.
+size. A chain codes the result as chunks. `normalized_image+lz4` has both parts. `auto` tries
+several lossless chains on sample data and chooses the smallest result. A codec states whether it is
+lossless, and its largest error.
 
 A chain is `quantizer+delta+shuffle+packer` or a part of it, such as `uint16+shuffle+lz4`:
 
@@ -10,17 +11,19 @@ A chain is `quantizer+delta+shuffle+packer` or a part of it, such as `uint16+shu
 - Deltas: `delta` subtracts the previous frame as unsigned integers; `xor`.
 - Shuffles: `shuffle`, `split`, `bitshuffle`.
 - Packers: `lz4` (fast), `lz4hc` (high compression). With the extra `codecs`: `zstd` (smaller images),
-  `blosc2` (LZ4HC) and `blosc2zstd`, which shuffle themselves, with SIMD.
+  `blosc2` (LZ4HC) and `blosc2zstd`. Both packers of blosc2 include a shuffle with SIMD
+  instructions.
 
-Video (`video_codec.py`: `h264:crf=18`) is a chain by itself.
+A video codec such as `h264:crf=18` (`video_codec.py`) replaces the whole chain.
 
 A chunk consists of
 
 - one byte: 0 for plain values, if packing saves no bytes or exceeds the expansion that readers accept; else 1;
-- the range of a quantizer: low and step as float64, whether there are special counts as uint8, little-endian;
-- the bytes of the values.
+- with a quantizer, its range, little-endian: low and step as float64, then a uint8 flag for special
+counts; - the bytes of the values.
 
-The reader knows dtype, frame shape, number of frames and chain, and decodes no more than they need.
+The reader knows dtype, frame shape, number of frames and chain. It decodes no more bytes than these
+frames have.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ from .packers import PACKERS, check_installed
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 _QUANTIZER = re.compile(r"uint16(?:\(([^,()]+),([^,()]+)\))?")
-#: Delta -> operation of a frame with the previous frame, and the inverse operation.
+#: Name of a delta -> operation between a frame and the previous frame, and the inverse operation.
 DELTAS = {"delta": (np.subtract, np.add), "xor": (np.bitwise_xor, np.bitwise_xor)}
 #: Kinds of stages in the order of a chain -> names of that kind.
 STAGES: dict[str, tuple[str, ...]] = {
@@ -70,23 +73,25 @@ STAGES: dict[str, tuple[str, ...]] = {
     "packer": tuple(PACKERS),
 }
 AUTO = "auto"
-#: First byte of a chunk.
+#: First byte of a chunk with plain values, and of a chunk with coded values.
 _PLAIN, _PACKED = 0, 1
-#: Fraction of bytes that `auto` must save; otherwise values stay raw.
+#: Fraction of bytes that a chain must save. Otherwise `auto` chooses "raw".
 MIN_SAVED = 0.1
 #: Frames of a chunk by default, at most.
 MAX_CHUNK_FRAMES = 8
-#: Bytes of a chunk of several frames by default, at most: a chunk fits into a cache near the processor.
+#: Default limit for the bytes of a chunk of several frames, so that a chunk fits into the L2 cache.
 MAX_CHUNK_BYTES = 512 * 1024
-#: As `MAX_CHUNK_BYTES`, for fast LZ4. It looks back 64 KiB and gains 2 % from chunks twice as large, while random
-#: windows of 8 images lose a quarter of their speed. Slow packers gain 4 to 14 %.
+#: As `MAX_CHUNK_BYTES`, for fast LZ4, which looks back only 64 KiB. Chunks twice as large are 2 %
+#: smaller, but reading random windows of 8 images becomes a quarter slower. With slow packers,
+#: larger chunks are 4 to 14 % smaller.
 MAX_SMALL_CHUNK_BYTES = 192 * 1024
-#: Bytes that a chunk of several frames decodes to, at most, also if the user chooses the number of frames. Reading
-#: one frame decodes its chunk, and a file of 3 MB could hold a chunk of 600 MB.
+#: Largest decoded size of a chunk of several frames in bytes, also if the user chooses the number
+#: of frames. Reading one frame decodes its whole chunk. Without the limit, a file of 3 MB could
+#: hold a chunk of 600 MB.
 LARGEST_CHUNK_BYTES = 64 << 20
 _LARGE_CHUNK_PACKERS = tuple(packer for packer in STAGES["packer"] if packer != "lz4")
-#: Chains that `auto` tries, by item size in bytes: lossless, readable without an extra, written at 300 MB/s or more.
-#: High compression writes 50 MB/s and could delay a learner, so `auto` does not choose it.
+#: Item size in bytes -> chains that `auto` tries. These chains are lossless, need no extra, and
+#: write 300 MB/s or more. High compression writes only 50 MB/s, which could delay a learner.
 _CANDIDATES = {1: ("lz4", "delta+lz4"), 2: ("shuffle+lz4", "delta+shuffle+lz4")}
 _WIDE_CANDIDATES = ("shuffle+lz4", "split+lz4", "delta+split+lz4")
 
@@ -97,9 +102,9 @@ class ChunkCodec:
 
     Attributes:
         name: Name of the chain.
-        quantizer: The only lossy stage; None without.
-        delta, shuffle, packer: Names of the stages; "" without.
-        video: Lossy coder of pictures that replaces all stages; None without.
+        quantizer: The only lossy stage; None without a quantizer.
+        delta, shuffle, packer: Names of the stages; "" for a missing stage.
+        video: Lossy coder of pictures that replaces all stages; None without video.
     """
 
     name: str
@@ -153,7 +158,7 @@ class ChunkCodec:
             values = counts.reshape(values.shape)
         items = values.view(_unsigned(values.dtype))
         data = self._packed(items, level) if self.video is None else self.video.encode(frames)
-        # blosc2 packs any number of zeros into 32 bytes, which readers would reject as too small.
+        # blosc2 packs any number of zeros into 32 bytes. Readers reject chunks that expand so much.
         if len(data) < items.nbytes and frames.nbytes <= self.max_expansion * len(data):
             if self.video is not None:
                 decoded = np.empty_like(frames)
@@ -197,7 +202,7 @@ class ChunkCodec:
         decode_counts(chunk[1:start].tobytes(), counts, out.reshape(-1))
 
     def decoded(self, chunk: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Decode a chunk to new memory. If the chain is only a packer, this saves a copy of `decode`."""
+        """Decode a chunk to new memory. If the chain is only a packer, this saves a copy."""
         if self.name in PACKERS and len(chunk) and chunk[0] == _PACKED:
             return self._unpacked(chunk[1:], prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
         out: Array = np.empty(shape, dtype)
@@ -214,7 +219,7 @@ class ChunkCodec:
             num_frames: Frames of the chunk.
         """
         size = items.dtype.itemsize
-        # Of items of one byte only bits are shuffled.
+        # Items of one byte have a single byte plane, so only `bitshuffle` changes them.
         is_shuffled = bool(self.shuffle) and (size > 1 or self.shuffle == "bitshuffle")
         if method == _PLAIN or not is_shuffled or self.packer_shuffles:
             target = items.view(np.uint8)
@@ -266,13 +271,14 @@ class Codec:
 
     Attributes:
         name: Name in `obs_disassemble_mapping` and in files.
-        is_lossless: Whether decode(encode(x)) == x for every x that the codec accepts.
+        is_lossless: Whether decode(encode(x)) == x for every accepted x.
         max_error: Largest absolute error on finite values in the codec's range, before rounding to the
             field's dtype. 0 if lossless, None if it depends on the data. Writers measure the real error.
         stored_dtype: Name of the dtype of stored values; None keeps the dtype of the field.
         encode: Tensor of the field's dtype -> tensor of the stored dtype.
         decode: Tensor of the stored dtype -> tensor of the field's dtype.
-        chunks: Chain that makes chunks of stored rows; for `auto` an empty chain. None stores plain rows.
+        chunks: Chain that codes stored rows as chunks; for `auto` an empty chain. None stores plain
+            rows.
     """
 
     name: str
@@ -284,7 +290,7 @@ class Codec:
     chunks: ChunkCodec | None = None
 
 
-#: Codecs with one stored value per value. `STAGES` has the stages of chunks.
+#: Name -> codec that stores one value per value. `STAGES` has the names of the stages of chains.
 VALUE_CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (

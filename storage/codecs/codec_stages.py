@@ -1,15 +1,15 @@
 """Stages before the packer: lossy quantizers and lossless shuffles.
 
 Quantizers round numbers to the nearest of fewer levels and return the largest error. `normalized_image`
-stores one uint8 per value. `uint16` is linear between a low and a high value, which are stored beside the
-counts.
+stores one uint8 per value. `uint16` stores linear counts between a low and a high value. Both
+values are stored before the counts.
 
 Shuffles sort the bytes of `[n]` items of 1, 2, 4 or 8 bytes by their place in the number, so that similar
 bytes are adjacent:
 
 - `shuffle`: byte planes.
-- `split`: the lower half of each number, then byte planes of the upper half. For floats, whose lower
-  mantissa is noise that no packer shortens. Decodes 1.6 times as fast as `shuffle`.
+- `split`: the lower half of each number, then byte planes of the upper half. Intended for floats:
+  their lower mantissa is noise that no packer shortens. Decodes 1.6 times as fast as `shuffle`.
 - `bitshuffle`: bit planes.
 """
 
@@ -29,19 +29,22 @@ from ..errors import CorruptFileError, FieldTypeError
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 IMAGE_LEVELS = 255
-#: Error of rounding to 256 levels, without that of the field's dtype: 2^-9 for bfloat16, 2^-12 for float16.
+#: Largest error of rounding to 256 levels. Rounding to the dtype of the field adds 2^-9 for
+#: bfloat16 and 2^-12 for float16.
 IMAGE_MAX_ERROR = 0.5 / IMAGE_LEVELS
 _COUNTS = 65535
-#: Values of the three highest counts, if some values are not finite.
+#: Meanings of the three highest counts in chunks with values that are not finite.
 _SPECIAL = (-np.inf, np.inf, np.nan)
-#: Bytes before the counts: low value, step, whether there are special counts.
+#: Layout of the bytes before the counts: low value, step, flag for special counts.
 _RANGE = struct.Struct("<dd?")
 RANGE_BYTES = _RANGE.size
 #: Names of shuffles in chains.
 SHUFFLES = ("shuffle", "split", "bitshuffle")
-#: Items that a bit plane is padded to: a 64-bit word of each of the eight parts of a byte plane.
+#: Bit planes are padded to a multiple of this number of items: eight parts of a byte plane, each of
+#: whole 64-bit words.
 _BITS_GROUP = 64
-#: Distance of two rows -> the bits that they exchange in one step of the transposition.
+#: Distance of two rows -> mask of the bits that both rows exchange in one step of the
+#: transposition.
 _MASKS = {4: 0x0F0F0F0F0F0F0F0F, 2: 0x3333333333333333, 1: 0x5555555555555555}
 
 
@@ -53,7 +56,7 @@ def encode_image(values: torch.Tensor) -> torch.Tensor:
         expected = "floats in [0, 1] or uint8 counts of 1/255"
         raise FieldTypeError("code values as 'normalized_image'", "", expected, str(values.dtype))
     # Rounding is unbiased with an error of at most 0.5/255; truncation has an error of 1/255 and a bias.
-    # NaN becomes 0, as all values below the range.
+    # NaN becomes 0, like all values below the range.
     scaled = torch.nan_to_num(values.to(torch.float32), nan=0.0).clamp(0.0, 1.0).mul_(float(IMAGE_LEVELS))
     return scaled.round_().to(torch.uint8)
 
@@ -63,7 +66,8 @@ def decode_image(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.uint8:
         return stored
     values = stored.to(dtype)
-    # A 0-d tensor, as CUDA multiplies by the reciprocal of a Python number, which differs in the last bit.
+    # A 0-d tensor, since CUDA replaces division by a Python number by multiplication with its
+    # reciprocal, which differs in the last bit.
     levels = torch.full((), float(IMAGE_LEVELS), dtype=dtype, device=stored.device)
     return values.div_(levels)
 
@@ -82,7 +86,7 @@ class LinearCounts:
     """Floats as uint16 counts between a low and a high value.
 
     Attributes:
-        low, high: Range to which values are clipped; None is the range of the coded values.
+        low, high: Range to which values are clipped; None uses the range of the values to code.
     """
 
     low: float | None = None
@@ -130,7 +134,7 @@ def decode_counts(range_bytes: bytes, counts: npt.NDArray[np.uint16], out: Array
     low, step, is_special = _RANGE.unpack(range_bytes)
     if not (math.isfinite(low) and math.isfinite(step) and step >= 0):
         raise CorruptFileError("decode a chunk", "", "a finite range of values", f"{low} in steps of {step}")
-    # In float32 if the range allows. The measured error includes its rounding.
+    # Float32 is used if the range allows. The measured error includes the rounding to float32.
     is_narrow = out.dtype == np.float32 and abs(low) + step * _COUNTS < 1e37 and (step == 0 or step > 1e-37)
     if is_narrow:
         np.multiply(counts, np.float32(step), out=out)
@@ -227,7 +231,7 @@ def _halves(out: Array, scratch: Bytes) -> tuple[Array, Array, Bytes]:
 
 
 def _combine(upper: Array, lower: Array, out: Array) -> None:
-    """Write items whose upper and lower halves are given to `out`."""
+    """Write items to `out`, built from their upper and lower halves."""
     np.copyto(out, upper)
     np.left_shift(out, 8 * lower.dtype.itemsize, out=out)
     np.bitwise_or(out, lower, out=out)

@@ -1,4 +1,4 @@
-"""`CompressedTensorDict`: a nested record with tensors that are compressed by LZ4; and a collector.
+"""`CompressedTensorDict`: a nested record whose tensors are compressed by LZ4, and its collector.
 
 Compression is lossless. Ratios of fast LZ4 (`python -m benchmarks checkpoint`):
 
@@ -38,7 +38,7 @@ class _Packed:
     Attributes:
         parts: LZ4 blocks; empty with `raw`.
         raw: The tensor on the CPU if LZ4 does not shrink it; else None.
-        dtype, shape, device: Of the tensor.
+        dtype, shape, device: Properties of the original tensor.
     """
 
     parts: tuple[bytes, ...]
@@ -66,9 +66,10 @@ class CompressedTensorDict(Mapping[str, Any]):
         compress_keys: Leaves to compress: names with "/" between levels, or tuples of keys. The name of an
             inner mapping means all tensors below it.
         level: Level of LZ4: 0 is fast, up to 16 is smaller and slower to compress.
-        cache: Number of decoded leaves to keep, least recently used first out; 0 keeps none.
+        cache: Number of decoded leaves in memory. The least recently used leaf is removed first. 0
+            disables the cache.
         missing_ok: Ignore names that are not in the record.
-        device: Device of returned tensors; None for the original device of each.
+        device: Device of returned tensors; None keeps the original device of each tensor.
 
     Raises:
         MissingFieldError: A name is not in the record (a `KeyError`).
@@ -142,7 +143,7 @@ class CompressedTensorDict(Mapping[str, Any]):
         return sum(leaf.nbytes for leaf in self._leaves.values() if isinstance(leaf, (_Packed, torch.Tensor)))
 
     def ratio(self) -> float:
-        """Return decoded bytes over compressed bytes of the compressed leaves; 1 without any."""
+        """Return decoded bytes / compressed bytes of all compressed leaves; 1 without leaves."""
         packed = [leaf for leaf in self._leaves.values() if isinstance(leaf, _Packed)]
         num_bytes = sum(leaf.nbytes for leaf in packed)
         return sum(leaf.num_decoded_bytes for leaf in packed) / num_bytes if num_bytes else 1.0
@@ -154,8 +155,9 @@ class CompressedTensorDict(Mapping[str, Any]):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> CompressedTensorDict:
         """Return this record for another device.
 
-        Compressed leaves are shared and moved when they are read. Other leaves are moved now. With
-        `non_blocking`, copies from pinned memory complete later on their CUDA stream.
+        Compressed leaves are shared, and moved to the device when they are read. All other leaves
+        are moved now. With `non_blocking`, copies from pinned memory complete later on their CUDA
+        stream.
         """
         non_blocking = flag("move tensors", "non_blocking", non_blocking)
         other = CompressedTensorDict({}, level=self.level, cache=self.cache, device=device)
@@ -195,11 +197,12 @@ class CompressedTensorDict(Mapping[str, Any]):
 
 
 class CompressedDataCollector:
-    """Iterate over the records of a collector as `CompressedTensorDict`s, so that more records fit in memory.
+    """A collector whose records are `CompressedTensorDict`s, so that more records fit in memory.
 
     Args:
         base_collector: Iterable of nested mappings, `TensorDict`s or named tuples of tensors, such as a
-            `RolloutDataset`. Each iteration iterates over it again. None fields of named tuples are left out.
+            `RolloutDataset`. Each iteration starts a new iteration of `base_collector`. None fields
+            of named tuples are left out.
         compress: False yields the records unchanged.
         compress_keys: Leaves to compress, as in `CompressedTensorDict`. None compresses every tensor.
         level: Level of LZ4, as in `CompressedTensorDict`.
@@ -287,6 +290,6 @@ def _unpack(leaf: _Packed, name: str) -> torch.Tensor:
             raise CorruptFileError("decompress the leaf", repr(name), "intact bytes", cause.got) from cause
         parts.append(torch.frombuffer(decoded, dtype=torch.uint8))
         num_left -= len(decoded)
-    # A leaf of one part needs no copy, as a bytearray is writable.
+    # One part needs no copy: the result may share its memory, since a bytearray is writable.
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.view(leaf.dtype).view(leaf.shape)

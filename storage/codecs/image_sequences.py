@@ -53,7 +53,7 @@ def compress_image_seq(
     Args:
         images: `[num_frames, *image_shape]`, tensor (any device) or array with a dtype of
             `storage.core.fields.DTYPES`.
-        level: 0 is fast; 1 to 12 compress better and slower, and decode as fast; 13 to 16 are as 12.
+        level: 0 is fast. 1 to 12 compress better and slower, and decode as fast. 13 to 16 equal 12.
         codec: Chain of `storage/codecs/codec_chains.py`. The default is `lz4`, or `split+lz4` for items of
             several bytes. Only `uint16` chains are lossy.
         frames_per_chunk: Frames that are decoded together; by default at most 8. At most 64 MiB in any case.
@@ -115,7 +115,7 @@ def decompress_image_seq(
 
 
 def _from_lz4_frames(data: Bytes, request: _Request) -> Any:
-    """Decode plain LZ4 frames, which hold only the images, one after the other."""
+    """Decode plain LZ4 frames, which contain only the bytes of consecutive images."""
     num_bytes = request.num_frames * request.frame_bytes
     try:
         values = decode_exactly(data.data, num_bytes, "LZ4 frames")
@@ -129,7 +129,8 @@ def _from_lz4_frames(data: Bytes, request: _Request) -> Any:
     return out
 
 
-#: Modes of PIL with uint8 pixels, which the shape of the pixels determines.
+#: Modes of PIL with uint8 pixels -> number of axes of the pixel array. The shape determines the
+#: mode.
 _MODES = {"L": 2, "LA": 3, "RGB": 3, "RGBA": 3}
 
 
@@ -180,7 +181,7 @@ def decompress_image(compressed_data: Any) -> Any:
 
 
 def stored_shape(compressed_data: Any) -> tuple[tuple[int, ...], int]:
-    """Return the shape and number of frames in the header of a blob. Checks nothing else."""
+    """Return the shape and number of frames in the header of a blob, without further checks."""
     data = _as_bytes(compressed_data)
     start = len(_MAGIC) + _LENGTH.size
     is_ours = len(data) >= start and data[: len(_MAGIC)].tobytes() == _MAGIC
@@ -320,7 +321,7 @@ class _Request:
 
     Attributes:
         dtype: Dtype as in the call.
-        name: Its name in `fields.DTYPES`.
+        name: Name of the dtype in `fields.DTYPES`.
         shape: Shape of a frame.
         num_frames: Frames in the blob.
         indices: Requested frames, int64 `[n]`; None for all.
@@ -404,9 +405,9 @@ class _Blob:
         self._sums = self.data[table + 8 * num_chunks : head].view("<u4")
         is_filled = int(ends[-1]) == size - first and not (ends[1:] < ends[:-1]).any()
         _check(is_filled, f"chunks that fill the last {size - first} bytes", f"ends up to {int(ends.max())}")
-        #: int64 `[C + 1]`, bounds of the chunks in `data`.
+        #: Bounds of the chunks in `data`, int64 `[C + 1]`.
         self._ends = ends.astype(np.int64) + first
-        # A decompression bomb has too few bytes for the frames that it declares.
+        # A decompression bomb declares more frames than its bytes can hold.
         fewest = -(-request.num_frames * request.frame_bytes // self.codec.max_expansion)
         _check(size - first >= fewest, f"at least {fewest} bytes of chunks", f"{size - first}")
 

@@ -3,8 +3,8 @@
 Sizes in the data are not trusted. A block must decode to the number of bytes that the caller expects. All
 sizes in a frame are checked against the length of the file before memory is allocated.
 
-We write standard frames (LZ4 frame format 1.6) of independent 4 MiB blocks with a checksum of the content.
-Any tool reads them, and blocks decode in parallel.
+Written frames are standard (LZ4 frame format 1.6), with independent blocks of 4 MiB and a checksum
+of the content. Other LZ4 tools read these frames, and blocks decode in parallel.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from ..core.threads import Worker, each
 from ..errors import CorruptFileError, ForeignFileError
 
 Bytes = npt.NDArray[np.uint8]
-#: Decoded bytes per byte of LZ4, at most. Larger claims are damage or attacks.
+#: Largest ratio of decoded to compressed bytes that LZ4 can reach. A larger claim is damage or an
+#: attack.
 MAX_EXPANSION = 255
 #: Default level of high compression. Level 12 is 1 to 3 % smaller and takes twice the time.
 DEFAULT_HIGH_LEVEL = 9
 MAGIC = b"\x04\x22\x4d\x18"
-#: Start of a frame that readers of LZ4 skip. We store metadata of the writer in such frames.
+#: First bytes of a frame that LZ4 readers skip. Metadata of the writer are stored in such frames.
 SKIPPABLE_MAGIC = b"\x50\x2a\x4d\x18"
 _MAX_LEVEL = lz4.frame.COMPRESSIONLEVEL_MAX
 _MAX_BLOCK_BYTES = {4: 1 << 16, 5: 1 << 18, 6: 1 << 20, 7: 4 << 20}
-#: Bytes of a block that we write.
+#: Decoded bytes of a written block.
 BLOCK_BYTES = 4 << 20
 #: Compressed blocks that wait to be written, at most.
 _MAX_WAITING = 4
 
 
 def check_level(action: str, level: Any) -> int:
-    """Return a valid level: 0 is fast, 1 to 12 compress better and slower, 13 to 16 are as 12."""
+    """Return a checked level. 0 is fast, 1 to 12 compress better and slower, 13 to 16 equal 12."""
     return whole(action, "level", level, 0, _MAX_LEVEL)
 
 
 def compress(data: Any, level: int = 0) -> bytes:
-    """Compress an object with a buffer to a block without its size; `level` as in `check_level`."""
+    """Compress a buffer to an LZ4 block without a stored size. `level` is as in `check_level`."""
     if level > 0:
         return bytes(lz4.block.compress(data, mode="high_compression", compression=level, store_size=False))
     return bytes(lz4.block.compress(data, mode="default", store_size=False))
@@ -125,11 +126,13 @@ class Frame:
 
     Attributes:
         start, stop: Byte range of the frame.
-        is_skippable: Whether it holds no data. Then `blocks` is the range of its content.
-        is_parallel: Whether its blocks decode independently and have no checksums of their own.
+        is_skippable: Whether the frame holds no data. Then `blocks` is the byte range of its
+            content.
+        is_parallel: Whether the blocks decode independently and have no checksums of their own.
         max_block_bytes: Bytes that a block decodes to, at most. A block before the last is smaller only if
             the writer flushed it.
-        blocks: Byte range of each block, including its size before it and its checksum after it.
+        blocks: Byte range of each block, including the size before and the checksum after the
+            block.
     """
 
     start: int
@@ -179,7 +182,7 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
 
     Args:
         data: The whole file.
-        frames: Its frames, from `scan_frames`.
+        frames: Frames of the file, from `scan_frames`.
         name: Name of the file in errors.
         num_threads: With 1, all checksums are compared. With more, full independent blocks decode in
             parallel without their checksums, for callers with checksums of their own.
@@ -191,7 +194,7 @@ def decode(data: memoryview, frames: list[Frame], name: str, num_threads: int = 
         CorruptFileError: A checksum is wrong, or a block does not decode.
     """
     frames = [frame for frame in frames if not frame.is_skippable]
-    # An upper bound. Pages that are not written take no memory.
+    # The size is an upper bound. Pages that are not written take no memory.
     out = np.empty(sum(frame.most_bytes for frame in frames), np.uint8)
     size = 0
     for frame in frames:

@@ -21,24 +21,25 @@ from ..errors import CorruptFileError, UsageError
 from . import lz4_frames as lz4
 
 Bytes = npt.NDArray[np.uint8]
-#: Default level of zstd. The next level that gains more than 2 % is 19, which takes 15 times as long.
+#: Default level of zstd. Only levels from 19 on are more than 2 % smaller, and take 15 times as
+#: long.
 _ZSTD_LEVEL = 9
-#: A decompressor for each thread.
+#: The zstd decompressor of each thread.
 _local = threading.local()
 _FILTERS = {"": "NOFILTER", "shuffle": "SHUFFLE", "bitshuffle": "BITSHUFFLE"}
 
 
 @dataclass(frozen=True)
 class Packer:
-    """A packer.
+    """A compressor of bytes, the last stage of a chain.
 
     Attributes:
         pack: (contiguous items, level or None for the default, name of a shuffle or "") -> packed bytes.
         unpack: (packed bytes, number of unpacked bytes) -> unpacked bytes as new memory. Raises
             `CorruptFileError`.
         max_expansion: Unpacked bytes per packed byte, at most. Readers reject larger claims.
-        module: Package of the extra `codecs` that it needs; None without.
-        shuffles: Whether it shuffles items itself. Otherwise it gets shuffled bytes.
+        module: Required package of the extra `codecs`; None if the packer needs no extra.
+        shuffles: Whether `pack` shuffles the items. Otherwise the caller passes shuffled bytes.
     """
 
     pack: Callable[[npt.NDArray[Any], int | None, str], bytes]
@@ -58,13 +59,13 @@ def check_installed(packer: str) -> None:
 
 @lru_cache(maxsize=8)
 def _module(packer: str) -> Any:
-    """Import the package of a packer. Cached, as the check takes as long as decoding 5 KB."""
+    """Import the package of a packer. Cached: an import check takes as long as decoding 5 KB."""
     check_installed(packer)
     return importlib.import_module(str(PACKERS[packer].module))
 
 
 def _pack_lz4(default_level: int, items: npt.NDArray[Any], level: int | None, _: str) -> bytes:
-    # The fast packer, whose default level is 0, has no other levels.
+    # Fast LZ4 has the default level 0 and no other level.
     return lz4.compress(items, default_level if level is None or not default_level else level)
 
 
@@ -97,7 +98,7 @@ def _unpack_zstd(data: Bytes, num_bytes: int) -> Bytes:
 
 
 def _pack_blosc2(codec: str, default_level: int, items: npt.NDArray[Any], level: int | None, shuffle: str) -> bytes:
-    """Pack contiguous items with blosc2's own shuffle."""
+    """Pack contiguous items with blosc2, including the shuffle."""
     blosc2 = _module("blosc2")
     settings = {"filters": [blosc2.Filter[_FILTERS[shuffle]]], "filters_meta": [0], "typesize": items.itemsize}
     settings["codec"] = blosc2.Codec[codec]
@@ -119,7 +120,7 @@ def _unpack_blosc2(data: Bytes, num_bytes: int) -> Bytes:
     return unpacked
 
 
-#: Name in chains -> packer. To add a packer, add a line.
+#: Name in chains -> packer. A new packer needs one entry here.
 PACKERS = {
     "lz4": Packer(partial(_pack_lz4, 0), _unpack_lz4, lz4.MAX_EXPANSION),
     "lz4hc": Packer(partial(_pack_lz4, lz4.DEFAULT_HIGH_LEVEL), _unpack_lz4, lz4.MAX_EXPANSION),

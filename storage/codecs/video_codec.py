@@ -1,7 +1,8 @@
 """Lossy video codec for the frames of a chunk. Needs the extra `video`.
 
-A chunk is one group of pictures that decodes independently: packets, each after its size (uint32,
-little-endian). A decoder may not allocate more pixels than the expected pictures have.
+A chunk is one group of pictures that decodes independently. It consists of packets. The size of
+each packet (uint32, little-endian) precedes the packet. A decoder may not allocate more pixels than
+the expected pictures have.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ CODERS: dict[str, tuple[str, str, dict[str, str], int]] = {
 }
 _DEFAULT_CRF = 18
 _NAME = re.compile(rf"({'|'.join(CODERS)})(?::crf=(\d+))?")
-#: Decoded bytes per coded byte, at most. A still picture of any size takes a few hundred bytes.
+#: Largest accepted ratio of decoded to coded bytes. A still picture of any size takes a few hundred
+#: bytes.
 MAX_EXPANSION = 1 << 16
-#: Pixels of a side, at least. Smaller pictures are padded, as encoders reject them.
+#: Smallest height and width in pixels. Smaller pictures are padded, since encoders reject them.
 _MIN_SIDE = 64
 _SIZE = struct.Struct("<I")
 
@@ -83,7 +85,8 @@ class Video:
         av = _av()
         decoder = CODERS[self.coder][1]
         context = av.CodecContext.create(decoder, "r")
-        num_pixels = (height + _MIN_SIDE) * (width + _MIN_SIDE)  # Decoders count whole blocks of 16 to 64.
+        # Decoders round height and width up to whole blocks of 16 to 64 pixels.
+        num_pixels = (height + _MIN_SIDE) * (width + _MIN_SIDE)
         context.thread_count = 1
         context.options = {"max_pixels": str(num_pixels)}
         count = 0

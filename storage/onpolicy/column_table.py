@@ -55,7 +55,7 @@ class ColumnTable:
         self.num_envs = num_envs
         self.device = device
         self.tensors: dict[str, torch.Tensor] = {}
-        #: Times that tensors were replaced or changed. Readers compare this number to detect changes.
+        #: Number of replacements and changes of tensors, which readers compare to detect changes.
         self.num_changes = 0
         self._inputs = [
             (column, {field.name: _Input.of(column, field, num_envs) for field in column.fields})

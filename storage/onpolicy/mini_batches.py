@@ -244,9 +244,9 @@ def find_segments(dones: torch.Tensor) -> Segments:
 def gather_padded(
     x: torch.Tensor, source: torch.Tensor, padding: torch.Tensor, empty: _Empty | None = None
 ) -> torch.Tensor:
-    """Gather rows of `[T, B, *event]` by `source`, with zeros at `padding`: `[len(source), *event]`.
+    """Gather rows `source` of `x`, `[T, B, *event]`, with zeros at the positions `padding`.
 
-    The result has gradients, unless `empty` allocates its memory.
+    The result is `[len(source), *event]`. It has gradients, unless `empty` allocates its memory.
     """
     flat = signed(x).reshape(len(x) * x.shape[1], x[:1, :1].numel())
     if empty is None:

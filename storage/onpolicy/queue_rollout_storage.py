@@ -1,7 +1,7 @@
 """`QueueRolloutStorage`, a rollout storage of the newest steps, and its subclass `ActionLabelRollout`.
 
-The storage grows after each rollout until it has its target size. After that it overwrites its oldest steps. Readers
-get the steps in the order of time.
+The storage grows after each rollout until it reaches its target size. A full storage overwrites its
+oldest steps. Readers get the steps in the order of time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class QueueRolloutStorage(RolloutStorage):
     Args:
         num_envs, num_transitions_per_env, obs_shape, critic_obs_shape, actions_shape, num_rewards,
             device, generator, policy_outputs: As for `RolloutStorage`; `num_transitions_per_env` is one rollout.
-        buffer_dilation_ratio: Rollouts that fit, at least 1; need not be an integer.
+        buffer_dilation_ratio: Number of rollouts that fit, a number of at least 1 such as 2.5.
 
-    The storage starts with memory for one rollout. When that is full, `clear()` adds memory for another one, until
-    the target is reached. After that the oldest steps are overwritten. `step` is the cursor.
-    `compute_returns`, `get_statistics` and the generators use all steps so far, even if the storage is not full;
-    `allow_partial` has no effect.
+    The storage starts with memory for one rollout. When the memory is full, `clear()` adds memory
+    for another rollout, until the target is reached. Then new steps overwrite the oldest steps.
+    `step` is the cursor. `compute_returns`, `get_statistics` and the generators use all steps so
+    far, even if the storage is not full; `allow_partial` has no effect.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class QueueRolloutStorage(RolloutStorage):
         super().__init__(num_envs, num_transitions_per_env, *shapes, num_rewards, device, **options)
         self.num_timesteps_each_rollout = self.num_transitions_per_env
         self.buffer_dilation_ratio = ratio
-        # The small number corrects ratios such as 1.1 that have no exact binary form.
+        # 1e-9 is added because ratios such as 1.1 have no exact binary form.
         self.num_target_steps = floor(ratio * self.num_transitions_per_env + 1e-9)
         self.buffer_full = False
 
@@ -71,7 +71,7 @@ class QueueRolloutStorage(RolloutStorage):
                 self.buffer_full = True
 
     def clear(self) -> None:
-        """Start the next rollout and keep all steps; grow if a rollout is complete and the target is not reached."""
+        """Start the next rollout and keep all steps. A full storage below its target size grows."""
         with self._lock:
             if self.step == self.num_transitions_per_env:
                 self.expand_buffer_once()
@@ -138,7 +138,7 @@ else:  # no type checker knows fields that are computed
 
 
 class ActionLabelMiniBatch(_Labelled):
-    """A `MiniBatch` that ends with `action_labels`, `[M, *A]` like the actions; returns are None if not computed."""
+    """A `MiniBatch` whose last field is `action_labels`, `[M, *A]`. Returns may be None."""
 
     __slots__ = ()
     action_labels: Any
@@ -148,8 +148,9 @@ class ActionLabelMiniBatch(_Labelled):
 class ActionLabelRollout(QueueRolloutStorage):
     """A `QueueRolloutStorage` with the actions that a teacher would have taken, for distillation.
 
-    `Transition.action_labels` `[B, *A]` is required; mini-batches end with `action_labels`. Labels need no
-    `compute_returns`: without it since the last step, returns and advantages of a mini-batch are None.
+    `Transition.action_labels` `[B, *A]` is required. `action_labels` is the last field of
+    mini-batches. Generators do not need `compute_returns`: if it was not called since the last
+    step, returns and advantages are None.
     """
 
     MiniBatch = ActionLabelMiniBatch
@@ -158,6 +159,6 @@ class ActionLabelRollout(QueueRolloutStorage):
     needs_returns = False
 
     def declare_columns(self) -> list[Column]:
-        """Return the columns of `QueueRolloutStorage` and the labels."""
+        """Return the columns of `QueueRolloutStorage` and `action_labels`."""
         labels = brought("action_labels", self.actions_shape, "action_labels")
         return replaced(super().declare_columns(), labels)

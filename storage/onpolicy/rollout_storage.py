@@ -41,7 +41,7 @@ from .transition_columns import (
     without_dtypes,
 )
 
-# Inside the class these names are the established class attributes.
+# Aliases, since the class attributes `Transition` and `MiniBatch` hide these names in the class.
 _Transition = Transition
 _MiniBatch = MiniBatch
 
@@ -50,19 +50,21 @@ class RolloutStorage(Store, is_saved_whole=True):
     """Steps of all envs between two learner updates, time first: `[T, B, ...]`.
 
     Args:
-        num_envs: B.
-        num_transitions_per_env: T.
+        num_envs: Number of envs, B.
+        num_transitions_per_env: Number of steps that fit, T.
         obs_shape: Shape of one observation, or a nested dict whose leaves are shapes or pairs of
             shape and dtype: `{"state": (48,), "camera": ((64, 64, 3), "uint8")}`. A leaf without dtype takes
             integer and bool dtypes from the first transition, and later ones must have the same; floating
             numbers become float32.
-        critic_obs_shape: The same for the critic; None, (None,) or [None] if it has the observations of the policy.
+        critic_obs_shape: Shape of one observation of the critic, as `obs_shape`. None, (None,) or
+            [None] if the critic has the observations of the policy.
         actions_shape: Shape of one action, float32, or a pair of shape and dtype: `((), "int64")`.
-        num_rewards: R, reward heads.
+        num_rewards: Number of rewards per step, R.
         device: Device of all tensors.
-        generator: Draws the permutations: a `torch.Generator`, or the seed of a new one on `device`. None: seeded from
-            `torch.initial_seed()` and the number of objects made since that changed. A GPU draws other numbers from a
-            seed than the CPU; the permutations of a generator on the CPU are copied to any device.
+        generator: Generator of the permutations: a `torch.Generator`, or the seed of a new
+            generator on `device`. None seeds a new generator from `torch.initial_seed()` and the
+            number of objects created since that seed changed. A GPU and the CPU draw different
+            numbers from one seed. Permutations of a generator on the CPU are copied to `device`.
         policy_outputs: Shapes of the outputs of a policy that is not Gaussian, which replace `action_mean` and
             `action_sigma`: `{"logits": (7,), "option": ((), torch.int64)}`, or {} for no outputs.
         output_device: Device of mini-batches; None for `device`. Mini-batches from the CPU to a GPU are copied from
@@ -70,14 +72,17 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     Every column is an attribute, None if absent: `observations`, `critic_observations`, `actions`, `rewards`, `dones`
     (uint8), `values`, `actions_log_prob`, `mu`, `sigma`, `policy_outputs` (a dict), `returns`, `advantages`,
-    `time_outs` (bool), `saved_hidden_states`. They share memory with the storage: writing both `returns` and
-    `advantages`, by assignment or in place, replaces `compute_returns`. A subclass extends `declare_columns`; the
-    attributes `Transition` and `MiniBatch` of a storage have a field for each source and batch field declared there.
+    `time_outs` (bool), `saved_hidden_states`. These attributes share memory with the storage.
+    Writing both `returns` and `advantages`, by assignment or in place, replaces `compute_returns`.
+
+    A subclass extends `declare_columns`. The attributes `Transition` and `MiniBatch` of a storage
+    are record types with a field for each source and batch field of the declared columns.
     """
 
     Transition: type[_Transition] = Transition
     MiniBatch: type[_MiniBatch] = MiniBatch
-    #: Whether mini-batches are refused until returns are computed; if not, they carry None instead.
+    #: Whether generators raise if returns are not computed. If False, mini-batches have None
+    #: instead.
     needs_returns = True
 
     def __init__(
@@ -98,7 +103,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         self.num_envs = arguments.whole(action, "num_envs", num_envs, 1)
         num_steps = arguments.whole(action, "num_transitions_per_env", num_transitions_per_env, 1)
         for name, shape in (("obs_shape", obs_shape), ("actions_shape", actions_shape)):
-            declare_fields(name, shape)  # so that an error has the name of the argument
+            declare_fields(name, shape)  # Raises an error with the name of the argument.
         if not is_absent(critic_obs_shape):
             declare_fields("critic_obs_shape", critic_obs_shape)
         self.obs_shape = obs_shape
@@ -114,16 +119,17 @@ class RolloutStorage(Store, is_saved_whole=True):
         self._lock = threading.RLock()
         self._delivery = Delivery(self.device, output_device)
         self._order = StreamOrder(self.device)
-        #: Errors that arrive later from the device; None on the CPU, where errors are raised at once.
+        #: Errors that a device reports later; None on the CPU, where errors are raised at once.
         self._deferred = DeferredErrors() if self.device.type == "cuda" else None
         self._factors = CheckedFactors(self.num_rewards, self.device, self._deferred)
         self._num_partial_rows = 0
-        #: Dtypes that undeclared observation fields took from the first step, by field; None before it.
+        #: Observation field without a declared dtype -> dtype in the first step; None before that
+        #: step.
         self._taken: dict[str, str] | None = None
         self._make_table(num_steps)
 
     def _make_generator(self, generator: torch.Generator | int | None) -> torch.Generator:
-        """Return the generator itself, of any device, or a new one on this device."""
+        """Return `generator` if it is a generator; otherwise a new generator on this device."""
         is_new = not isinstance(generator, torch.Generator) and self.device.type != "meta"
         return generator_on(generator, self.device if is_new else None, arguments.creating(self))
 
@@ -148,17 +154,17 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     @property
     def _observation_shapes(self) -> dict[str, Any]:
-        """The constructor's shapes of observations, by column."""
+        """Return column of observations -> shape in the arguments of the constructor."""
         return {"observations": self.obs_shape, "critic_observations": self.critic_obs_shape}
 
     @property
     def num_transitions_per_env(self) -> int:
-        """T: steps that fit."""
+        """Number of steps that fit, T."""
         return self._table.num_rows
 
     @property
     def num_buffer_waits(self) -> int:
-        """Steps on a GPU whose host tensors had to wait for a pinned buffer that was still being copied."""
+        """Number of steps on a GPU that waited because a pinned buffer was still being copied."""
         return self._table.num_buffer_waits
 
     def __getattr__(self, name: str) -> Any:
@@ -169,7 +175,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # `storage.returns = x` writes into the column, like `storage.returns[:] = x`; it does not replace the tensor.
+        # `storage.returns = x` writes into the column, like `storage.returns[:] = x`, and keeps its
+        # tensor.
         table = self.__dict__.get("_table")
         if table is not None and name in table.columns:
             self._order.wait(is_write=True)
@@ -184,8 +191,9 @@ class RolloutStorage(Store, is_saved_whole=True):
     def add_transitions(self, transition: _Transition) -> None:
         """Copy one step of all envs to the cursor and advance it.
 
-        All values are checked before the first write: a call that raises changes nothing. On a GPU the call does not
-        wait. Host tensors are copied asynchronously from pinned memory; they may be changed after the call.
+        All values are checked before the first write, so a call that raises changes nothing. On a
+        GPU the call does not wait: host tensors are copied to pinned memory, then asynchronously to
+        the device. The caller may change host tensors after the call.
 
         Raises:
             RolloutOverflowError: The storage is full.
@@ -211,12 +219,12 @@ class RolloutStorage(Store, is_saved_whole=True):
         values.update(self._states.read(getattr(transition, "hidden_states", None)))
         self._order.wait(is_write=True)
         self._table.write(self.step, values)
-        # Not by `__setattr__`, which searches the columns first: 1 % of the call.
+        # `__setattr__` would search the columns first, which takes 1 % of the call.
         vars(self).update(step=self.step + 1, _num_partial_rows=0)
         self._order.record(is_write=True)
 
     def _take_dtypes(self, transition: _Transition) -> None:
-        """Take the dtypes of undeclared observation fields from the first step; other tensors stay the same."""
+        """Set undeclared dtypes of observation fields from the first step. Keep other tensors."""
         self._taken = {}
         for name, shape in self._observation_shapes.items():
             if shape is not None:
@@ -226,7 +234,7 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     @property
     def saved_hidden_states(self) -> Any:
-        """Recurrent states before each step, leaves `[T, layers, B, *H]`; None if none were ever added."""
+        """Recurrent states before each step, `[T, layers, B, *H]`; None if no step had states."""
         self._order.wait(is_write=False)
         return self._states.build(self._states.leaves())
 
@@ -255,14 +263,15 @@ class RolloutStorage(Store, is_saved_whole=True):
             last_values: `[B, R]` (or `[B]` with one reward), value of the observation after the last step.
             gamma: Discount per step, in [0, 1]; a number or `[R]`.
             lam: Trace decay, in [0, 1]; a number or `[R]`.
-            normalize: Axes over which advantages are scaled to mean 0 and deviation 1: "global" for all,
-                "per_reward", or None for no scaling.
-            truncation: Value from which a timed-out step bootstraps: "cut" none (the caller already added
-                gamma * V to its reward), "value" its own value, "final" its `bootstrap_values`.
-            allow_partial: Accept a rollout that is not full; use the steps so far.
+            normalize: Scaling of advantages to mean 0 and deviation 1: "global" over all numbers,
+                "per_reward" for each reward, or None for no scaling.
+            truncation: Bootstrap value of a step with a time-out. "cut" uses no value, since the
+                caller already added gamma * V to the reward. "value" uses the value of the step,
+                "final" its `bootstrap_values`.
+            allow_partial: Accept a rollout that is not full, and use the steps so far.
 
-        On a GPU the call does not wait. Pass factors that are tensors there as the same objects at each call: they are
-        checked again only if they change.
+        On a GPU the call does not wait. Pass the same tensor objects as `gamma` and `lam` at each
+        call: a tensor on the GPU is checked again only if it has changed.
 
         Raises:
             UsageError: The rollout is not full, or an argument is not as above; nothing is changed. On a GPU a later
@@ -296,7 +305,8 @@ class RolloutStorage(Store, is_saved_whole=True):
         with self._lock:
             rows = self._num_rows_for("measure statistics", allow_partial=True)
             signals = self._signals(rows)
-            # Dones of the newest step add no segment: the end of each env is counted as one already.
+            # The open end of each env already counts as a segment, so dones of the newest step do
+            # not.
             newest = signals.dones[(self.step - 1) % rows]
             num_segments = signals.dones.count_nonzero() - newest.count_nonzero() + self.num_envs
             statistics = rows * self.num_envs / num_segments.float(), signals.rewards.mean()
@@ -310,21 +320,25 @@ class RolloutStorage(Store, is_saved_whole=True):
     ) -> Iterator[_MiniBatch]:
         """Yield `num_mini_batches * num_epochs` mini-batches of `[M, ...]` for feed-forward networks.
 
-        Narrow fields lie side by side in one new tensor: not contiguous, so that `view(-1)` needs `reshape`. It is
-        made with the first mini-batch; rows of 1 KiB or more (128 bytes for up to two epochs) are read at each.
+        Narrow fields are copied side by side into one new tensor with the first mini-batch. They
+        are not contiguous: use `reshape(-1)` instead of `view(-1)`. Fields with rows of 1 KiB or
+        more (128 bytes for up to two epochs) are read from the storage at each mini-batch.
 
         Args:
             num_mini_batches: Mini-batches per epoch, 1 to T * B.
             num_epochs: Passes over the rollout.
-            reshuffle: "epoch": a new permutation per epoch, every batch new memory. "once": one
-                shuffled copy of which every batch of every epoch is a view; 5 times less to move.
-            drop_last: True: every batch has `T * B // num_mini_batches` rows, and the remainder
-                (others in each epoch) is left out. False: sizes differ by at most one, all rows come.
+            reshuffle: "epoch" draws a new permutation per epoch, and every mini-batch is new
+                memory. "once" makes one shuffled copy, and all mini-batches of all epochs are views
+                of it. This moves a fifth of the bytes.
+            drop_last: True yields mini-batches of `T * B // num_mini_batches` rows and leaves out
+                the remainder, different rows in each epoch. False uses all rows, and sizes differ
+                by at most one.
 
         Raises:
-            UsageError: At the call, not at the first `next`: an argument is not as above, the rollout is not full
-                (partial ones need `compute_returns(allow_partial=True)`), or its returns were not computed (or
-                written) since the last step. Later: steps were added or a state loaded, and rows are read at each.
+            UsageError: At the call: an argument is not as above, the rollout is not full and was
+                not computed with `compute_returns(allow_partial=True)`, or returns were not
+                computed or written since the last step. At a later `next`: steps were added or a
+                state was loaded, and fields are read from the storage.
         """
         arguments.choice(GENERATE, "reshuffle", reshuffle, ("epoch", "once"))
         drop_last = arguments.flag(GENERATE, "drop_last", drop_last)
@@ -334,24 +348,29 @@ class RolloutStorage(Store, is_saved_whole=True):
     def recurrent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[_MiniBatch]:
         """Yield `num_mini_batches * num_epochs` mini-batches of whole envs for recurrent networks.
 
-        Every env is cut at its dones into trajectories of T steps, padded with zeros. Observations
-        are `[T, n_traj, ...]` and `masks` says what is data; everything else is `[T, envs, ...]`.
-        `hidden_states` are those of each trajectory's first step, `[layers, n_traj, H]`, or None if
-        none were added. Groups are ranges of envs that differ by at most one env; none is left out.
-        Tensors are contiguous. Batches share memory with those of other epochs, never with the storage.
+        Every env is cut at its dones into trajectories, which are padded with zeros to T steps.
+        Observations are `[T, n_traj, ...]`, and `masks` is True on data. All other fields are
+        `[T, envs, ...]`. `hidden_states` are the states before the first step of each trajectory,
+        `[layers, n_traj, H]`, or None without states. Each mini-batch is a range of envs. Sizes
+        differ by at most one env, and no env is left out. Tensors are contiguous. Mini-batches
+        share memory with mini-batches of other epochs, never with the storage.
 
         Raises:
-            UsageError: At the call: like `mini_batch_generator`; at most one mini-batch per env.
+            UsageError: At the call: as `mini_batch_generator`, or there are more mini-batches than
+                envs.
         """
         rows, bounds = self._plan_batches(num_mini_batches, num_epochs, False, "env")
         return self._env_batches(rows, bounds, num_epochs)
 
     def reccurent_mini_batch_generator(self, num_mini_batches: int, num_epochs: int = 8) -> Iterator[_MiniBatch]:
-        """Call `recurrent_mini_batch_generator`, by its established misspelling."""
+        """Call `recurrent_mini_batch_generator`. This misspelled name is established."""
         return self.recurrent_mini_batch_generator(num_mini_batches, num_epochs)
 
     def _plan_batches(self, num_mini_batches: int, num_epochs: int, drop_last: bool, item: str) -> tuple[int, Any]:
-        """Return the number of steps, and the bounds of mini-batches in rows or envs; raise if an argument is wrong."""
+        """Return the number of steps, and the bounds of mini-batches in rows or envs.
+
+        Raises an error if an argument is invalid.
+        """
         with self._lock:
             self._raise_deferred()
             rows = self._num_rows_for(GENERATE, allow_partial=False)
@@ -366,7 +385,7 @@ class RolloutStorage(Store, is_saved_whole=True):
     def _mini_batches(self, rows: int, bounds: list[tuple[int, int]], num_epochs: int, once: bool) -> Iterator[Any]:
         table = self._table
         num_used = bounds[-1][1]
-        # The order of tensors that several batches read, possibly on different streams.
+        # Several mini-batches read these tensors, possibly on different streams.
         shared = StreamOrder(self.device)
         with self._lock, torch.no_grad():
             self._order.wait(is_write=False)
@@ -395,7 +414,7 @@ class RolloutStorage(Store, is_saved_whole=True):
                 yield self._to_mini_batch(batch)
 
     def _permutation(self, num_rows: int, num_used: int) -> torch.Tensor:
-        """Draw the order in which rows are visited."""
+        """Return a random permutation of the rows."""
         # int32 halves the cost of drawing: 0.3 instead of 0.7 ms for 100,000 rows.
         dtype = torch.int32 if num_rows < 2**31 else torch.int64
         order = torch.randperm(num_rows, generator=self.rng, device=self.rng.device, dtype=dtype)
@@ -424,7 +443,7 @@ class RolloutStorage(Store, is_saved_whole=True):
         return self.MiniBatch(**{**self._table.fill_batch(batch), **more})
 
     def _put_in_order(self) -> None:
-        """Sort the steps by time. They always are in this class."""
+        """Sort the steps by time. A no-op here, since only subclasses have unsorted steps."""
 
     def _signals(self, rows: int) -> Signals:
         self._order.wait(is_write=False)
@@ -439,7 +458,8 @@ class RolloutStorage(Store, is_saved_whole=True):
 
     @classmethod
     def _from_arguments(cls, arguments: Mapping[str, Any], device: torch.device) -> Any:
-        # Only shapes are lists. The seed does not matter, since the caller sets the saved random state.
+        # Of all arguments, only shapes are lists. The caller sets the saved random state, so any
+        # seed will do.
         keywords = {name: shape_from_json(x) if isinstance(x, list) else x for name, x in arguments.items()}
         return cls(**keywords, device=device, generator=0)
 
@@ -447,7 +467,10 @@ class RolloutStorage(Store, is_saved_whole=True):
         return {"_delivery": Delivery(self.device, self._delivery.output_device)}
 
     def check_equal(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raise `SchemaError` if a state does not fit; before the first step any dtype fits an undeclared field."""
+        """Raise `SchemaError` if a state has other arguments.
+
+        Before the first step, a field without a declared dtype accepts any dtype.
+        """
         if self._taken is None:
             arguments = dict(arguments)
             for argument, column in (("obs_shape", "observations"), ("critic_obs_shape", "critic_observations")):
@@ -486,7 +509,8 @@ class RolloutStorage(Store, is_saved_whole=True):
             self._states.layout = numbers["states"]
             self.step = step
             self._num_partial_rows = num_partial_rows
-            before.num_changes += 1  # for generators that still read the previous table
+            # Generators that still read the previous table must detect the change.
+            before.num_changes += 1
             self._order.record(is_write=True)
 
     def _random_state(self, saved: torch.Tensor) -> torch.Tensor:

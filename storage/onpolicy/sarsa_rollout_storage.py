@@ -1,7 +1,8 @@
 """`SarsaRolloutStorage`: a rollout storage whose mini-batches have the next observations too.
 
 Every observation is stored once: `next_observations` is a view of the memory of `observations`, one step later. The
-true final observations of trajectories are in no later step. They are stored separately and written into batches.
+true final observation of a trajectory is not the observation of a later step. It is stored
+separately and written into mini-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .mini_batches import GENERATE, true_places
 from .rollout_storage import RolloutStorage
 from .transition_columns import Column, MiniBatch, ShapeLike, Transition, batch_type, replaced, rollout_columns
 
-#: Column -> field of the mini-batch with the column one step later.
+#: Column -> mini-batch field that has the values of the column one step later.
 _SHIFTED = {"observations": "next_obs", "critic_observations": "next_critic_obs"}
 _ACTION = "add a transition"
 _LOAD = "load a state"
@@ -31,7 +32,7 @@ _FINALS = "finals/"
 
 
 def _with_next(columns: Sequence[Column]) -> list[Column]:
-    """Return columns with the observations of all T + 1 steps, and their first and last T steps as views."""
+    """Return columns with observations of T + 1 steps; the first and the last T steps are views."""
     shifted = []
     for column in columns:
         if column.name in _SHIFTED:
@@ -59,9 +60,12 @@ class SarsaMiniBatch(_Fields):
     """A `MiniBatch` with the observations one step later.
 
     Attributes:
-        next_obs: Like `obs`; the true final observation where one was given.
-        next_critic_obs: Like `critic_obs`; the same object as `next_obs` if there are no critic observations.
-        next_valid: `[M, 1]` or `[T, n_traj, 1]` bool: False where `next_obs` belongs to the next trajectory already.
+        next_obs: Observations one step later, as `obs`. At the end of a trajectory, the true final
+            observation if the transition had one.
+        next_critic_obs: Critic observations one step later; the same object as `next_obs` without
+            critic observations.
+        next_valid: bool `[M, 1]` or `[T, n_traj, 1]`, False if `next_obs` belongs to the next
+            trajectory.
     """
 
     __slots__ = ()
@@ -74,7 +78,8 @@ class SarsaMiniBatch(_Fields):
 class Finals:
     """The true final observations of the envs whose trajectories ended at one step.
 
-    On CUDA the host does not know their number at first: the rows of all envs are stored until it has arrived.
+    On CUDA, the number of ended envs arrives later on the host. Until then the rows of all envs are
+    stored.
 
     Args:
         has_ended: `[B]` bool.
@@ -100,13 +105,13 @@ class Finals:
         return finals
 
     def drop_others(self) -> None:
-        """Release the rows of envs without an end, if the number of ended envs has arrived."""
+        """Release the rows of envs without an end if the number of ended envs is on the host."""
         if self._count is not None and self._count.has_arrived:
             self._choose(true_places(self._has_ended, int(self._count)), self._values)
             self._count = None
 
     def listed(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the envs and their final observations. Waits for the device if their number has not arrived."""
+        """Return the ended envs and their final observations. May wait for the device."""
         if self._count is not None:
             self._choose(self._has_ended.nonzero().squeeze(-1), self._values)
             self._count = None
@@ -123,7 +128,7 @@ class Finals:
             target.copy_(torch.where(has_ended, values, target))
 
     def mark(self, target: torch.Tensor) -> None:
-        """Set the ended envs of `[B, 1]` bool."""
+        """Set `target`, bool `[B, 1]`, to True for the ended envs."""
         if self._count is None:
             target[self._envs] = True
         else:
@@ -140,20 +145,23 @@ class SarsaRolloutStorage(RolloutStorage):
     Args:
         num_envs, num_transitions_per_env, obs_shape, critic_obs_shape, actions_shape, num_rewards,
             device, generator, policy_outputs: As for `RolloutStorage`.
-        strict_next: Whether `next_obs` at a done is the true final observation, if one was given;
-            False gives the plain shift, which is the first observation after the reset.
-        emit_next_valid: Whether mini-batches say in `next_valid` where `next_obs` is of the same
-            trajectory; otherwise that field is None.
-        validate: Whether each observation is compared with the next one of the step before (slow).
+        strict_next: Whether `next_obs` at a done is the true final observation, if the transition
+            has one. Otherwise `next_obs` at a done is the first observation after the reset.
+        emit_next_valid: Whether mini-batches have `next_valid`, which is True if `next_obs` belongs
+            to the same trajectory. Otherwise `next_valid` is None.
+        validate: Whether each observation is compared with the next observation of the previous
+            step (slow).
 
-    `Transition.next_observations` (and `next_critic_observations`) are required with the last step. They are useful
-    at dones, where the simulator's next observation is already of the next trajectory.
+    `Transition.next_observations` (and `next_critic_observations`) are required with the last step.
+    In other steps, they matter at dones, where the simulator's next observation already belongs to
+    the next trajectory.
 
     On a GPU no call waits for the number of ended trajectories. The next observations of all envs of a step are stored
-    until a later step finds that the number has arrived.
+    until a later step finds that the number has arrived on the host.
 
-    `all_observations` and `next_observations` (and those of the critic) are attributes like the columns. Writing to
-    them does not change the true final observations, which are stored separately.
+    `all_observations`, `next_observations` and the same names for the critic are attributes like
+    the columns. Writing to these attributes does not change the true final observations, which are
+    stored separately.
     """
 
     MiniBatch = SarsaMiniBatch
@@ -184,7 +192,7 @@ class SarsaRolloutStorage(RolloutStorage):
         self.validate = arguments.flag(action, "validate", validate)
         #: Step -> true final observations of the trajectories that ended there.
         self._finals: dict[int, Finals] = {}
-        #: Steps that were added with their next observations.
+        #: Indices of the steps that were added with next observations.
         self._has_next: set[int] = set()
 
     def declare_columns(self) -> list[Column]:
@@ -193,16 +201,16 @@ class SarsaRolloutStorage(RolloutStorage):
 
     @property
     def _whole(self) -> dict[str, torch.Tensor]:
-        """Observations of all T + 1 steps by field."""
+        """Return observation field -> tensor of all T + 1 steps."""
         fields = [field for name in _SHIFTED for field in self._table.columns[name].fields]
         return {field.name: self._table.tensors[f"all_{field.name}"] for field in fields}
 
     @torch.no_grad()
     def add_transitions(self, transition: Transition) -> None:
-        """Copy one step, and its next observations if there are some.
+        """Copy one step, and its next observations if the transition has them.
 
         Raises:
-            MissingFieldError: Also if the last step comes without its next observations.
+            MissingFieldError: As for `RolloutStorage`, or the last step has no next observations.
             RolloutOverflowError, SchemaError, FieldTypeError: As for `RolloutStorage`.
         """
         with self._lock:
@@ -223,7 +231,7 @@ class SarsaRolloutStorage(RolloutStorage):
         """Return whether a transition has its next observations.
 
         Raises:
-            MissingFieldError: They are required, or only some of them are given.
+            MissingFieldError: Next observations are required, or some of their fields are missing.
         """
         needed = [f"next_{name}" for name in _SHIFTED if self._table.columns[name].fields]
         absent = [name for name in needed if getattr(transition, name, None) is None]
@@ -236,7 +244,10 @@ class SarsaRolloutStorage(RolloutStorage):
         return not absent
 
     def _check_continuity(self, observations: Mapping[str, torch.Tensor]) -> None:
-        """Raise `SchemaError` if observations differ from the previous step's next ones, in envs that were not done."""
+        """Raise `SchemaError` if observations are not the next observations of the previous step.
+
+        Envs that were done are not compared.
+        """
         is_continued = (self._signals(self.step).dones[self.step - 1] == 0).squeeze(-1)
         for name, whole in self._whole.items():
             expected_rows = signed(whole[self.step])
@@ -275,7 +286,7 @@ class SarsaRolloutStorage(RolloutStorage):
             valid = self._signals(rows).dones == 0
             for step, finals in finals_by_step.items():
                 finals.mark(valid[step])
-            # No later step overwrites the next observations of the last step.
+            # The last step keeps the next observations of its transition: no later step follows.
             valid[rows - 1] |= not self.strict_next and rows - 1 in self._has_next
             columns.append(("next_valid", valid, True))
         return columns

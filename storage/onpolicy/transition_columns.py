@@ -1,8 +1,8 @@
 """The columns of rollout storages, and their records `Transition` and `MiniBatch`.
 
 Each value of on-policy learning is declared once, as a `Column`. Memory, growing, rolling, mini-batches, recording and
-saved states are loops over the columns. `rollout_columns` declares the values of every storage. `declare_columns` of
-a class declares its own values.
+saved states are loops over the columns. `rollout_columns` declares the columns of every storage.
+The method `declare_columns` of a storage class adds columns of that class.
 """
 
 from __future__ import annotations
@@ -21,33 +21,39 @@ from ..core.object_summary import described
 from ..core.records import as_tensor
 from ..errors import SchemaError
 
-#: `(48,)`, 48, or a nested dict whose leaves are shapes or pairs of shape and dtype.
+#: Shape of a field, such as `(48,)` or 48, or a nested dict whose leaves are shapes or (shape,
+#: dtype).
 ShapeLike = int | Sequence[int] | Mapping[str, Any]
 _ABSENT = object()
 
 
 @dataclass(frozen=True)
 class Column:
-    """One value of each step, stored as `[T, B, *shape]` per field; an attribute of the storage.
+    """A value of each step, such as the actions, stored as `[T, B, *shape]` per field.
 
     Attributes:
         name: The attribute of the storage, and the name in saved files.
-        fields: One field with the name of the column, or a field per leaf below it; none if it is not stored.
+        fields: One field with the name of the column, or one field per leaf of a nested dict; () if
+            not stored.
         source: Attribute of the transition with the value; "" if the value is computed.
-        batch: Field of the mini-batch with the value; "" if there is none.
-        fallback: Mini-batch field that is used if the column is absent; "" for None.
-        is_required: Whether every transition must have the value; otherwise rows get the field's fill.
+        batch: Field of the mini-batch with the value; "" if mini-batches lack the value.
+        fallback: Mini-batch field whose value is used if the column is absent; "" uses None.
+        is_required: Whether every transition must have the value. Otherwise missing rows get the
+            fill of the field.
         is_flag: Whether values of any dtype are stored as `value != 0`.
-        is_padded: Whether recurrent mini-batches split it at dones: true for inputs of the network.
-        is_lazy: Whether it is allocated only when a transition first has the value.
-        is_ignorable: Whether a transition may have the value although it is not stored. Some callers set the values
-            of all algorithms.
-        is_recorded: Whether `RolloutWriter.add_rollout` records it by default.
-        view_of: The column of which it is a view, with one step more. A view is neither filled nor saved itself.
-        first_row: First row of the view in that column, 0 or 1.
-        argument: The argument of the constructor with its shape; "" if there is none.
-        taken: Names of its fields that took their dtype from the first step. Later steps must have the same dtype, or
-            any floating dtype if the first was floating, which is stored as float32.
+        is_padded: Whether recurrent mini-batches split the column at dones: true for inputs of the
+            network.
+        is_lazy: Whether memory is allocated only when a transition first has the value.
+        is_ignorable: Whether a transition may have the value although the column is not stored.
+            Some callers set the values of all algorithms.
+        is_recorded: Whether `RolloutWriter.add_rollout` records the column by default.
+        view_of: Name of a column with one more step, of which this column is a view. A view is
+            neither filled nor saved.
+        first_row: First row of the view in the column `view_of`, 0 or 1.
+        argument: Argument of the constructor with the shape of the column; "" without one.
+        taken: Names of the fields whose dtype comes from the first step. Later steps must have the
+            same dtype. After a floating dtype, any floating dtype is accepted, and values are
+            stored as float32.
     """
 
     name: str
@@ -68,7 +74,7 @@ class Column:
 
 
 def brought(name: str, shape: Any = _ABSENT, batch: str = "", **options: Any) -> Column:
-    """Return a column whose source in transitions has the same name; without a shape it has no fields."""
+    """Return a column whose source in transitions has the same name; no fields without a shape."""
     column_fields = () if shape is _ABSENT else declare_fields(name, shape)
     return Column(name, column_fields, **{"source": name, "batch": batch, **options})
 
@@ -95,7 +101,7 @@ def rollout_columns(
     network_input: dict[str, Any] = {"is_padded": True, "is_recorded": True}
     privileged = {"argument": "critic_obs_shape", "fallback": "obs", "is_ignorable": True, **network_input}
     outputs = {"argument": "" if policy_outputs is None else "policy_outputs"}
-    # NaN marks steps without a value, so that the fill cannot be used by mistake.
+    # Steps without a value are filled with NaN, so that a missing value is not used by mistake.
     bootstrap = Field("bootstrap_values", heads, fill=nan)
     return [
         brought("observations", obs_shape, "obs", argument="obs_shape", **network_input),
@@ -121,7 +127,7 @@ def rollout_columns(
 
 
 def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
-    """Return columns in which `others` replace those with the same names; new ones are at the end."""
+    """Return columns in which `others` replace columns of the same names; append new names."""
     by_name = {column.name: column for column in columns}
     for column in others:
         by_name[column.name] = column
@@ -132,7 +138,10 @@ def replaced(columns: Iterable[Column], *others: Column) -> list[Column]:
 
 
 def transition_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
-    """Return `base`, or a dataclass derived from it with a field, None by default, for each source of the columns."""
+    """Return `base`, or a dataclass derived from `base` with a field for each column source.
+
+    The default of the fields is None.
+    """
     sources = [column.source for column in columns if column.source]
     added = [(source, Any, field(default=None)) for source in sources if not hasattr(base, source)]
     if not added:
@@ -142,7 +151,10 @@ def transition_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
 
 
 def batch_type(columns: Iterable[Column], base: type[Any]) -> type[Any]:
-    """Return `base`, or a named tuple of its name with the batch fields of the columns too; all default to None."""
+    """Return `base`, or a named tuple with its fields and the batch fields of the columns.
+
+    The default of all fields is None.
+    """
     names = list(getattr(base, "_fields", ()))
     in_batch = [column.batch for column in columns if column.batch]
     added = [batch for batch in in_batch if batch not in names]
@@ -197,14 +209,14 @@ def _is_pair(shape: Any) -> bool:
 
 
 def undeclared_fields(name: str, shape: Any) -> set[str]:
-    """Return the names of the fields of a column whose shapes come without a dtype; see `declare_fields`."""
+    """Return the names of the fields of a column that have a shape but no declared dtype."""
     if isinstance(shape, Mapping):
         return {field for key, below in shape.items() for field in undeclared_fields(f"{name}/{key}", below)}
     return set() if isinstance(shape, Field) or _is_pair(shape) else {name}
 
 
 def taken_dtypes(name: str, shape: Any, value: Any) -> dict[str, str]:
-    """Return the dtypes that undeclared fields of a column take from its value in the first step.
+    """Return the dtypes of fields without a declared dtype, from the first value of a column.
 
     Integers and bool keep their dtype, floating numbers become float32. Values that do not fit the shape are left out.
     """
@@ -222,7 +234,7 @@ def taken_dtypes(name: str, shape: Any, value: Any) -> dict[str, str]:
 
 
 def with_dtypes(name: str, shape: Any, dtypes: Mapping[str, str]) -> Any:
-    """Return a shape for `declare_fields` in which fields without a dtype have the dtype of `dtypes`."""
+    """Return a shape for `declare_fields` in which missing dtypes are filled in from `dtypes`."""
     if isinstance(shape, Mapping):
         return {key: with_dtypes(f"{name}/{key}", below, dtypes) for key, below in shape.items()}
     has_dtype = isinstance(shape, Field) or _is_pair(shape)
@@ -276,9 +288,10 @@ class Transition:
     """The values of one step of all envs, `[B, ...]`.
 
     Attributes:
-        observations: `[B, *obs]`, or a dict of such: what the policy saw.
-        critic_observations: `[B, *critic_obs]`, or a dict of such: what the critic saw.
-        actions: `[B, *A]`: what was done.
+        observations: Observations of the policy, `[B, *obs]`, or a dict of such tensors.
+        critic_observations: Observations of the critic, `[B, *critic_obs]`, or a dict of such
+            tensors.
+        actions: Executed actions, `[B, *A]`.
         rewards: `[B, R]`, or `[B]` with one reward.
         dones: `[B]` or `[B, 1]` of any dtype: not 0 where this step was the last of its trajectory.
         values: `[B, R]`, or `[B]` with one reward: value of the observation.
@@ -287,10 +300,11 @@ class Transition:
         hidden_states: Recurrent states before the step: None, a `[layers, B, H]` tensor, or (named) tuples of them.
         time_outs: `[B]` or `[B, 1]`: not 0 where the trajectory was cut and did not end by itself.
         bootstrap_values: `[B, R]`: value of the true final observation; read only where a time-out cut the trajectory.
-        policy_outputs: A dict of `[B, ...]`: what a policy that is not Gaussian gives, as declared with the storage.
-        next_observations: Like `observations`: the true next one, before any reset.
-        next_critic_observations: The same for the critic.
-        action_labels: `[B, *A]`: what a teacher would have done.
+        policy_outputs: Outputs of a policy that is not Gaussian, a dict of `[B, ...]`, as declared
+            with the storage.
+        next_observations: True next observations before any reset, as `observations`.
+        next_critic_observations: True next observations of the critic, as `critic_observations`.
+        action_labels: Actions of a teacher, `[B, *A]`.
     """
 
     observations: Any = None
@@ -313,7 +327,7 @@ class Transition:
     __repr__ = described
 
     def clear(self) -> None:
-        """Set every field to None, or to the default that a subclass gives it."""
+        """Set every field to its default, which is None unless a subclass changes it."""
         for attribute in fields(self):
             setattr(self, attribute.name, getattr(type(self), attribute.name, None))
 
@@ -322,11 +336,14 @@ class MiniBatch(NamedTuple):
     """Rows for one gradient step, `[M, ...]`, or `[T, n, ...]` in recurrent batches; None where absent.
 
     Attributes:
-        obs, actions, values, old_actions_log_prob, old_mu, old_sigma, policy_outputs: What transitions brought.
-        critic_obs: The same; `obs` if the critic sees no other.
-        advantages, returns: `[..., R]`: computed, or written by the trainer.
-        hidden_states: In recurrent mini-batches those before each trajectory's first step, `[layers, n_traj, H]`.
-        masks: In recurrent mini-batches `[T, n_traj]`, False on padding.
+        obs, actions, values, old_actions_log_prob, old_mu, old_sigma, policy_outputs: Values of the
+            transitions.
+        critic_obs: Observations of the critic; `obs` if the critic has no observations of its own.
+        advantages, returns: Results of `compute_returns`, or values that the trainer wrote,
+            `[..., R]`.
+        hidden_states: In recurrent mini-batches, the states before the first step of each
+            trajectory, `[layers, n_traj, H]`.
+        masks: In recurrent mini-batches, bool `[T, n_traj]`, False on padding.
     """
 
     obs: Any = None
