@@ -130,7 +130,7 @@ class TickMonitor(Monitor):
     Means are over items, not over ticks. Each quantity takes `window` rows of 4 numbers.
     """
 
-    #: Quantities: `time` in seconds, `size` in items, `use` in draws of an item, `priority`, and
+    #: Quantities: `time` in seconds, `size` in items, `use` in draws per item, `priority`, and
     #: `staleness` in learner iterations.
     FIELDS: tuple[str, ...] = ("time", "size", "use", "priority", "staleness")
 

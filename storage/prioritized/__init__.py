@@ -1,1 +1,1 @@
-"""Priorities and limits of rows, and what is drawn by them; stores no items."""
+"""Priorities of rows, draws by priority, and limits of age and use. Stores no rows."""

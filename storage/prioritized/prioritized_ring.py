@@ -1,8 +1,9 @@
 """`PrioritizedRing`: priorities and limits of the rows of a ring, and draws by priority.
 
-The weight of a row is `priority ** alpha`, or 0 for a row that must not be drawn. Ids are the keys of a `RingStore` and
-places its cells. The id in a place follows from the number of written rows. Nothing is locked here. Large arrays start
-as zeros, which take no memory before they are written.
+The weight of a row is `priority ** alpha`, or 0 for a row that must not be drawn. The id of a row is
+its key in the `RingStore` (`RingStore.key`). Its place is an index below `num_slots * num_lanes`
+(`ring_store.cells`). The id at a place follows from the number of written rows. The caller holds the
+lock. Large arrays start as zeros, which take no memory before they are written.
 """
 
 from __future__ import annotations
@@ -35,35 +36,35 @@ from ..saving.saved_store import checked_count, checked_tensor
 from .priority_rules import Limits, PriorityRule
 from .sum_tree import LeastWeight, MinTree, SumTree, least_positive
 
-#: Sums of all weights stay below this, far from the largest float64.
+#: Upper limit of the sum of all weights, far below the largest float64.
 _MAX_SUM = 1e300
-#: The least importance weight, as float32, and the least weight of a priority above 0: rounding makes no 0 of them.
+#: Least importance weight, and least weight of a priority above 0. Neither is rounded to 0.
 _LEAST_IMPORTANCE, _LEAST_WEIGHT = torch.finfo(torch.float32).tiny, torch.finfo(torch.float64).tiny
-#: Up to this alpha the least float64 above 0 has a weight far above `_LEAST_WEIGHT`.
+#: Largest alpha with which every priority above 0 has a weight far above `_LEAST_WEIGHT`.
 _LARGEST_SAFE_ALPHA = 0.9
-#: `collected` of a row that does not say when; it is never stale.
+#: Iteration of a row without a known iteration of collection; such a row is never stale.
 UNKNOWN = (1 << 62) - 1
-#: Saved as the id of a place without a row that counts; ids are >= 0.
+#: Saved id of a place without a valid row; other ids are >= 0.
 _NO_ROW = -(1 << 62)
-#: Iterations are told apart up to here, either side of 0, as float64 does.
+#: Limit of the absolute value of iterations; float64 represents the difference of two exactly.
 _MAX_ITERATION = 1 << 52
-#: Uses that are counted together: counting 4096 at once takes 4 % of a draw and its update.
+#: Number of uses that are counted in one call. Counting 4096 takes 4 % of a draw and its update.
 _MAX_WAITING = 1 << 14
-#: On a device the host looks after so many draws whether there was mass.
+#: Draws on a device between two checks by the host that some weight is above 0.
 _DRAWS_PER_LOOK = 16
-#: What is saved per place.
+#: Saved columns, one number per place, and their dtypes.
 _COLUMNS = {"weights": torch.float64, "priorities": torch.float64, "row_ids": torch.int64}
 _USE_COLUMNS = {"uses": torch.int64, "collected": torch.int64}
 _LARGEST = torch.finfo(torch.float64).max
 
 
 class Draw(NamedTuple):
-    """Rows that were drawn.
+    """Drawn rows.
 
     Attributes:
-        places: `[n]` int64; copies of a row stand together.
+        places: `[n]` int64; copies of a row are consecutive.
         ids: `[n]` int64.
-        importance: `[n]` float64, weights for the loss in (0, 1], as `own` gives them.
+        importance: `[n]` float64, weights of the loss in (0, 1]: an array on the CPU, else a tensor.
     """
 
     places: torch.Tensor
@@ -72,7 +73,7 @@ class Draw(NamedTuple):
 
 
 class _OldestTree(MinTree):
-    """The least iteration per place, less `_MAX_ITERATION`; 0 where none is known."""
+    """Tree of the iteration of each place minus `_MAX_ITERATION`; 0 for an unknown iteration."""
 
     NEUTRAL = 0.0
 
@@ -83,17 +84,17 @@ class PrioritizedRing:
     Args:
         num_slots: Rows per lane.
         num_lanes: Streams that are written in lock-step.
-        rule: How priorities are used.
-        device: Where everything is.
-        limits: When rows are over; None for no limit, then uses are not saved.
+        rule: Exponents of priorities and importance weights.
+        device: Device of all tensors.
+        limits: Limits of age and use; None for no limit. Without limits, uses are not saved.
 
     Attributes:
-        priorities: `[num_slots * num_lanes]` float64, as they were set.
-        num_draws: Draws so far, which decide `beta`.
+        priorities: `[num_slots * num_lanes]` float64, before the exponent.
+        num_draws: Number of draws so far, which determines `beta`.
 
-    On a device the host does not wait for what only the device knows. Priorities there that are not finite, negative
-    or too large leave those of their rows as they are, and a later draw or update raises; so does a draw after one
-    that found no row with a weight.
+    On a CUDA device the host never waits for checks of values. A priority on the device that is
+    negative, not finite or too large is skipped; a later draw or update raises the error. If a draw
+    found no row with a weight above 0, a later draw raises the error.
     """
 
     @lasting
@@ -109,24 +110,25 @@ class PrioritizedRing:
         self._order = StreamOrder(device)
         self._is_on_cpu = device.type == "cpu"
         self.num_draws = 0
-        #: The largest priority, and updates of rows that were gone; tensors on other devices than the CPU.
+        #: Largest priority so far, and number of updates of removed rows: numbers on the CPU, else tensors.
         self._largest: Any = 1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
         self._num_dead: Any = 0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=device)
-        #: Rows per lane that were ever written, and rows that count; None where only the device knows.
+        #: Rows per lane that were ever written, and number of valid rows; None if only the device has it.
         self._total = 0
         self._num_valid: int | None = 0
         self._weights = SumTree(self._num_places, device)
-        #: On a device one leaf more, without weight, which takes what is written nowhere.
+        #: On a device one leaf more, of weight 0: the target of writes that must change no row.
         self._num_leaves = self._num_places + (not self._is_on_cpu)
         self._least = LeastWeight(self._weights)
-        #: Of one row; all weights can be summed.
+        #: Largest priority of a row with which the sum of all weights stays below `_MAX_SUM`.
         self._largest_priority = rule.largest_priority(_MAX_SUM / self._num_places)
         all_priorities = filled((self._num_leaves,), 0, torch.float64, device)
         self.priorities = all_priorities[: self._num_places]
         self._counts = filled((self._num_places,), 0, torch.bool, device)
         self._own_priorities = own(all_priorities)
         self._own_counts = own(self._counts)
-        #: On a device: whether a draw may find a row, and priorities that were wrong, in all and when last raised.
+        #: On a device: whether some weight may be above 0; the number of invalid priorities so far,
+        #: and that number at the last error.
         self._has_mass = False
         self._late_mass = LateNumber(device)
         self._num_wrong: Any = 0
@@ -139,33 +141,33 @@ class PrioritizedRing:
         self._max_staleness = inf if limits.max_staleness is None else limits.max_staleness
         num_limited = self._num_places if self._has_limits else 0
         self._uses = filled((num_limited,), 0, torch.int64, device)
-        #: Draws whose uses are still to be counted.
+        #: Places of draws that `_uses` does not count yet.
         self._used: list[torch.Tensor] = []
         self._num_used = 0
-        #: Iterations, with the bits of `UNKNOWN` turned over.
+        #: Iterations, XOR `UNKNOWN`, so that zeros stand for unknown iterations.
         self._flipped_collected = filled((num_limited,), 0, torch.int64, device)
         self._oldest = None if isinf(self._max_staleness) else _OldestTree(self._num_places, device)
 
     def __len__(self) -> int:
-        """Rows that count. If rows were dropped on a device, this waits for it."""
+        """Return the number of valid rows. If rows were dropped on a device, the host waits."""
         return int(self._counts.sum()) if self._num_valid is None else self._num_valid
 
     @property
     def max_priority(self) -> float:
-        """The largest priority ever noted, 1 at first; what new rows get. On a device this waits."""
+        """Largest priority so far, 1 at first; default of new rows. On a device the host waits."""
         return float(self._largest)
 
     @property
     def num_dead_updates(self) -> int:
-        """Updates so far of rows that were gone. On a device this waits."""
+        """Number of updates of removed rows so far. On a device the host waits."""
         return int(self._num_dead)
 
     def take_over_updates(self, other: PrioritizedRing) -> None:
-        """Count the updates of another ring's rows that were gone as this one's."""
+        """Copy the number of updates of removed rows from another ring."""
         self._num_dead = other._num_dead
 
     def set_num_dead_updates(self, num_dead: int) -> None:
-        """Set the number of updates so far of rows that were gone."""
+        """Set the number of updates of removed rows so far."""
         self._set_numbers(self.max_priority, num_dead)
 
     @property
@@ -176,16 +178,16 @@ class PrioritizedRing:
         return rule.beta + (1.0 - rule.beta) * share
 
     def places(self, ids: Any) -> Any:
-        """Return where `[n]` rows are; a tensor or what `own` gives."""
+        """Return the places of rows from their ids `[n]`: an array for an array, else a tensor."""
         return cells(ids, self._num_slots, self._num_lanes)
 
     @writes_in_order
     def those_that_count(self, places: torch.Tensor) -> torch.Tensor:
-        """Pick of `[n]` places those whose rows count, in their order."""
+        """Return those of `[n]` places that have a valid row, in the same order."""
         found: torch.Tensor = places[self._counts[places]]
         return found
 
-    # Coming and going.
+    # Adding and removing rows.
 
     @writes_in_order
     def register(
@@ -195,13 +197,14 @@ class PrioritizedRing:
         given: tuple[Any, float] | None = None,
         collected: torch.Tensor | None = None,
     ) -> None:
-        """Let new rows be drawn, each in the place of the row that it overwrites.
+        """Add new rows to the draws; each replaces the row at its place.
 
         Args:
             ids: `[n]` int64, of different places.
-            total: Rows per lane that were ever written, with these.
-            given: Priorities `[n]` and the largest, as `checked` gives them; None for the largest so far.
-            collected: `[n]` int64, iterations in which they were collected; None if that is not known.
+            total: Rows per lane that were ever written, the new rows included.
+            given: Result of `checked`: priorities `[n]` and their maximum. None: new rows get the
+                largest priority so far.
+            collected: `[n]` int64, learner iterations in which the rows were collected; None if unknown.
         """
         self._total = total
         if not len(ids):
@@ -239,13 +242,13 @@ class PrioritizedRing:
 
     @writes_in_order
     def renew(self, ids: torch.Tensor, counts: torch.Tensor, dropped: torch.Tensor, total: int) -> None:
-        """Let some of `[n]` new rows be drawn, and let the others and older ones not.
+        """Add some of `[n]` new rows to the draws; remove the other new rows and some older rows.
 
         Args:
-            ids: `[n]` int64, of different places.
-            counts: `[n]` bool, which may be drawn.
-            dropped: `[m]` int64, ids of older rows.
-            total: Rows per lane that were ever written, with the new ones.
+            ids: `[n]` int64, ids of the new rows, of different places.
+            counts: `[n]` bool, whether each new row may be drawn.
+            dropped: `[m]` int64, ids of the older rows to remove.
+            total: Rows per lane that were ever written, the new rows included.
         """
         if self._is_on_cpu:
             self.drop(self.places(torch.cat([ids, dropped])))
@@ -262,7 +265,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
-        """Remove the rows at `[n]` places; give the places of those that counted, each once, ascending."""
+        """Remove the rows at `[n]` places; return the places of removed valid rows, sorted and unique."""
         found: torch.Tensor = torch.unique(self.those_that_count(places))
         if len(found):
             if self._is_on_cpu:
@@ -278,7 +281,7 @@ class PrioritizedRing:
         return found
 
     def stale(self, iteration: int) -> torch.Tensor | None:
-        """List the places whose rows are over by `iteration`; None if none is."""
+        """Return the places of rows that are stale at learner iteration `iteration`; None for none."""
         return None if self._oldest is None else self._stale(self._oldest, iteration)
 
     @writes_in_order
@@ -288,7 +291,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def clear(self) -> None:
-        """Remove every row, and forget the largest priority and all draws."""
+        """Remove all rows; reset the largest priority to 1 and the number of draws to 0."""
         self._weights.clear()
         self._least = LeastWeight(self._weights)
         self._counts.zero_()
@@ -306,7 +309,10 @@ class PrioritizedRing:
     # Draws.
 
     def has_mass(self, among: torch.Tensor | None) -> bool:
-        """Return whether a row at one of `[n]` places, or of all, may be drawn; on a device, as far as is known."""
+        """Return whether a row at the `[n]` places `among` has a weight above 0; None for all places.
+
+        On a device the answer for all places may be out of date.
+        """
         if among is None and not self._is_on_cpu:
             return self._has_mass or self._look_for_mass()
         if among is None:
@@ -315,7 +321,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def _look_for_mass(self) -> bool:
-        """Wait for a device once, to learn whether a draw would find a row."""
+        """Wait for the device and return whether some weight is above 0."""
         self._has_mass = bool(self._weights.total() > 0)
         return self._has_mass
 
@@ -326,9 +332,9 @@ class PrioritizedRing:
         The importance weight of a row with probability P is (P / P_min) ** -beta.
 
         Args:
-            num_draws: How many.
-            generator: On the ring's device.
-            among: `[m]` places, only these, which takes time in proportion to m; None for all.
+            num_draws: Number of draws.
+            generator: Random generator on the device of the ring.
+            among: `[m]` places to draw from, in time proportional to m; None for all places.
         """
         if among is None:
             if not self._is_on_cpu:
@@ -350,7 +356,7 @@ class PrioritizedRing:
         places, weights = drawn
         if among is not None:
             places = own(among)[places]
-        # Not the other way round: that overflows where weights are hardly above 0.
+        # `(weights / least) ** -beta` would overflow for the least weights above 0.
         importance = ((least / weights) ** self.beta).clip(_LEAST_IMPORTANCE, 1.0)
         self.num_draws += 1
         ids = keys_in(places, self._total, self._num_slots, self._num_lanes)
@@ -358,7 +364,7 @@ class PrioritizedRing:
 
     @property
     def uses(self) -> torch.Tensor:
-        """How often the row in each place was drawn, `[num_slots * num_lanes]` int64, sharing memory."""
+        """Number of draws of the row at each place, `[num_slots * num_lanes]` int64, sharing memory."""
         if self._used:
             used = torch.cat(self._used)
             self._uses.scatter_add_(0, used, torch.ones_like(used))
@@ -368,9 +374,9 @@ class PrioritizedRing:
 
     @writes_in_order
     def use(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Count one use per copy of `[n]` rows; list those that were used as often as they may, or None.
+        """Count one use per entry of `[n]` places; return the places that reached `max_use`, or None.
 
-        `places` is kept, and must not be changed.
+        The tensor `places` is kept. The caller must not change it.
         """
         if not self._has_limits:
             return None
@@ -384,7 +390,10 @@ class PrioritizedRing:
 
     @writes_in_order
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
-        """Count the uses of `[n]` rows before `use` counts them, each copy's own included; copies stand together."""
+        """Return the uses of drawn rows `[n]`, this draw included, before `use` counts the draw.
+
+        Copies of a row are consecutive in `places`; each copy counts one use more than the one before.
+        """
         counts = torch.unique_consecutive(places, return_counts=True)[1]
         firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
         numbers: torch.Tensor = torch.arange(1, len(places) + 1, device=self.device) - firsts
@@ -392,7 +401,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def staleness(self, places: torch.Tensor, iteration: int) -> torch.Tensor:
-        """Return how many iterations ago `[n]` rows were collected: int64, -1 if that is not known."""
+        """Return the iterations since `[n]` rows were collected: `[n]` int64, -1 if unknown."""
         collected = self._flipped_collected[places] ^ UNKNOWN
         found: torch.Tensor = torch.where(collected == UNKNOWN, -1, iteration - collected)
         return found
@@ -400,12 +409,16 @@ class PrioritizedRing:
     # Priorities.
 
     def checked(self, priorities: Any, num_rows: int) -> tuple[Any, float | None]:
-        """Return `[num_rows]` float64 of priorities of any form, or of one for all, as `own` does; and the largest.
+        """Check priorities; return them as `[num_rows]` float64, and their maximum.
 
-        Numbers that are on a device are not looked at, and the largest is None.
+        Args:
+            priorities: `[num_rows]` numbers of any type, or one number for all rows. Values on a
+                device are not checked here; their maximum is returned as None.
+            num_rows: Number of rows.
 
         Raises:
-            UsageError: A priority is negative or not finite, too large to be summed, or there are not as many.
+            UsageError: A priority is negative, not finite or too large to be summed, or the number
+                of priorities is wrong.
         """
         action = "take priorities"
         try:
@@ -429,7 +442,7 @@ class PrioritizedRing:
             return found.expand(num_rows), None
         least = float(found.min())
         largest = float(found.max())
-        if not 0 <= least <= largest < inf:  # a NaN spoils both
+        if not 0 <= least <= largest < inf:  # With a NaN, `least` and `largest` are NaN.
             wrong = next(x for x in found.reshape(-1).tolist() if not 0 <= x < inf)
             raise UsageError(action, "", "finite numbers >= 0", str(wrong))
         if largest + self.rule.eps > self._largest_priority:
@@ -439,14 +452,14 @@ class PrioritizedRing:
         return found if found.ndim else own(tensor_of(found).expand(num_rows)), largest
 
     def prepare_update(self, ids: Any, priorities: Any) -> Callable[[], Any]:
-        """Check `[n]` ids and finite priorities >= 0, `[n]` or one for all.
+        """Check `[n]` integer ids and finite priorities >= 0, `[n]` or one number for all rows.
 
         Returns:
-            What sets the priorities plus eps, counts the rows that are gone, and gives how many were still there: an
-            int, on a device a tensor.
+            A function that sets the priorities to `priorities + eps` and counts updates of removed
+            rows. It returns the number of updated rows: an int, on a device a 0-d tensor.
 
         Raises:
-            UsageError: They are not that.
+            UsageError: The ids or the priorities are invalid.
         """
         found = ids if isinstance(ids, torch.Tensor) else numbers("update priorities", "ids", ids)
         if found.dim() != 1 or (len(found) and (found.is_floating_point() or found.dtype is torch.bool)):
@@ -466,7 +479,8 @@ class PrioritizedRing:
         stop = self._total * self._num_lanes
         is_live = ids < stop
         is_live &= ids >= stop - num_written
-        if self._num_valid < num_written:  # looking at 4096 of 10^6 rows takes 4 % of a draw and its update
+        # The check of 4096 of 10^6 rows takes 4 % of a draw and its update.
+        if self._num_valid < num_written:
             is_live &= self._own_counts[places]
         num_live = int(self._library.count_nonzero(is_live))
         if num_live < len(ids):
@@ -498,17 +512,17 @@ class PrioritizedRing:
         return num_live
 
     def _is_right(self, priorities: torch.Tensor) -> torch.Tensor:
-        """Return which priorities are as `checked` wants them."""
+        """Return whether each priority is finite, >= 0 and small enough to be summed: `[n]` bool."""
         largest = min(self._largest_priority - self.rule.eps, _LARGEST)
         return priorities.clamp(0, largest) == priorities
 
     def _count_wrong(self, num_wrong: torch.Tensor) -> None:
-        """Count priorities that were not taken; a later call raises."""
+        """Count invalid priorities that were skipped; a later call raises the error."""
         self._num_wrong = self._num_wrong + num_wrong
         self._late_wrong.send(self._num_wrong)
 
     def _read_numbers(self) -> None:
-        """Raise for what earlier calls found on the device."""
+        """Raise `UsageError` for invalid priorities or missing weights of earlier calls on the device."""
         received = self._late_wrong.receive()
         if received is not None and received[0] > self._num_wrong_raised:
             num_wrong = received[0] - self._num_wrong_raised
@@ -522,14 +536,14 @@ class PrioritizedRing:
             raise UsageError("draw by priority", "", "a row with a weight above 0", got)
 
     def _set(self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None) -> None:
-        """Let `[n]` rows be drawn with `[n]` checked priorities; of a row named twice the last counts.
+        """Set the priorities and weights of `[n]` rows. If a row is named twice, its last priority stays.
 
         Args:
-            places: Of the rows.
-            priorities: Of the rows.
-            largest: Of these priorities; None if the largest so far is not below it.
-            counts: On a device: `[n]` bool, rows that may be drawn. The others get no weight. All that are in the
-                place behind the last are among them.
+            places: `[n]` places of the rows.
+            priorities: `[n]` checked priorities.
+            largest: Maximum of `priorities`; None if it is not above the largest priority so far.
+            counts: `[n]` bool, only on a device: whether each row may be drawn. Other rows get the
+                weight 0, as does every entry with the place after the last row.
         """
         priorities = last_copies(places, priorities, self._num_leaves)
         weights = self.rule.weights(priorities)
@@ -551,7 +565,10 @@ class PrioritizedRing:
 
     @writes_in_order
     def state(self, num_places: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return numbers, and tensors of the first `num_places` places; they may share memory."""
+        """Return the saved numbers, and the columns of the first `num_places` places.
+
+        The tensors may share memory with the ring.
+        """
         first = slice(num_places)
         tensors = {"weights": self._weights.leaves_view()[first].clone(), "priorities": self.priorities[first]}
         tensors |= {"row_ids": torch.where(self._counts[first], self._ids(num_places), _NO_ROW)}
@@ -562,10 +579,15 @@ class PrioritizedRing:
 
     @writes_in_order
     def restore(self, num_places: int, numbers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over, as a new ring, what `state` gave, with the `total` of rows in the numbers.
+        """Load the result of `state` into a new ring.
+
+        Args:
+            num_places: Number of places in `tensors`.
+            numbers: Numbers of `state`, and `total`, the rows per lane that were ever written.
+            tensors: Columns of `state`.
 
         Raises:
-            SchemaError: It does not fit; nothing was changed.
+            SchemaError: The state does not fit; nothing was changed.
         """
         for name, dtype in self._columns.items():
             checked_tensor(tensors, name, dtype, [num_places])
@@ -604,7 +626,7 @@ class PrioritizedRing:
             self._num_dead = torch.full_like(self._num_dead, num_dead)
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check what must always hold: (whether it does, what does not)."""
+        """Check the invariants: return (whether all hold, a description of the first that does not)."""
         if bool((self._weights.blocks_view().flatten()[self._num_places :] > 0).any()):
             return False, "a place behind the last has a weight"
         weights = self._weights.leaves_view()
@@ -620,12 +642,12 @@ class PrioritizedRing:
         return self._weights.check_valid()
 
     def _ids(self, num_places: int) -> torch.Tensor:
-        """List the ids of the first places; below 0 where no row was written."""
+        """Return the ids at the first `num_places` places; below 0 at places without a written row."""
         places = torch.arange(num_places, device=self.device)
         found: torch.Tensor = keys_in(places, self._total, self._num_slots, self._num_lanes)
         return found
 
 
 def _since_first(collected: torch.Tensor) -> torch.Tensor:
-    """Return how far `[n]` iterations are before the last that is told apart, negative; 0 for `UNKNOWN`."""
+    """Return `[n]` iterations minus `_MAX_ITERATION`, clipped to <= 0; `UNKNOWN` becomes 0."""
     return collected.clamp(-_MAX_ITERATION, _MAX_ITERATION) - _MAX_ITERATION

@@ -36,10 +36,10 @@ class PrioritizedWindows(RowFront, Store):
     Args:
         capacity: Steps of each environment.
         seq_length: Steps of a window.
-        stride: Steps between the starts of two windows of a trajectory; `seq_length // 2` for windows that overlap by
-            half. The window that ends with its trajectory can always be drawn.
-        end_key: Fields that end a trajectory where any of them is not 0: a name, a tuple of nested names, or a
-            list of those; an empty list if nothing does.
+        stride: Steps between the starts of two windows of a trajectory; `seq_length // 2` for windows
+            that overlap by half. The last window of a trajectory can always be drawn.
+        end_key: Fields that end a trajectory if any of them is not 0: a name, a tuple of nested names,
+            or a list of names or tuples. An empty list: trajectories never end.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
         device: Device of the steps and priorities.
         generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
@@ -74,11 +74,11 @@ class PrioritizedWindows(RowFront, Store):
         options = RowOptions(self.capacity, partial(end_places, end_key=self.end_key), self.seq_length)
         reader = RecordReader(None, True, False, False)
         self._use(RowStore(options, reader, self.device, generator_on(generator, self.device, action)))
-        # Of one lane; the first steps show the number of lanes.
+        # A ring of one lane, until the first `extend` fixes the number of lanes.
         self._windows = PrioritizedRing(self.capacity, 1, self.rule, self.device)
 
     def __len__(self) -> int:
-        """Windows that may be drawn."""
+        """Return the number of windows that may be drawn."""
         return len(self._windows)
 
     @property
@@ -88,16 +88,19 @@ class PrioritizedWindows(RowFront, Store):
 
     @property
     def num_dead_updates(self) -> int:
-        """Updates so far of windows that were gone."""
+        """Number of updates of removed windows so far."""
         return self._windows.num_dead_updates
 
     @torch.no_grad()
     def extend(self, data: Any) -> None:
-        """Append steps: nested mapping of `[n, num_envs, *event]`, any n; new windows get the largest priority.
+        """Append steps; new windows get the largest priority so far.
+
+        Args:
+            data: Nested mapping of leaves `[n, num_envs, *event]`, any n.
 
         Raises:
-            MissingFieldError, SchemaError, FieldTypeError: Naming the leaf that does not fit; nothing is
-                written.
+            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit. The message names the
+                leaf; nothing is written.
         """
         with self._lock, self._order.writes:
             rows = self._rows
@@ -119,7 +122,7 @@ class PrioritizedWindows(RowFront, Store):
             weights `[num_windows]` float32 in (0, 1]; ids `[num_windows]` int64 for `update_priorities`.
 
         Raises:
-            BufferEmptyError: There is no window yet.
+            BufferEmptyError: The buffer has no complete window.
         """
         arguments.whole("sample windows", "num_windows", num_windows, 1)
         with self._lock, self._order.writes:  # A draw writes memory that the next draw uses again.
@@ -139,12 +142,12 @@ class PrioritizedWindows(RowFront, Store):
         """Set the priorities of windows to `priorities + eps`; see `sequence_priorities`.
 
         Args:
-            ids: `[n]` int64, as `sample` gives them.
-            priorities: `[n]` finite numbers >= 0, or one for all.
+            ids: `[n]` int64, from `sample`.
+            priorities: `[n]` finite numbers >= 0, or one number for all windows.
 
         Returns:
-            How many were there; on a GPU a 0-d tensor. Windows that are gone are left out, and counted in
-            `num_dead_updates`; of a window that is named twice the last priority stays.
+            Number of updated windows; on a GPU a 0-d tensor. Removed windows are skipped and counted in
+            `num_dead_updates`. If a window is named twice, its last priority stays.
         """
         with self._lock:
             update = self._windows.prepare_update(ids, priorities)
@@ -169,7 +172,7 @@ class PrioritizedWindows(RowFront, Store):
         return windows
 
     def _note_windows(self, ring: RingStore, first: int) -> None:
-        """Register the windows that end at the rows from id `first` on; drop those that lost their first row."""
+        """Add the windows that end at the rows from id `first` on; remove windows with overwritten rows."""
         boundaries = self._boundaries()
         back = self.seq_length - 1
         lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)
@@ -215,7 +218,7 @@ class PrioritizedWindows(RowFront, Store):
         for place, (name, field) in enumerate(schema.items()):
             shape = [num_live, num_lanes, *field.shape]
             columns[name] = checked_tensor(tensors, f"column/{place}", field.torch_dtype, shape)
-        if "ages" in tensors:  # of every row, as earlier releases save them
+        if "ages" in tensors:  # Earlier releases save the ages of all rows.
             ages = checked_tensor(tensors, "ages", torch.int32, [self.capacity, num_lanes])
             oldest = (total - num_live) % self.capacity
             numbers = {**numbers, "oldest_ages": ages[oldest].tolist()}
@@ -227,16 +230,16 @@ class PrioritizedWindows(RowFront, Store):
 
 
 def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Turn errors of the steps of windows into one priority each (Kapturowski et al. 2019, section 2.3).
+    """Compute the priority of each window from its errors (Kapturowski et al. 2019, section 2.3).
 
     Args:
-        errors: `[S, L]` temporal-difference errors, of any sign.
-        eta: Share of the largest; the rest is of the mean.
-        mask: `[S, L]` bool, the steps that count (not those that only warm up the hidden state); None for all.
-            A window without any gets 0.
+        errors: `[S, L]` temporal-difference errors of S windows of L steps, of any sign.
+        eta: Weight of the largest absolute error; the mean absolute error has the weight `1 - eta`.
+        mask: `[S, L]` bool, False for steps that only warm up the hidden state; None for all True.
+            A window without True gets the priority 0.
 
     Returns:
-        `[S]` of the errors' dtype: eta * max |e| + (1 - eta) * mean |e|; a new tensor.
+        eta * max |e| + (1 - eta) * mean |e|: `[S]` of the dtype of `errors`, a new tensor.
     """
     action = "turn errors into priorities"
     arguments.instance(action, "errors", errors, "as a tensor [S, L]", torch.Tensor)
@@ -249,6 +252,6 @@ def sequence_priorities(errors: torch.Tensor, eta: float = 0.9, mask: torch.Tens
     sizes = errors.detach().abs()
     counts = torch.ones_like(sizes) if mask is None else mask.to(sizes.dtype)
     sizes = sizes * counts
-    # `sum` depends on how many numbers a processor adds at once; a priority decides draws.
+    # The result of `sum` depends on the vector width of the processor; draws must be reproducible.
     sums = sizes.cumsum(1)[:, -1]
     return eta * sizes.amax(1) + (1 - eta) * sums / counts.sum(1).clamp(min=1)

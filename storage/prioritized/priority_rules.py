@@ -1,6 +1,6 @@
-"""`PriorityRule` and `Limits`: how priorities become probabilities, and when a row does not count any more.
+"""`PriorityRule` and `Limits`: the exponents of priorities, and the limits of age and use of a row.
 
-One rule: numbers that are given once and checked here; nothing changes, and no row is known.
+Both are immutable options that check their numbers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .rounded_power import rounded_power
 
 @dataclass(frozen=True)
 class PriorityRule:
-    """How priorities become probabilities and importance weights (Schaul et al. 2016, eq. 1 and section 3.4).
+    """Exponents of priorities and importance weights (Schaul et al. 2016, eq. 1 and section 3.4).
 
     Attributes:
-        alpha: Exponent of priorities, >= 0; 0 draws uniformly.
-        beta: Exponent of importance weights at the first draw, in [0, 1]; 1 corrects fully.
-        anneal_step: Draws over which beta grows linearly to 1; 0 keeps it.
-        eps: Added to every priority that is updated, so that none stays at 0.
+        alpha: Exponent of priorities, >= 0; 0 for uniform draws.
+        beta: Exponent of importance weights at the first draw, in [0, 1]; 1 for a full correction.
+        anneal_step: Number of draws over which beta grows linearly to 1; 0 for a constant beta.
+        eps: Number added to every updated priority, so that no priority stays 0.
     """
 
     alpha: float = 0.6
@@ -39,13 +39,13 @@ class PriorityRule:
                 arguments.real("prioritize rows", name, value, ">= 0", lambda number: 0 <= number < inf)
 
     def weights(self, priorities: Any) -> Any:
-        """Return priorities ** alpha of what `own` gives; those of arrays are rounded, see `rounded_power`."""
+        """Return priorities ** alpha of a tensor or an array; for arrays see `rounded_power`."""
         if isinstance(priorities, torch.Tensor):
             return priorities**self.alpha
         return rounded_power(priorities, self.alpha)
 
     def largest_priority(self, largest_weight: float) -> float:
-        """Return the priority of a weight above 1, up to rounding; inf where float64 ends."""
+        """Return the priority of a weight above 1, up to rounding; inf if float64 overflows."""
         try:
             return largest_weight ** (1 / self.alpha) if self.alpha else inf
         except OverflowError:
@@ -54,11 +54,12 @@ class PriorityRule:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a row is over.
+    """Limits after which a row is removed.
 
     Attributes:
-        max_use: After this number of draws; `inf` or None for no limit.
-        max_staleness: This number of learner iterations after it was collected; `inf` or None for no limit.
+        max_use: Maximum number of draws of a row; `inf` or None for no limit.
+        max_staleness: Maximum number of learner iterations since the collection of a row; `inf` or
+            None for no limit.
     """
 
     max_use: float | None = inf

@@ -1,8 +1,8 @@
-"""Powers of priorities that have the same bits on every processor, as they decide draws.
+"""Powers of priorities with equal bits on every processor, so that draws are reproducible.
 
-`pow` of two processors differs in the last bits of a float64, and so do two places of one array. Here a power is
-rounded to 33 of its 53 bits, which hides the difference, unless the power lies next to the middle between two
-rounded numbers. Those powers, one in 65,000, are computed exactly enough in decimals.
+The last bits of `pow` differ between processors, and even between positions of one array. So a power is
+rounded to 33 of its 53 bits. Rounding does not remove the difference of a power next to the midpoint of
+two rounded numbers. Such powers, one in 65,000, are computed with 40 decimal digits.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-#: Bits of a float64 that are rounded away; the relative error of 33 bits is below 2e-10.
+#: Number of bits of a float64 removed by rounding; the relative error of 33 bits is below 2e-10.
 _NUM_ROUNDED = 20
 _ROUNDED = (1 << _NUM_ROUNDED) - 1
 _HALF = 1 << (_NUM_ROUNDED - 1)
-#: Units in the last place by which `pow` of any processor may differ from the true power; numpy promises 4.
+#: Maximum error of `pow` in units in the last place; the documentation of numpy guarantees 4.
 _MAX_ERROR = 8
-#: 40 digits are 24 more than a float64 has. A power takes 0.5 ms.
+#: Precision of exact powers: 40 digits, 24 more than a float64. A power takes 0.5 ms.
 _EXACT = Context(prec=40)
 
 
@@ -36,7 +36,7 @@ def rounded_power(base: Floats, exponent: float) -> Floats:
         return unrounded
     power: Floats = base**exponent
     bits = power.view(np.int64)
-    bits += _HALF  # What stays after cutting off the last bits is rounded.
+    bits += _HALF  # Truncation of the last bits then rounds to the nearest number.
     is_doubtful = ((bits + _MAX_ERROR) & _ROUNDED) < 2 * _MAX_ERROR
     if is_doubtful.any():
         for doubtful in np.unique(base[is_doubtful]).tolist():
@@ -47,5 +47,5 @@ def rounded_power(base: Floats, exponent: float) -> Floats:
 
 
 def _true_power(base: float, exponent: float) -> float:
-    """Return the float64 nearest to a power."""
+    """Return the float64 nearest to the exact power."""
     return float(_EXACT.power(_EXACT.create_decimal(base), _EXACT.create_decimal(exponent)))

@@ -1,6 +1,6 @@
-"""`SegmentTree`: numbers by index, reduced over any range; the checked front of the trees in `sum_tree.py`.
+"""`SegmentTree`: numbers by index and their reduction over any range.
 
-One rule: here arguments of any kind are checked and turned into tensors; the arithmetic is elsewhere.
+This file checks arguments and converts them to tensors. The trees of `sum_tree.py` compute the results.
 """
 
 from __future__ import annotations
@@ -14,58 +14,60 @@ from ..core.records import numbers
 from ..errors import OutOfRangeError, UsageError
 from .sum_tree import MaxTree, MinTree, SumTree, WideTree
 
-#: How far a mass may be above the sum, relative to it.
+#: Relative tolerance of a mass above the sum.
 _SLACK = 1e-9
 _KINDS: dict[str, type[WideTree]] = {"sum": SumTree, "min": MinTree, "max": MaxTree}
 
 
 class SegmentTree:
-    """`capacity` float64 numbers, all neutral at first, and what any range of them comes to.
+    """`capacity` float64 numbers and their sum, minimum or maximum over any range of indices.
 
     Args:
-        capacity: How many, at least 1; any number, not only powers of two.
-        operation: "sum" (neutral 0), "min" (inf) or "max" (-inf), or Python's function of that name.
-        device: Where the numbers are.
+        capacity: Number of numbers, at least 1; not necessarily a power of two.
+        operation: "sum" (neutral element 0), "min" (inf) or "max" (-inf), or Python's function of
+            that name. All numbers are the neutral element at first.
+        device: Device of the numbers.
     """
 
     def __init__(self, capacity: int, operation: Any = "sum", device: torch.device | str = "cpu") -> None:
         name = operation if isinstance(operation, str) else getattr(operation, "__name__", repr(operation))
         self._tree = _KINDS[arguments.choice("create a segment tree", "operation", name, _KINDS)](capacity, device)
-        #: Whether a number below 0 was ever set, so that masses have to be looked at.
+        #: Whether a number below 0 was ever set; then `find_prefixsum_idx` checks all numbers.
         self._may_be_negative = False
 
     @property
     def capacity(self) -> int:
-        """How many numbers there are; indices are below it."""
+        """Number of numbers."""
         return self._tree.capacity
 
     @property
     def device(self) -> torch.device:
-        """Where the numbers are, and what is asked of them."""
+        """Device of the numbers and of returned tensors."""
         return self._tree.device
 
     @property
     def neutral_element(self) -> float:
-        """What an empty range comes to."""
+        """Reduction of an empty range."""
         return self._tree.NEUTRAL
 
     def __len__(self) -> int:
         return self.capacity
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the number at an index, a float, or those at indices, a new tensor of their shape."""
+        """Return the number at an index as a float, or the numbers at indices as a tensor of their shape."""
         wanted = self._indices(index, "read from")
         found = self._tree.read(wanted.flatten()).view(wanted.shape)
         return found if _is_many(index) else float(found)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Set one number, or many at once: a tensor or list of indices, and as many values or one for all.
+        """Set one number, or the numbers at a tensor or list of indices.
 
-        Where an index is named twice the last value counts. Nothing is set of a call that raises.
+        Many indices take as many values, or one value for all. If an index is repeated, its last value
+        stays. A call that raises sets nothing.
 
         Raises:
-            IndexError: An index is outside.
-            ValueError: A value is not a number; for sums also if it is infinite.
+            IndexError: An index is out of range.
+            ValueError: A value is NaN; in a tree of sums, also if a value is infinite.
         """
         wanted = self._indices(index, "write to")
         values = numbers("write to a segment tree", "value", value).to(self.device, torch.float64)
@@ -81,10 +83,12 @@ class SegmentTree:
         self._tree.write(wanted.flatten(), values.expand(wanted.shape).flatten())
 
     def reduce(self, start: int = 0, end: int | None = None) -> float:
-        """Reduce the range `[start, end)`; None is the capacity. An empty range gives the neutral number.
+        """Return the reduction of the range `[start, end)`; None for the capacity as the end.
+
+        The reduction of an empty range is the neutral element.
 
         Raises:
-            IndexError: The range is outside, or ends before it starts.
+            IndexError: The range is out of bounds, or its end is before its start.
         """
         stop = self.capacity if end is None else end
         if not all(arguments.is_whole(x) for x in (start, stop)) or not 0 <= start <= stop <= self.capacity:
@@ -93,17 +97,19 @@ class SegmentTree:
         return self._tree.reduce(int(start), int(stop))
 
     def find_prefixsum_idx(self, mass: Any) -> Any:
-        """Find the index at which the sum of all numbers up to and with it first exceeds a mass.
+        """Return the first index at which the running sum of the numbers exceeds a mass.
 
         Args:
-            mass: A number, or a tensor or list of them, in `[0, reduce()]`.
+            mass: A number, or a tensor or list of numbers, in `[0, reduce()]`.
 
         Returns:
-            An int, or an int64 tensor of that shape. The numbers there are above 0, whatever rounding
-            does; the whole sum itself leads to the last of them that counts in float64.
+            An int, or an int64 tensor of the shape of `mass`. The number at a returned index is above 0
+            in spite of rounding. For the whole sum as the mass it is the last index whose number
+            changes the float64 sum.
 
         Raises:
-            ValueError: This tree is not of sums, all numbers are 0, one is negative, or a mass is outside.
+            ValueError: The operation is not "sum", all numbers are 0, a number is negative, or a mass
+                is out of range.
         """
         action = "find a mass"
         tree = self._tree
@@ -116,7 +122,7 @@ class SegmentTree:
         total = tree.reduce()
         if total <= 0:
             raise UsageError(action, "in a segment tree", "a number above 0", "only zeros", "Set a weight first")
-        # A mass that was computed elsewhere may lie above by a rounding; it is found as the whole.
+        # A mass that the caller computed may exceed the sum by a rounding error; the sum replaces it.
         is_coarse = isinstance(mass, torch.Tensor) and mass.is_floating_point()
         slack = max(_SLACK, torch.finfo(mass.dtype).eps if is_coarse else 0.0)
         outside = ~((masses >= 0) & (masses <= total * (1 + slack)))
@@ -128,11 +134,11 @@ class SegmentTree:
         return found.view(masses.shape) if _is_many(mass) else int(found)
 
     def check_valid(self) -> tuple[bool, str]:
-        """Return whether the inside agrees with the numbers, and if not where."""
+        """Check the invariants: return (whether all hold, a description of the first that does not)."""
         return self._tree.check_valid()
 
     def _indices(self, index: Any, action: str) -> torch.Tensor:
-        """Check indices; negative ones count from the end."""
+        """Check indices; return int64 indices >= 0. Negative indices count from the end."""
         wanted = numbers(f"{action} a segment tree", "index", index).to(self.device)
         if wanted.numel() and (wanted.is_floating_point() or wanted.dtype is torch.bool):
             raise UsageError(f"{action} a segment tree", "", "integer indices", f"{wanted.dtype}")
@@ -145,21 +151,21 @@ class SegmentTree:
 
 
 class SumSegmentTree(SegmentTree):
-    """A `SegmentTree` of sums, in which masses can be found."""
+    """A `SegmentTree` of sums."""
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(capacity, "sum", device)
 
 
 class MinSegmentTree(SegmentTree):
-    """A `SegmentTree` of least numbers."""
+    """A `SegmentTree` of minima."""
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(capacity, "min", device)
 
 
 class MaxSegmentTree(SegmentTree):
-    """A `SegmentTree` of largest numbers."""
+    """A `SegmentTree` of maxima."""
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(capacity, "max", device)

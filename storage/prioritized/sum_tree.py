@@ -1,23 +1,24 @@
-"""`SumTree`, `MinTree`, `MaxTree`: one number per row, and the sum, least or largest of all, kept up to date.
+"""`SumTree`, `MinTree`, `MaxTree`: one number per row, reduced to the sum, minimum or maximum.
 
 `LeastWeight` is the least number above 0 of a `SumTree`.
 
-One rule: a leaf is written exactly as given, and every block above it is reduced anew from the numbers
-below it. No difference is ever added to a sum, so that rounding errors do not accumulate. A sum is the
-last of running sums, which are added from left to right: the result does not depend on how many numbers
-a processor adds at once, nor on the number of threads. (`torch.sum` and `np.einsum` depend on it.)
+A write sets leaves and recomputes every block above them. No difference is added to a sum, so rounding
+errors do not accumulate. A sum is the last element of a running sum from left to right. Its result does
+not depend on the vector width of the processor or the number of threads, unlike `torch.sum` and
+`np.einsum`.
 
-Blocks are 16 wide; levels are added until the top has at most 2**12 numbers, whose running sum is computed
-at each draw. Measured for a whole sample and update of `AdvancedReplayBuffer` (10^6 rows, batches of 256 /
-4096, one thread, microseconds), by the size of the top:
+Blocks are 16 numbers wide. Levels are added until the top has at most 2**12 numbers. Each draw computes
+the running sum of the top. Time of a sample and an update of `AdvancedReplayBuffer` (10^6 rows, batches
+of 256 / 4096, one thread, microseconds), by the size of the top:
 
     62500 (one level)  277 / 1498    3907 (two)  206 / 1217    245 (three)  213 / 1322
 
-A draw and a write alone took 86 / 539, a heap of pairs in numpy 217 / 1020, rejection 51 / 270 where weights
-are even and 382 / 10200 where they are skewed; rejection also draws independently, not one per stratum.
+A draw and a write of the tree alone took 86 / 539. A binary heap in numpy took 217 / 1020. Rejection
+sampling took 51 / 270 with even weights and 382 / 10200 with skewed weights; its draws are independent
+instead of stratified.
 
-Most time goes to the number of calls, not to arithmetic. So on the CPU memory is handled as arrays of numpy
-(`own` in `core/memory.py`); variables named `own_...` share the memory of the tensor.
+Most time is spent on the number of calls, not on arithmetic. So on the CPU the code uses numpy arrays
+(`own` in `core/memory.py`). Variables named `own_...` share the memory of the tensor.
 """
 
 from __future__ import annotations
@@ -32,26 +33,29 @@ import torch
 from ..core import arguments
 from ..core.memory import filled, last_copies, lasting, library, own, take_rows, tensor_of
 
-#: Numbers that are reduced to one.
+#: Numbers per block; a block is reduced to one number of the level above.
 WIDTH = 16
 _SHIFT = WIDTH.bit_length() - 1
-#: Levels are a whole number of these, for code that looks at leaves in larger pieces.
+#: Numbers per piece of leaves in `blocks_view`; the size of each level is a multiple.
 BLOCK = 128
 _BLOCK_SHIFT = BLOCK.bit_length() - 1
-#: Multiplying by this adds all bytes into the highest, which this shift leaves.
+#: Factor that adds all bytes of a word into its highest byte, and shift that extracts that byte.
 _EVERY_BYTE, _TOP_BYTE = np.uint64(0x0101010101010101), np.uint64(56)
-#: Levels are added until the top has at most this many numbers.
+#: Maximum size of the top level on the CPU, in numbers.
 MAX_TOP = 1 << 12
-#: On other devices than the CPU the number of launches counts: a running sum of so many numbers is one.
+#: Maximum size of the top level on other devices, where a running sum takes one kernel launch.
 _MAX_TOP_ON_DEVICE = 1 << 22
-#: Sizes of calls whose memory is kept: of draws, of updates, and of rows that are added.
+#: Maximum number of call sizes with kept memory (draws, updates, additions of rows).
 _MAX_MEMORIES = 4
-#: From this many draws on their intervals say in a third of the time where most of them are.
+#: Minimum number of draws for `_search_strata`, which takes a third of the time of a search.
 _MANY_POINTS = 1 << 10
 
 
 class _Memory:
-    """Memory for looking at `num` blocks, kept for calls of the same size; fresh memory costs more than the work."""
+    """Scratch memory for `num` blocks, reused by calls of the same size.
+
+    The allocation of fresh memory takes longer than the computation.
+    """
 
     @lasting
     def __init__(self, num: int, device: torch.device) -> None:
@@ -62,9 +66,9 @@ class _Memory:
         self.first_column = self.own_rows[:, 0]
         self.last_sums = self.own_sums[:, -1]
         self.flat_sums = self.own_sums.reshape(-1)
-        #: Where each row starts in `flat_sums`.
+        #: Offset of each row in `flat_sums`.
         self.starts = own(torch.arange(0, num * WIDTH, WIDTH, device=device))
-        #: A point for each block, and 0, 1, ...
+        #: A random number for each draw, and the numbers 0, 1, ..., `num - 1`.
         self.points = torch.empty(num, dtype=torch.float64, device=device)
         self.own_points = own(self.points)
         self.numbers = own(torch.arange(num, dtype=torch.float64, device=device))
@@ -75,10 +79,10 @@ class _Memory:
         self._words = self._count.view(np.uint64)
 
     def first_above_zero(self) -> Any:
-        """Find in each row the first running sum that is above 0, or the last one: `[num]`, for `own` code.
+        """Return the position of the first running sum above 0 in each row: `[num]`, at most `WIDTH - 1`.
 
-        Flags are bytes: one multiplication adds up eight of them, without the jumps of a search that processors
-        guess wrongly. A draw of 4096 takes 1.7 times as long with a search.
+        The flags are bytes, and one multiplication adds eight of them. A search has branches that
+        processors mispredict: with it a draw of 4096 takes 1.7 times as long.
         """
         if isinstance(self.own_sums, torch.Tensor):
             return (self.own_sums[:, :-1] <= 0).sum(1)
@@ -92,16 +96,16 @@ class _Memory:
 
 
 class WideTree:
-    """A float64 number per place, all reduced by one operation.
+    """A float64 number per place, reduced by one operation over blocks of `WIDTH` numbers.
 
     Args:
-        capacity: Places, numbered from 0.
-        device: Where the numbers are.
+        capacity: Number of places.
+        device: Device of the numbers.
 
-    Indices are int64 tensors on `device`, in range; they are not checked here.
+    Indices are int64 tensors on `device`. The caller ensures that they are in range.
     """
 
-    #: Value of places that were never written; leaves any result as it is.
+    #: Value of places that were never written: the neutral element of the operation.
     NEUTRAL: ClassVar[float]
     _along: ClassVar[Callable[..., torch.Tensor]]
 
@@ -109,56 +113,56 @@ class WideTree:
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         self.capacity = arguments.whole("create a tree", "capacity", capacity, 1)
         self.device = arguments.device("create a tree", "device", device)
-        # Elsewhere one leaf more takes what is written nowhere; its value must stay neutral.
+        # On other devices one leaf more is the target of writes that must change no place.
         sizes = [capacity if self.device.type == "cpu" else capacity + 1]
         max_top = MAX_TOP if self.device.type == "cpu" else _MAX_TOP_ON_DEVICE
         while sizes[-1] > max_top:
             sizes.append(-(-sizes[-1] // WIDTH))
-        #: The leaves first, the top last; each but the top is a whole number of blocks.
+        #: Size of each level, from the leaves to the top, rounded up to a multiple of `BLOCK`.
         places = [-(-size // BLOCK) * BLOCK for size in sizes]
         self._levels = [filled((size,), self.NEUTRAL, torch.float64, self.device) for size in places]
         self._own_levels = [own(level) for level in self._levels]
         self._library = library(self.device)
         self._is_on_cpu = self.device.type == "cpu"
-        #: `[num, WIDTH]` blocks of each level but the top, from the leaves up.
+        #: Blocks `[num, WIDTH]` of each level except the top, from the leaves upward.
         self._blocks = [level.reshape(-1, WIDTH) for level in self._own_levels[:-1]]
         self._steps_up = list(zip(self._blocks, self._own_levels[1:], strict=True))
         self._memories: dict[int, _Memory] = {}
 
     def leaves_view(self) -> torch.Tensor:
-        """Show all numbers, `[capacity]` float64, sharing memory; not to be written to."""
+        """Return all numbers as a view, `[capacity]` float64. Callers must not write to the view."""
         return self._levels[0][: self.capacity]
 
     def blocks_view(self) -> torch.Tensor:
-        """Show the leaves as `[num, BLOCK]`, sharing memory; neutral behind the last place."""
+        """Return the leaves as a view `[num, BLOCK]`; entries after the last place are neutral."""
         return self._levels[0].view(-1, BLOCK)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
-        """Copy the numbers at `[n]` places."""
+        """Return a copy of the numbers at `[n]` places."""
         return self._levels[0].index_select(0, index)
 
     def write(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Set `[n]` places to `[n]` float64 values; of a place that is named twice the last value stays."""
+        """Set `[n]` places to `[n]` float64 values. If a place is named twice, its last value stays."""
         self.exchange(own(index), last_copies(own(index), own(values), self.capacity))
 
     def put(self, index: Any, values: Any) -> None:
-        """Set `[n]` places to values of `last_copies`."""
+        """Set `[n]` places to `[n]` values; equal places must have equal values (`last_copies`)."""
         self._own_levels[0][index] = values
         self._refresh(index)
 
     def exchange(self, index: Any, values: Any) -> Any:
-        """Set `[n]` places to values of `last_copies`, or to one value; give the numbers before, as `own` does."""
+        """Set `[n]` places to values of `last_copies`, or to one number; return the previous numbers."""
         leaves = self._own_levels[0]
         before = leaves[index]
         if self._is_on_cpu or isinstance(values, torch.Tensor):
             leaves[index] = values
         else:
-            leaves.index_fill_(0, index, values)  # `leaves[index] = number` makes the host wait
+            leaves.index_fill_(0, index, values)  # `leaves[index] = number` would block the host.
         self._refresh(index)
         return before
 
     def fill(self, index: torch.Tensor, value: float) -> None:
-        """Set `[n]` places to one value."""
+        """Set `[n]` places to one number."""
         self.exchange(own(index), value)
 
     def clear(self) -> None:
@@ -167,7 +171,7 @@ class WideTree:
             level.fill_(self.NEUTRAL)
 
     def rebuild(self, values: torch.Tensor) -> None:
-        """Set the first places, `[n]`, at once."""
+        """Set the first n places to `[n]` values and recompute the levels above."""
         num = len(values)
         self._levels[0][:num].copy_(values)
         for blocks, above in self._steps_up:
@@ -175,7 +179,7 @@ class WideTree:
             above[:num] = self._reduced(blocks[:num])
 
     def reduce(self, start: int = 0, stop: int | None = None) -> float:
-        """Reduce places `start` to `stop`; the neutral value if there are none."""
+        """Return the reduction of the places `start:stop`; the neutral value for an empty range."""
         stop = self.capacity if stop is None else stop
         if start == 0 and stop == self.capacity:
             return float(self._along(self._levels[-1], 0))
@@ -193,7 +197,10 @@ class WideTree:
         return float(self._along(found, 0)) if len(found) else self.NEUTRAL
 
     def check_valid(self) -> tuple[bool, str]:
-        """Return whether every number above the leaves is that of its block, and which is not."""
+        """Check that every number above the leaves is the reduction of its block.
+
+        Returns (whether all are, a description of the first that is not).
+        """
         for level, (blocks, above) in enumerate(self._steps_up):
             wrong = tensor_of(self._reduced(blocks) != above[: len(blocks)]).nonzero()
             if len(wrong):
@@ -201,14 +208,14 @@ class WideTree:
         return True, ""
 
     def _reduced(self, blocks: Any) -> Any:
-        """Reduce each block, always in the same order."""
+        """Return the reduction of each block `[n]`, computed in a fixed order."""
         return own(self._along(tensor_of(blocks), 1))
 
     def _refresh(self, index: Any) -> None:
-        """Reduce all blocks above some places anew; of a block that is named twice both results are the same."""
+        """Recompute all blocks above some places. A block may occur several times, with equal results."""
         for blocks, above in self._steps_up:
             index = index >> _SHIFT
-            if len(index) >= len(blocks):  # in order, each once
+            if len(index) >= len(blocks):  # The reduction of all blocks is less work.
                 above[: len(blocks)] = self._reduced(blocks)
             else:
                 memory = self._memory_for(len(index))
@@ -216,7 +223,7 @@ class WideTree:
                 above[index] = self._reduced_rows(memory)
 
     def _reduced_rows(self, memory: _Memory) -> Any:
-        """Reduce the blocks that were copied into a memory."""
+        """Return the reduction of the blocks in a scratch memory."""
         return self._reduced(memory.own_rows)
 
     def _memory_for(self, num: int) -> _Memory:
@@ -244,16 +251,19 @@ class SumTree(WideTree):
     @lasting
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
         super().__init__(capacity, device)
-        #: 0, then the running sums of the top.
+        #: Running sums of the top, after a leading 0.
         self._sums = torch.zeros(len(self._levels[-1]) + 1, dtype=torch.float64, device=self.device)
         self._top_sums = self._sums[1:]
         self._own_sums = own(self._sums)
         self._own_top_sums = own(self._top_sums)
-        #: Blocks of each level but the top, with their numbers in one row, from the top down.
+        #: Blocks of each level except the top, and the same numbers as one flat level, from the top down.
         self._steps_down = list(zip(self._blocks, self._own_levels[:-1], strict=True))[::-1]
 
     def find(self, masses: torch.Tensor) -> torch.Tensor | None:
-        """Find where the running sum of weights first exceeds `[n]` masses in [0, total]; None if all are 0."""
+        """Return the places at which the running sum of weights first exceeds `[n]` masses.
+
+        The masses are in [0, total]. Returns None if all weights are 0.
+        """
         total = float(self._add_up())
         masses = own(masses.clamp(max=nextafter(total, 0)))
         return tensor_of(self._descend(self._search(masses), masses, is_careful=True)) if total > 0 else None
@@ -261,16 +271,18 @@ class SumTree(WideTree):
     def draw(self, num_draws: int, generator: torch.Generator) -> torch.Tensor | None:
         """Draw one place from each of `num_draws` intervals of equal mass; `[num_draws]`, ascending.
 
-        None if there is no mass. Each place is drawn `num_draws * weight / total` times on average,
-        and less than two times more or less than that in one draw (stratified, Schaul et al. 2016, B.2.1).
+        Each place is drawn `num_draws * weight / total` times on average. The number of one call
+        differs from that average by less than 2 (stratified sampling, Schaul et al. 2016, B.2.1).
+        Returns None if all weights are 0.
         """
         drawn = self.draw_weights(num_draws, generator)
         return None if drawn is None else tensor_of(drawn[0])
 
     def draw_weights(self, num_draws: int, generator: torch.Generator) -> tuple[Any, Any] | None:
-        """Draw as `draw` does; give places and their weights, new, as `own` gives them.
+        """Draw as `draw` does; return places and their weights: new arrays on the CPU, else tensors.
 
-        On other devices than the CPU the host does not know whether there is mass: without any, some place is drawn.
+        On other devices the host does not wait for the total: if all weights are 0, some place is
+        returned instead of None.
         """
         total = self._add_up()
         if self._is_on_cpu and total <= 0:
@@ -280,8 +292,8 @@ class SumTree(WideTree):
         masses = memory.own_points
         masses += memory.numbers
         masses *= total / max(1, num_draws)
-        # Elsewhere than on the CPU a search does not go beyond the last place.
-        if self._is_on_cpu and num_draws and masses[-1] >= total:  # they ascend
+        # Masses are ascending. On other devices `_search` does not exceed the last place.
+        if self._is_on_cpu and num_draws and masses[-1] >= total:
             masses = masses.clip(max=nextafter(total, 0))
         is_long = num_draws >= _MANY_POINTS and isinstance(masses, np.ndarray)
         node = self._search_strata(masses) if is_long else self._search(masses)
@@ -289,7 +301,7 @@ class SumTree(WideTree):
         weights = self._own_levels[0][places]
         if not self._is_on_cpu:
             return places, weights
-        if self._library.count_nonzero(weights) < num_draws:  # in half the time of `min`
+        if self._library.count_nonzero(weights) < num_draws:  # Takes half the time of `min`.
             places = self._descend(self._search(masses), masses, is_careful=True)
             weights = self._own_levels[0][places]
         return places, weights
@@ -299,21 +311,21 @@ class SumTree(WideTree):
         return memory.last_sums
 
     def total(self) -> Any:
-        """Return the sum of all weights: a float on the CPU, elsewhere a tensor."""
+        """Return the sum of all weights: a float on the CPU, else a 0-d tensor."""
         return self._add_up()
 
     def _add_up(self) -> Any:
-        """Compute the running sums of the top; return the last, as `total` does."""
+        """Compute the running sums of the top; return the sum of all weights as `total` does."""
         torch.cumsum(self._levels[-1], 0, out=self._top_sums)
         return float(self._own_sums[-1]) if self._is_on_cpu else self._sums[-1]
 
     def _search(self, masses: Any) -> Any:
-        """Count the running sums of the top that are at most each mass."""
+        """Return the top position of each mass: the number of running sums of the top at most the mass."""
         sums = self._own_top_sums
         if isinstance(sums, torch.Tensor):
-            # CUDA rounds each running sum by itself, so that a place without weight may seem to add some. So the place
-            # found is replaced by the last one with weight up to it, or the first one. The last place is not looked at:
-            # it is found if no other is.
+            # CUDA rounds each running sum separately, so a position of weight 0 may seem to add mass.
+            # A found position is replaced by the last position with weight up to it, else by the
+            # first position with weight. The last position is the result if no other matches.
             last = (len(sums) if self._steps_down else self.capacity) - 1
             found = torch.searchsorted(sums[:last], masses, right=True)
             ranks = (self._levels[-1] > 0).cumsum(0)
@@ -321,9 +333,10 @@ class SumTree(WideTree):
         return sums.searchsorted(masses, "right")
 
     def _search_strata(self, masses: Any) -> Any:
-        """Do what `_search` does, but for rounding, on the CPU, for one mass in each of as many equal intervals.
+        """Return the result of `_search`, up to rounding, for one mass in each of equal intervals.
 
-        A sum is above all masses of the intervals before its own, and below all behind it.
+        A running sum is above all masses of earlier intervals and below all masses of later intervals.
+        So only the mass in its own interval is compared. Runs on the CPU only.
         """
         num = len(masses)
         sums = self._own_top_sums
@@ -332,15 +345,17 @@ class SumTree(WideTree):
         return np.bincount(first, minlength=num + 1)[:num].cumsum()
 
     def _descend(self, node: Any, masses: Any, is_careful: bool) -> Any:
-        """Find places from blocks of the top down: in each block the first running sum above what is left of a mass.
+        """Return the places of masses, level by level from the positions `node` of the top.
 
-        Running sums start at minus what is left. Rounding may keep all of them below 0, or begin above; then the last
-        or first place of the block is found, which may have no weight, or, with `is_careful`, another that has one.
+        In each block the position of a mass is the first running sum above the remaining mass. Running
+        sums start at minus the remaining mass, so they are compared with 0. By rounding, all sums may
+        be below 0, or the first may be above 0. Then the last or the first position is the result,
+        even if its weight is 0. With `is_careful` a position with a weight above 0 is the result.
         """
         if not self._steps_down:
             return node
         left = self._own_sums[node]
-        left -= masses  # below 0 from here on
+        left -= masses  # Minus the remaining mass: below 0.
         memory = self._memory_for(len(masses))
         first_column = memory.first_column
         rows = memory.rows
@@ -368,7 +383,9 @@ class SumTree(WideTree):
 
 
 def _first_with_weight(sums: torch.Tensor, has_weight: torch.Tensor) -> torch.Tensor:
-    """Find in each block the first place with weight whose running sum is above 0, or the last one with weight.
+    """Return the first position with weight and a running sum above 0 in each block: `[n]`.
+
+    If a block has no such position, its last position with weight is returned.
 
     Args:
         sums: `[n, WIDTH]` running sums.
@@ -381,13 +398,13 @@ def _first_with_weight(sums: torch.Tensor, has_weight: torch.Tensor) -> torch.Te
 
 
 class MinTree(WideTree):
-    """The least of one number per place; places that were never written count as infinite."""
+    """A tree of minima; places that were never written are inf."""
 
     NEUTRAL = inf
     _along = staticmethod(torch.amin)
 
     def at_most(self, bound: float) -> torch.Tensor:
-        """List the places whose number is at most `bound`, ascending; blocks without one are not looked into."""
+        """Return the places with a number of at most `bound`, ascending. Skips blocks without such places."""
         found = (self._levels[-1] <= bound).nonzero().squeeze(1)
         for level in reversed(self._levels[:-1]):
             is_in = level.view(-1, WIDTH).index_select(0, found) <= bound
@@ -397,27 +414,27 @@ class MinTree(WideTree):
 
 
 class MaxTree(WideTree):
-    """The largest of one number per place; places that were never written count as minus infinite."""
+    """A tree of maxima; places that were never written are -inf."""
 
     NEUTRAL = -inf
     _along = staticmethod(torch.amax)
 
 
 class LeastWeight:
-    """The least weight above 0 of a tree, exactly.
+    """The exact least weight above 0 of a tree.
 
-    It is known until a row that had it is written; then the blocks written since then are looked at again. A tree of
-    least numbers would cost as much at every write as the sums do.
+    The value stays known until a place with the least weight is written. Then the blocks that were
+    written since the last computation are read again. A `MinTree` would double the cost of a write.
 
     Args:
-        tree: A tree that was not written to, or is cleared.
+        tree: A new or cleared tree.
     """
 
     @lasting
     def __init__(self, tree: SumTree) -> None:
         self._blocks = tree.blocks_view()
         self._own_weights = own(tree.leaves_view())
-        #: Of each block the least weight above 0 when it was last looked at; 0 or inf if there was none.
+        #: Least weight above 0 of each block at its last computation; 0 or inf for none.
         self._least = filled((len(self._blocks),), 0, torch.float64, tree.device)
         self._is_written = filled((len(self._blocks),), 0, torch.bool, tree.device)
         self._is_on_cpu = tree.device.type == "cpu"
@@ -426,26 +443,27 @@ class LeastWeight:
         self._value: float | None = inf
 
     def note(self, places: Any, old: Any, new: Any) -> None:
-        """Note that `[n]` weights, n > 0, were `old` and that `new` were written, as `own` gives them."""
+        """Record a write of weights at `[n]` places, n > 0: `old` before the write, `new` written."""
         if not self._is_on_cpu:
             return
         self._own_is_written[places >> _BLOCK_SHIFT] = True
         if self._value is None or float(self._library.minimum(old, new).min()) > self._value:
-            return  # nearly always
+            return  # The common case.
         if bool(((old > 0) & (old <= self._value)).any()):
             self._value = None
-        else:  # what is there now: `new` has also weights that were overwritten by later copies of a row
+        else:  # `new` may contain weights that a later copy of the same row overwrote: read the leaves.
             self._value = min(self._value, float(least_positive(tensor_of(self._own_weights[places]))))
 
     def note_first(self, num_places: int) -> None:
-        """Note that the first weights were written."""
+        """Record a write of the first `num_places` weights."""
         self._is_written[: -(-num_places // BLOCK)] = True
         self._value = None
 
     def value(self) -> Any:
-        """Return the least weight above 0; inf if all are 0: a float on the CPU, elsewhere a tensor.
+        """Return the least weight above 0, inf if all are 0: a float on the CPU, else a 0-d tensor.
 
-        There all weights are looked at, which is three launches; a look at what was written would be ten.
+        On other devices all weights are read, which takes three kernel launches; reading only written
+        blocks would take ten.
         """
         if not self._is_on_cpu:
             return least_positive(self._own_weights)
@@ -458,5 +476,5 @@ class LeastWeight:
 
 
 def least_positive(weights: torch.Tensor) -> torch.Tensor:
-    """Return the least number above 0 along the last axis; inf where there is none."""
+    """Return the least number above 0 along the last axis; inf if no number is above 0."""
     return torch.where(weights > 0, weights, inf).amin(-1)
