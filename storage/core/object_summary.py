@@ -21,19 +21,19 @@ from .fields import Schema
 _CAPACITIES, _PROPERTIES = ("capacity", "replay_buffer_size", "buffer_size", "max_size"), ("num_transitions_per_env",)
 _MAX_FIELDS = 16
 _MAX_FACTS = 10
-#: How deep the fields of what a thing is made of are looked for.
+#: Depth of the search for fields in the attributes of an object.
 _DEPTH = 3
 
 
 class Shown:
-    """Gives a class a `repr` of a few lines."""
+    """Base class with a `repr` of a few lines."""
 
     def __repr__(self) -> str:
         return described(self)
 
 
 def described(thing: Any) -> str:
-    """Describe a store, dataset or batch: a line of facts, and a line for each field."""
+    """Return a description of a store, dataset or batch: its attributes, and one line per field."""
     batch = dict(thing) if isinstance(thing, Mapping) else thing._asdict() if hasattr(thing, "_asdict") else None
     batch = vars(thing) if is_dataclass(thing) else batch
     facts = [
@@ -48,7 +48,7 @@ def described(thing: Any) -> str:
 
 
 def _facts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield how full a thing is, and its public attributes."""
+    """Yield the names and values of the length and the public attributes of an object."""
     most = next((name for name in _CAPACITIES if isinstance(getattr(thing, name, None), int)), "")
     with suppress(RolloutDataError, TypeError):  # of a thing that is closed, or has no length
         yield "len", f"{len(thing):,} of {getattr(thing, most):,}" if most else f"{len(thing):,}"

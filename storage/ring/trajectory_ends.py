@@ -68,9 +68,9 @@ class EndKinds:
     """Fields that show whether a trajectory terminated or was truncated.
 
     Attributes:
-        terminations: Flags of ends by themselves.
-        time_outs: Flags of time limits; they count only where no termination is set.
-        others: Further end flags: an end by itself unless a time-out is set.
+        terminations: Flags of terminations.
+        time_outs: Flags of time limits; ignored where a termination is set.
+        others: Further end flags: a termination unless a time-out is set.
     """
 
     terminations: tuple[str, ...]
@@ -79,7 +79,7 @@ class EndKinds:
 
     @classmethod
     def of(cls, schema: Iterable[str], end_names: Sequence[str]) -> EndKinds:
-        """Sort the end flags of a schema, and the flags beside them that say more about the same ends."""
+        """Return the kinds of the end flags, and of related flags in the same mapping of the schema."""
         parents = {name.rpartition("/")[0] for name in end_names}
         parents |= {f"{parent}/{infos}".lstrip("/") for parent in parents for infos in _INFOS}
         beside = [name for name in schema if name.rpartition("/")[0] in parents]
@@ -102,10 +102,10 @@ class EndKinds:
         return tuple(name for name in self.terminations + self.time_outs if name not in end_names)
 
     def terminated(self, rows: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Return which rows ended a trajectory by themselves: `[n]` bool, which may share memory with a field.
+        """Return whether each row terminated its trajectory: `[n]` bool, possibly a view of a field.
 
         Args:
-            rows: Gives a field of these rows, `[n, *event]`.
+            rows: Function that returns a field of these rows, `[n, *event]`.
         """
         by_itself, other = (_any_set(names, rows) for names in (self.terminations, self.others))
         if other is None and by_itself is not None:
@@ -124,9 +124,9 @@ def _last_part(name: str) -> str:
 
 
 def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch.Tensor | None:
-    """Return in which rows any value of any of these fields is not 0: `[n]` bool; None without fields.
+    """Return whether any value of the fields is not 0 in each row: `[n]` bool, or None without fields.
 
-    It may share memory with a field.
+    The result may share memory with a field.
     """
     found: torch.Tensor | None = None
     for name in names:

@@ -40,9 +40,9 @@ class TransitionRequest:
             unless a time-out of the same step is set; beside a flag of terminations `done` says nothing more.
             Multiplying by `1 - terminated` changes nothing.
         gamma: Discount per step. None is 0.99, and leaves `discount` out of transitions of one step.
-        reward_key: What is summed if `num_steps > 1`.
-        num_frames: Frames that the fields of `next_keys` are stacked of, oldest first: `[B, frames,
-            *event]`; the first row of a trajectory stands in for those before it.
+        reward_key: Field of the rewards that are summed if `num_steps > 1`.
+        num_frames: Number of frames in a stack of the fields of `next_keys`, oldest first:
+            `[B, frames, *event]`. The first row of a trajectory replaces frames before it.
         at_end: Rows whose next observation is not known, because their trajectory ended and no final
             observation was given: "exclude" never draws them; "mark" does, with their own observation
             in the place of the next, and gives `next_valid`, `[B, 1]` bool.
@@ -239,7 +239,7 @@ class TransitionSampler:
             self._raise_unnamed_ends()
 
     def _raise_unnamed_ends(self) -> None:
-        """Raise if the rows of a draw were found to be wrong."""
+        """Raise `UsageError` if an earlier draw found end flags that `end_key` does not name."""
         received = self._num_wrong_ends.receive()
         if received is not None and received[0]:
             named = " or ".join(map(repr, self._unnamed_ends))
@@ -248,7 +248,7 @@ class TransitionSampler:
             raise UsageError(_ACTION, "", expected, got, "What follows such a row is of another trajectory")
 
     def _stack(self, found: dict[str, torch.Tensor], following: dict[str, torch.Tensor], drawn: Drawn) -> None:
-        """Stack the frames up to the first row, and those up to what follows the last step."""
+        """Stack the frames up to the first row, and the frames up to the row after the last step."""
         first = drawn.row.unsqueeze(1)
         num_taken: Any = self._request.num_steps
         if drawn.ended is not None:

@@ -1,18 +1,16 @@
-"""Which windows are inside one trajectory: the age column, and exact draws from it.
+"""Valid windows of a ring: the age of each row, and exact draws of windows inside one trajectory.
 
-One rule: the age of a row is the number of rows since its trajectory began; a window of L rows
-that ends at row e is valid if and only if `age[e] >= L - 1` and its first row is live. No list of
-boundaries is searched, so that neither writing nor drawing costs more in a larger ring.
-Only this file knows window bounds.
+The age of a row is the number of rows since its trajectory began. A window of L rows that ends at
+row e is valid if and only if `age[e] >= L - 1` and its first row is live. No list of boundaries is
+searched, so the cost of a write or a draw does not depend on the size of the ring.
 
-Draws are by rejection: candidates are uniform over a superset of what is valid, each is accepted
-if it is valid, and the first accepted ones are taken. Accepted candidates are independent and
-uniform over the valid ones whatever the rate of acceptance is, and the rate itself decides only how
-many candidates are proposed, so that the law is exact. Where next to nothing is valid, the
-candidates are listed once instead, which is the same law; if none is, the caller is told.
+Draws use rejection sampling. Candidates are uniform over a superset of the valid windows, and the
+first accepted candidates are the result. Accepted candidates are independent and uniform over the
+valid windows at any acceptance rate; the rate only determines how many candidates are proposed. If
+almost no candidate is accepted, all valid windows are listed instead, with the same distribution.
 
-On a GPU the host does not wait for the number of accepted candidates. It proposes so many that too few are accepted
-once in 10**9 draws, and reads their number at a later draw.
+On a GPU the host does not wait for the number of accepted candidates. It proposes so many that too
+few are accepted once in 10**9 draws, and reads the number at a later draw.
 """
 
 from __future__ import annotations
@@ -33,32 +31,33 @@ from ..errors import UsageError
 from .ring_store import RingStore, spans
 from .trajectory_ends import EndedRows
 
-#: Candidates, as `own` gives them -> whether each is accepted, and a code of each or None.
+#: Function of candidates that returns whether each is accepted, and their codes or None.
 _Judge = Callable[[Any], tuple[Any, Any]]
-#: Name of a field, and which rows, None for all -> `[n, *event]`.
+#: Function of a field name and row numbers (None for all) that returns `[n, *event]`.
 _RowsOf = Callable[[str, torch.Tensor | None], torch.Tensor]
-#: Number of candidates and generator -> candidates.
+#: Function of a number and a generator that returns that number of candidates.
 _Propose = Callable[[int, torch.Generator], Any]
-#: Candidates that are proposed in vain before all are listed: in all, and per draw.
+#: Limits of proposed candidates before all valid candidates are listed: per call, and per draw.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
-#: Shares are counted in units of 2**-16, so that every processor proposes equally many; the least one is above 0.001.
+#: Units per 1 of an accepted share, and the least share in units (above 0.001). Whole units make the
+#: number of candidates equal on every processor.
 _WHOLE_SHARE, _LEAST_SHARE = 1 << 16, 66
-#: Draws that do not wait propose so many standard deviations more candidates than are enough on average.
+#: Standard deviations of extra candidates in draws without a wait.
 _NUM_DEVIATIONS = 6
-#: Candidates that are listed at once, which bounds the memory of listing.
+#: Candidates per step of `_list`, which limits its memory.
 _NUM_LISTED = 1 << 20
-#: For how many numbers of candidates memory is kept.
+#: Maximum number of kept memories of candidates, one per number of candidates.
 _MAX_MEMORIES = 16
-#: For how many kinds of draws the share of accepted candidates is kept.
+#: Maximum number of kinds of draws with a kept share of accepted candidates.
 _MAX_KINDS = 64
-#: Ages stop here, far above any window, so that they never overflow.
+#: Maximum age: far above the length of any window, without overflow of int32.
 _MAX_AGE = 1 << 29
-#: Below every age, also those that hold the place of a final observation.
+#: A number below every entry of `ages`, the negative ones included.
 _LEAST_AGE = -(1 << 31)
-#: Codes hold the place of a final observation in their lower bits, and a number of rows above.
+#: Bits of a code for the place of a final observation; the upper bits are a number of rows.
 _PLACE_BITS = 32
 _PLACE = (1 << _PLACE_BITS) - 1
-#: What is known of an ended trajectory.
+#: Fields that are kept per ended trajectory.
 _SEGMENT = Schema([Field("num_rows", (), "int64")])
 
 
@@ -67,9 +66,9 @@ class Extent:
     """Rows that a draw needs around the row that it draws.
 
     Attributes:
-        num_before: Rows before it, live and of its trajectory.
-        num_frames: Frames up to it. They are live; rows before the trajectory's first are not needed.
-        num_after: Rows after it.
+        num_before: Number of live rows of the same trajectory before the drawn row.
+        num_frames: Number of frames up to the drawn row. Those within its trajectory must be live.
+        num_after: Number of rows after the drawn row.
         ends: Whether the trajectory may end before all rows after it were written: "never"; if its final observation
             is "known"; or "always".
     """
@@ -81,13 +80,14 @@ class Extent:
 
 
 class Drawn(NamedTuple):
-    """Rows that were drawn, and what follows them.
+    """Drawn rows, and the number of rows that follow them.
 
     Attributes:
-        lane, row: `[n]` int64; row ids.
-        num_ahead: `[n]` int64, rows of the trajectory that follow, at most as many as were asked for; or one number.
-        ended: `[n]` bool, whether the trajectory ends with them; None if none does.
-        final: `[n]` int64, place of the final observation, 0 if it is not known; has no meaning where not `ended`.
+        lane, row: `[n]` int64, lanes and row ids.
+        num_ahead: Later rows of the trajectory, at most the requested number: `[n]` int64, or one
+            number for all rows.
+        ended: `[n]` bool, whether the trajectory ends within the requested rows; None if none ends.
+        final: `[n]` int64, place of the final observation, 0 if unknown; valid only where `ended`.
     """
 
     lane: torch.Tensor
@@ -98,30 +98,34 @@ class Drawn(NamedTuple):
 
 
 class _Kind:
-    """Draws of one kind on a device: the share of candidates that were accepted lately."""
+    """Statistics of one kind of draws on a device: the share of accepted candidates."""
 
     def __init__(self, device: torch.device) -> None:
         self.share = 0.0
-        #: Candidates that the share was counted of; 0 if the next draw must wait.
+        #: Number of candidates behind the share; 0 if the next draw must wait for the device.
         self.num_judged = 0
         self.late_number = LateNumber(device)
-        #: 0, 1, ... of as many draws as the first one, which waits; all streams may use it afterwards.
+        #: The numbers 0, 1, ..., one per draw of the first call. That call waits for the device, so
+        #: that all streams may use the tensor afterwards.
         self.numbers: torch.Tensor | None = None
 
     def note(self, num_accepted: int, num_judged: int) -> None:
-        """Take over how many candidates a draw accepted."""
+        """Update the share with the number of accepted candidates of a draw."""
         share = num_accepted / num_judged
         self.share = min(share, 0.8 * self.share + 0.2 * share) if self.num_judged else share
         self.num_judged = num_judged
 
     def num_candidates(self, num_draws: int) -> int:
-        """Return of how many candidates too few are accepted once in 10**9 times; 0 if that is not known."""
+        """Return how many candidates to propose, so that too few are accepted once in 10**9 draws.
+
+        Returns 0 if the share of accepted candidates is unknown.
+        """
         share = self.share
         num = self.num_judged
         z = _NUM_DEVIATIONS
         if not num:
             return 0
-        # Wilson's lower bound of the share, and 5 % less for what is written in the meantime.
+        # Wilson's lower bound of the share, minus 5 % for rows written since it was measured.
         middle = share + z * z / (2 * num)
         reach = z * (share * (1 - share) / num + (z / (2 * num)) ** 2) ** 0.5
         least = 0.95 * (middle - reach) / (1 + z * z / num)
@@ -178,15 +182,16 @@ class Boundaries:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is reserved for what is known of rows."""
+        """Reserved memory of ages, final observations and listed trajectories, in bytes."""
         return self.ages.nbytes + (0 if self.finals is None else self.finals.num_bytes)
 
     def note(self, ends: Any, final: Rows | None = None) -> None:
-        """Note rows that are about to be written: `ends` is `[n, lanes]` bool. Call it before the ring's `write`.
+        """Record the ends of new rows. Call this method before `write` of the ring.
 
         Args:
-            ends: A tensor, or, if the ring is on the CPU, an array, which with one lane may be `[n]`.
-            final: Observations after the rows, as many; of those that end a trajectory they are kept.
+            ends: `[n, lanes]` bool, whether each row ends a trajectory. An array is allowed if the
+                ring is on the CPU; with one lane its shape may be `[n]`.
+            final: Observations after the rows, one per row. Only those after ends are kept.
         """
         ring = self.ring
         num_rows = len(ends)
@@ -220,7 +225,7 @@ class Boundaries:
             self.ages[(slot + num_rows) % self._num_slots].clamp_(max=_MAX_AGE)
 
     def clear(self) -> None:
-        """Forget every row."""
+        """Remove all rows."""
         self.ages[0].zero_()
         self._kinds.clear()
         for kept in (self._segments, self.finals):
@@ -238,20 +243,23 @@ class Boundaries:
         return self.age(lane, row_id + 1) == 0
 
     def finals_of(self, names: Iterable[str]) -> EndedRows | None:
-        """Return the final observations if they have all of some fields."""
+        """Return the final observations if they have all fields in `names`, else None."""
         return self.finals if self.finals is not None and all(name in self.finals.schema for name in names) else None
 
     def ends_for(self, names: Iterable[str], is_marked: bool) -> str:
-        """Return the `ends` of an `Extent` for draws that need some fields one row later, or mark where they lack."""
+        """Return `Extent.ends` for draws with the fields `names` of the following row.
+
+        `is_marked`: Rows without a following row are drawn and marked.
+        """
         if is_marked:
             return "always"
         return "never" if self.finals_of(names) is None else "known"
 
     def restore_finals(self, schema: Schema, keys: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Take over final observations of live rows, as `EndedRows.live` gives them.
+        """Restore the final observations of live rows from the result of `EndedRows.live`.
 
         Raises:
-            SchemaError: They are not as it gives them.
+            SchemaError: The keys or fields are not a valid result of `EndedRows.live`.
         """
         finals = EndedRows(self.ring, schema)
         self._write_places(finals.restore(keys, leaves))
@@ -264,16 +272,17 @@ class Boundaries:
         drawn: Drawn,
         is_marked: bool,
     ) -> torch.Tensor | None:
-        """Where a trajectory ended, replace what follows: by its final observation, else by the last row itself.
+        """Replace the following rows at ends by the final observation, or by the last row if unknown.
 
         Args:
-            following: `[n, *event]` per field, one row after each of the last ones; they are changed.
-            last_rows: Returns a field of the last rows; None if `following` has it already where `drawn` ended.
-            drawn: The rows.
-            is_marked: Whether ends without a final observation were drawn as well.
+            following: `[n, *event]` per field, the rows after the drawn rows; changed in place.
+            last_rows: Function that returns a field of the last rows. None: `following` already has
+                the last row at each end.
+            drawn: The drawn rows.
+            is_marked: Whether ends without a final observation may be among the drawn rows.
 
         Returns:
-            `[n]` bool, of which rows now a following one is known; None if of all.
+            `[n]` bool, whether the following row is known; None if all are known.
         """
         finals = self.finals_of(following)
         ended = drawn.ended
@@ -294,12 +303,12 @@ class Boundaries:
         return ~ended if finals is None else ~ended | is_known
 
     def draw(self, num_draws: int, extent: Extent, generator: torch.Generator) -> Drawn | None:
-        """Draw rows uniformly over all that have the rows around them that `extent` asks for, with replacement.
+        """Draw rows with replacement, uniformly over all rows that have the `extent` around them.
 
         Args:
-            num_draws: How many.
-            extent: What must be around a row.
-            generator: Draws the candidates; on the ring's device.
+            num_draws: Number of draws.
+            extent: Rows that must exist around a drawn row.
+            generator: Random generator on the device of the ring.
 
         Returns:
             The rows; None if no row is valid.
@@ -315,9 +324,9 @@ class Boundaries:
         return _with_codes(lane, row, tensor_of(codes), extent.num_after)
 
     def draw_places(self, num_draws: int, length: int, generator: torch.Generator) -> Any:
-        """Draw windows inside one trajectory uniformly; return where in the ring's memory their first rows lie.
+        """Draw windows uniformly; return the places of their first rows in memory: array or tensor.
 
-        They come as `own` gives them; None if no window is valid.
+        Every window is inside one trajectory. Returns None if no window is valid.
         """
         drawn, _ = self._reject(
             num_draws, self._candidates(length), self._judge_inside(length), generator, ("windows", length)
@@ -333,10 +342,11 @@ class Boundaries:
     def draw_by_trajectory(
         self, num_draws: int, length: int, generator: torch.Generator, ends: str = "never"
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Draw a trajectory uniformly, over those whose live part has `length` rows, then a window of it uniformly.
+        """Draw trajectories uniformly, then a window of `length` rows uniformly in each.
 
-        `ends` says for which ended trajectories windows may reach one row beyond the last, as if there was one; see
-        `Extent`. Returns (lane, id of the last row); None if no trajectory is valid.
+        Only trajectories with at least `length` live rows are drawn. `ends` states in which ended
+        trajectories a window may reach one row beyond the last row; see `Extent`. Returns (lane, id
+        of the last row), or None if no trajectory is valid.
         """
         assert self._segments is not None, "created with keeps_segments=True"
         ring = self.ring
@@ -373,13 +383,13 @@ class Boundaries:
         return lane, last - below(num_rows - length + 1, generator)
 
     def follow(self, lane: torch.Tensor, row: torch.Tensor) -> Drawn:
-        """Look at what follows live rows: the next row, or the end of the trajectory."""
+        """Return for live rows whether the next row follows or the trajectory ends."""
         marks = self._marks(lane, row)
         ended = marks <= 0
         return Drawn(lane, row, (~ended).long(), ended, (-marks.long()).clamp_(min=0))
 
     def list_all(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """List every valid window, lane by lane, oldest first: (lane, id of the last row)."""
+        """Return every valid window, lane by lane, oldest first: (lane, id of the last row)."""
         listed, _ = _list(self._candidates(length), self._judge_inside(length), self.ring.device)
         lane, last = self._decode(tensor_of(listed), length)
         order = lane.argsort(stable=True)
@@ -408,7 +418,7 @@ class Boundaries:
         segments.append(ended, {"num_rows": tensor_of(ages).long() + 1})
 
     def _note_final(self, ends: Any, final: Rows) -> Any:
-        """Keep final observations; return the ages of the rows behind `[n, lanes]` rows where these ended."""
+        """Store final observations; return the ages of the rows after the ended rows `[n, lanes]`."""
         if self._is_on_cpu and not ends.any():
             return np.zeros(ends.shape, np.int32)
         ended = tensor_of(ends)
@@ -429,7 +439,10 @@ class Boundaries:
         return own(begins.view(ended.shape))
 
     def _write_places(self, keys: torch.Tensor) -> None:
-        """Write the places of all final observations, whose keys these are, behind the live ones of their rows."""
+        """Write the places of all final observations into the ages after their live rows.
+
+        `keys` are the keys of these rows, by place.
+        """
         ring = self.ring
         is_live = keys >= ring.oldest * ring.num_lanes
         index = torch.where(is_live, (keys + ring.num_lanes) % self.ages.numel(), self.ages.numel())
@@ -438,20 +451,21 @@ class Boundaries:
     # Drawing.
 
     def _marks(self, lane: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Return the ages of the rows that follow, below 0 where a final observation is kept."""
+        """Return the ages of the following rows; below 0 where a final observation is stored."""
         return self._all_ages.take((row + 1) % self._num_slots * self.ring.num_lanes + lane)
 
     def _candidates(self, length: int) -> tuple[int, int]:
-        """Return the first candidate, and how many there are: windows of live rows, row by row, and the lanes of each.
+        """Return the first candidate and the number of candidates: windows of live rows.
 
-        A window's candidate is where the age of its last row lies, on from the oldest window's across the ring's end.
+        Candidates are numbered step by step, and lane by lane within a step. The candidate of a
+        window is the index of the age of its last row, counted on across the end of the ring.
         """
         ring = self.ring
         first = (ring.oldest + length - 1) % self._num_slots
         return first * ring.num_lanes, max(ring.num_live - length + 1, 0) * ring.num_lanes
 
     def _shift(self, length: int) -> int:
-        """Return what the row of a candidate lacks to the id of the window's last row."""
+        """Return the difference between the id of a window's last row and the row of its candidate."""
         first = self.ring.oldest + length - 1
         return first - first % self._num_slots
 
@@ -461,7 +475,7 @@ class Boundaries:
         return add_multiple(candidate, row, -self.ring.num_lanes), row + self._shift(length)
 
     def _judge_inside(self, length: int) -> _Judge:
-        """Accept windows inside one trajectory."""
+        """Return a function that accepts windows inside one trajectory."""
         ages = self._flat_ages
         least = length - 1 if length > 1 else _LEAST_AGE
         if isinstance(ages, torch.Tensor):
@@ -469,7 +483,7 @@ class Boundaries:
         return lambda candidate: (ages.take(candidate, mode="wrap") >= least, None)
 
     def _judge(self, extent: Extent, candidates: tuple[int, int]) -> _Judge:
-        """Accept rows that have the rows around them that `extent` asks for."""
+        """Return a function that accepts rows with the `extent` around them."""
         ages = self._flat_ages
         lanes = self.ring.num_lanes
         num_before = extent.num_before
@@ -497,10 +511,11 @@ class Boundaries:
         return judge if num_after else self._judge_inside(num_before + 1)
 
     def _codes(self, candidate: Any, num_after: int) -> Any:
-        """Return what follows candidates: how many rows of their trajectory, at most `num_after`, in the upper bits.
+        """Return codes of candidates: later rows of their trajectory, and its final observation.
 
-        The lower bits are the place of the final observation if the trajectory ends with these, 0 if that is not known,
-        and 1 if it goes on. Behind the last row that was written anything is found.
+        The upper bits are the number of later rows, at most `num_after`. The lower bits are 1 if the
+        trajectory continues after these rows. If it ends, they are the place of the final
+        observation, 0 if unknown. Codes that reach beyond the last written row are arbitrary.
         """
         lib = self._library
         ages = self._flat_ages
@@ -517,9 +532,9 @@ class Boundaries:
 
     @lasting
     def _new_steps(self, num_after: int) -> tuple[Any, Any]:
-        """Make steps to later rows among the ages, and their numbers from 0 on where codes have them.
+        """Return the offsets in `ages` of the later rows, and the row numbers as upper bits of codes.
 
-        On a device the first draw of a kind waits, so that all streams may use them afterwards.
+        On a device the first draw of a kind waits, so that all streams may use both afterwards.
         """
         lanes = self.ring.num_lanes
         device = self.ring.device
@@ -534,14 +549,14 @@ class Boundaries:
         generator: torch.Generator,
         name: Any,
     ) -> tuple[Any, Any]:
-        """Draw uniformly over the accepted ones of some candidates; (None, None) if there are none.
+        """Draw uniformly over the accepted candidates; (None, None) if none is accepted.
 
         Args:
-            num_draws: How many.
-            candidates: The first one and how many there are; or a function that draws some.
-            judge: Accepts candidates.
-            generator: Draws.
-            name: Names the kind of draw.
+            num_draws: Number of draws.
+            candidates: First candidate and number of candidates; or a function that draws candidates.
+            judge: Function that accepts candidates.
+            generator: Random generator on the device of the ring.
+            name: Key of the kind of draw, hashable.
 
         Returns:
             The candidates and their codes.
@@ -560,7 +575,7 @@ class Boundaries:
         missing = num_draws
         found: list[tuple[Any, Any]] = []
         while num_proposed < max(_MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW * num_draws):
-            # Four standard deviations more than are enough on average: a second round costs more than they do.
+            # Four standard deviations above the mean cost less than a second round.
             share = max(1, int(self.share * _WHOLE_SHARE))
             num_extra = isqrt(16 * missing * (_WHOLE_SHARE - share) // _WHOLE_SHARE)
             size = ((missing + num_extra) * _WHOLE_SHARE // share + 8) // 8 * 8
@@ -589,11 +604,11 @@ class Boundaries:
         return _joined(found)
 
     def _propose(self, size: int, candidates: tuple[int, int] | _Propose, generator: torch.Generator) -> Any:
-        """Draw candidates."""
+        """Return `size` random candidates: an array on the CPU, else a tensor."""
         if not isinstance(candidates, tuple):
             return candidates(size, generator)
         first, num_candidates = candidates
-        if not self._is_on_cpu:  # not memory that is kept: another stream may still read it
+        if not self._is_on_cpu:  # Another stream may still read memory of an earlier draw.
             memory = torch.empty(size, dtype=torch.int64, device=self.ring.device)
         else:
             memory = self._memories[size] if size in self._memories else self._memory_for(size)
@@ -608,7 +623,11 @@ class Boundaries:
         return kind
 
     def _read_number(self, kind: _Kind) -> None:
-        """Take over how many candidates an earlier draw accepted, if that has arrived."""
+        """Read the number of accepted candidates of an earlier draw, if it has arrived.
+
+        Raises:
+            UsageError: The earlier draw accepted no candidate.
+        """
         received = kind.late_number.receive()
         if received is None:
             return
@@ -632,8 +651,8 @@ class Boundaries:
         judge: _Judge,
         generator: torch.Generator,
     ) -> tuple[Any, Any]:
-        """Draw from `size` candidates, of which enough are accepted; if not, the first accepted ones repeat."""
-        # The last candidate is not judged. It stands in where none is accepted; the next call raises then.
+        """Draw from `size` candidates. If too few are accepted, the accepted candidates repeat."""
+        # The extra candidate is the result if no other is accepted; a later call raises the error.
         proposed = self._propose(size + 1, candidates, generator)
         flags, codes = judge(proposed)
         rank = flags[:-1].cumsum(0)
@@ -648,7 +667,7 @@ class Boundaries:
 
     @lasting
     def _memory_for(self, size: int) -> torch.Tensor:
-        """Make memory for candidates, which is kept; fresh memory takes 2 of 24 us of 32 transitions."""
+        """Return reused memory for candidates; fresh memory takes 2 of 24 us of 32 transitions."""
         if len(self._memories) >= _MAX_MEMORIES:
             self._memories.clear()
         found = self._memories[size] = torch.empty(size, dtype=torch.int64, device=self.ring.device)
@@ -659,10 +678,10 @@ def _replace(leaf: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None,
     """Replace the rows of a leaf `[n, *event]` where `[n]` flags are set.
 
     Args:
-        leaf: Changed.
-        flags: Of all rows.
-        rows: Where they are set; None if the host does not know.
-        values: New values, of these rows or of all.
+        leaf: Changed in place.
+        flags: `[n]` bool.
+        rows: Numbers of the rows whose flag is set; None if the host does not know them.
+        values: New values of `rows`; of all rows if `rows` is None.
     """
     if rows is None:
         wide = flags.view(-1, *[1] * (leaf.dim() - 1))
@@ -677,7 +696,7 @@ def _with_codes(lane: torch.Tensor, row: torch.Tensor, codes: torch.Tensor, num_
 
 
 def _list(candidates: tuple[int, int], judge: _Judge, device: torch.device) -> tuple[Any, Any]:
-    """List every accepted candidate in order, and their codes."""
+    """Return all accepted candidates in order, and their codes."""
     found: list[tuple[Any, Any]] = []
     start = candidates[0]
     end = sum(candidates)
