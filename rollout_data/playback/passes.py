@@ -25,7 +25,8 @@ from storage.core.random_indices import RANDOM_BITS, scaled
 from storage.errors import DataFileError, UsageError, WaitTimeoutError
 
 from ..blocks.missing_trajectories import Lengths, lacking
-from ..blocks.trajectory_index import Int64s, TrajectoryIndex, name_keys, random_keys, stable_order
+from ..blocks.trajectory_index import Int64s, TrajectoryIndex, stable_order
+from ..sources.epoch import Epoch, num_upto
 from ..sources.live_source import LiveSource
 from ..sources.processes.listing_messages import ListingMessages
 from ..sources.processes.process_group import Agree, current_shard
@@ -172,16 +173,17 @@ def pass_order(index: TrajectoryIndex, pool: Int64s, options: PassOptions, numbe
 
     The first frame is uniform over the part of `starting_frame_range` within the trajectory; 0 if that part is empty.
     """
+    epoch = Epoch(options.seed, number)
     low, high = options.starting_frame_range
     starts = np.zeros(len(pool), np.int64)
     if high > 1:
         room = np.minimum(high, index.lengths[pool]) - low
-        keys = index.random_keys(pool, _seed(options, number, _STARTS))
+        keys = epoch.with_purpose(_STARTS).keys(index, pool)
         bits = (keys >> np.uint64(64 - RANDOM_BITS)).view(np.int64)
         starts = np.where(room > 0, low + scaled(bits, np.maximum(room, 1)), 0)
     if not options.random_shuffle_traj_order:
         return pool, starts
-    place = stable_order(_keys(index.random_keys(pool, _seed(options, number, _ORDER))))
+    place = stable_order(_sort_keys(epoch.with_purpose(_ORDER).keys(index, pool)))
     if high > 1:
         starts = starts[place]
     return pool[place], starts
@@ -195,22 +197,15 @@ def num_dealt(index: TrajectoryIndex, order: Int64s, options: PassOptions, numbe
     places = np.flatnonzero(order == index.find([(writer, trajectory)])[0])
     if len(places):
         return int(places[0]) + 1
-    seed = _seed(options, number, _ORDER)
-    key = _keys(random_keys(name_keys([writer], np.zeros(1, np.int64), np.array([trajectory])), seed))[0]
-    keys = _keys(index.random_keys(order, seed))
-    first = np.searchsorted(keys, key)
-    stop = np.searchsorted(keys, key, side="right")
-    return int(first) + int(np.count_nonzero(order[first:stop] < index.num_before(*last)))
+    epoch = Epoch(options.seed, number).with_purpose(_ORDER)
+    key = _sort_keys(epoch.key_of_name(writer, trajectory))[0]
+    return num_upto(order, _sort_keys(epoch.keys(index, order)), key, index.num_before(*last))
 
 
-def _keys(keys: np.ndarray) -> np.ndarray:
+def _sort_keys(keys: np.ndarray) -> np.ndarray:
     """Return the sort keys of a pass: the upper halves of random keys. Equal keys keep the order of the pool."""
     upper: np.ndarray = keys >> np.uint64(32)
     return upper
-
-
-def _seed(options: PassOptions, number: int, purpose: int) -> int:
-    return int(np.random.SeedSequence([options.seed, number, purpose]).generate_state(1, np.uint64)[0])
 
 
 def wait_for_trajectories(source: LiveSource, wanted: int, options: PassOptions, in_use: BlocksInUse = tuple) -> None:

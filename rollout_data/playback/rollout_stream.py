@@ -10,7 +10,7 @@ import secrets
 import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from storage.live.prefetch import PrefetchedItems
 
 from ..blocks.trajectory_index import Int64s
 from ..remote.locations import Origin
+from ..sources.epoch import Even as Even
 from ..sources.live_source import LiveSource
 from ..sources.processes import process_group
 from ..sources.processes.process_group import Agree, Board, Shard, current_shard, current_worker, is_in_worker
@@ -34,7 +35,6 @@ from .stream_state import Misfit, check_settings, position_in, state_at
 from .transition import Transition
 from .unreadable_trajectories import ReadableCheck, leave_out
 
-Even = Literal["pad", "drop", "none"]
 _CONTINUE = "call RolloutDataset.load_state_dict"
 
 
@@ -447,6 +447,12 @@ class RolloutStream(RolloutFileBase[Transition]):
 
     def _begin_in_worker(self) -> Iterator[Transition]:
         """Begin the epoch that the workers of this loader agree on."""
+        if self._passes.refresh_s is not None and not self._is_told:
+            advice = "Use rollout_data.loader(dataset, num_workers=...)"
+            got = "workers of a plain DataLoader"
+            raise UsageError(
+                "scan within a pass", f"of {self.data_dir!r} (refresh_s)", "one process that scans", got, advice
+            )
         if self._is_continued:
             self._ensure_started()
             self._is_continued = False

@@ -1,7 +1,7 @@
-"""Where each env stands, which frames the next T steps read, and what the new state is.
+"""Plans of batches: the frames that each env delivers in the next T steps, and the state after them.
 
-One rule: pure arithmetic. `plan_steps` reads nothing and changes nothing; it returns a plan of integers and the state
-after it, which the caller keeps once the plan was carried out. Python never loops over envs.
+`plan_steps` is pure arithmetic: it reads no file and changes no argument. The caller keeps the new state after the
+frames of the plan were read. Python never loops over envs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 _ENV_BITS = 32
 _ENV = (1 << _ENV_BITS) - 1
-ALL = slice(None)  # envs
+#: All envs.
+ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """What a pass hands out, and in which order.
+    """The trajectories of a pass, in the order in which envs take them.
 
     Attributes:
         lengths: int64 `[M]`, frames of every trajectory that may be referred to.
-        order: int64 `[K]`, the trajectories of this pass in the order of dealing.
+        order: int64 `[K]`, the trajectories of this pass in their order.
         starts: int64 `[K]`, the frame at which each of them starts.
-        number: Which pass this is, from 0.
-        source: Whatever the trajectory numbers refer to; never looked at here.
-        turn: How often the processes had agreed on what is there, before this.
-        sections: What `order` is made of (`passes.py`); the first `num_fresh` of it are the newest look's.
+        number: Number of the pass, from 0.
+        source: The snapshot (`RowSource`) that the trajectory numbers refer to; not used here.
+        turn: Number of scans that the processes had synchronized before this one.
+        sections: The sections that `order` joins, see `passes.py`. The first `num_fresh` trajectories are those that
+            the last scan found.
     """
 
     lengths: Int64s
@@ -46,14 +48,14 @@ class Deal:
 
 
 class StreamState(NamedTuple):
-    """Where each env stands.
+    """The cursors of all envs.
 
     Attributes:
         trajectory: int64 `[N]`, the trajectory that is being delivered; -1 before the first.
-        left: int64 `[N]`, how many frames of it are to come: who looks at all envs need not look their lengths up.
-        is_first: bool `[N]`, the next frame is the first one delivered of its trajectory.
-        is_exhausted: bool `[N]`, nothing is left for this env.
-        position: How many trajectories of the current pass have been dealt.
+        left: int64 `[N]`, frames of that trajectory that are not delivered yet.
+        is_first: bool `[N]`, the next frame is the first that is delivered of its trajectory.
+        is_exhausted: bool `[N]`, the env has no further frame in this epoch.
+        position: Trajectories of the current pass that envs have taken.
     """
 
     trajectory: Int64s
@@ -68,16 +70,16 @@ class StreamState(NamedTuple):
         return cls(np.full(num_envs, -1, np.int64), np.zeros(num_envs, np.int64), no, no.copy())
 
     def frames(self, deal: Deal, share: slice = ALL) -> Int64s:
-        """The next frame of each env of a share: int64 `[N]`; beyond the end where nothing is left."""
+        """Return the next frame of each env of a share: int64 `[N]`; beyond the end if the env is exhausted."""
         frames: Int64s = deal.lengths[self.trajectory[share]] - self.left[share]
         return frames
 
 
 class Position(NamedTuple):
-    """Where the stream of all ranks stands: immutable, so that keeping one costs nothing.
+    """The position of the stream of all ranks after a batch. It is immutable, so that keeping one costs nothing.
 
     Attributes:
-        left: Where several processes read with `refresh_s`: batches until they agree on what is there again.
+        left: With `refresh_s` and several processes, the number of batches until the next scan.
     """
 
     state: StreamState
@@ -96,7 +98,7 @@ class Pieces(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The last frames of trajectories: delivered to `env` at step `time`."""
+    """The last frames of trajectories, each delivered to `env` at step `time`."""
 
     env: Int64s
     time: Int64s
@@ -112,14 +114,14 @@ class DealPart(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What T steps read and mark; times are `0..T`, where time T is only looked at.
+    """The frames and flags of T steps. Times are `0..T`; time T is that of the last next observations.
 
     Attributes:
         parts: One for each deal that was used; together their pieces, which are in the order of (env, time), cover
             `[N, T + 1]` once. An exhausted env repeats its last frame, and the end of its trajectory, to the end.
         first_time, first_env: int64 `[F]`, where trajectories start.
         num_valid: int64 `[N]`, steps before the env was exhausted; T where it was not.
-        is_full: That is T for all that move, also for those that the plan does not tell.
+        is_full: Whether `num_valid` is T for all moving envs, also for those outside of the share.
     """
 
     num_steps: int
@@ -131,21 +133,22 @@ class Plan(NamedTuple):
 
 
 #: Begins the pass after a deal: (deal, trajectories in use) -> (next deal, their numbers in it); None at the end.
-#: The number of a trajectory that is gone is -1: its env goes on with another one.
+#: A deleted trajectory has the number -1, and its env takes another one.
 NextPass = Callable[[Deal, Int64s], "tuple[Deal, Int64s] | None"]
 
 
 def deal_next(state: StreamState, envs: Int64s, deal: Deal, next_pass: NextPass) -> tuple[StreamState, Deal]:
-    """Move `envs` (ascending) to the next unused trajectories, and drop those they were at."""
+    """Move `envs` (ascending) to the next unused trajectories; the rest of their current ones is not delivered."""
     walk = _Walk(state, deal, next_pass, 0, share=slice(0))
     walk.refill(envs, 0)
     return walk.state_after(), walk.deal
 
 
 def go_on_with(state: StreamState, before: Deal, deal: Deal, numbers: Int64s, next_pass: NextPass) -> Position:
-    """Deal from another `deal` of the same pass, where what the envs play has other `numbers`; -1 is gone.
+    """Return the position in another `deal` of the same pass.
 
-    Envs that are exhausted, or whose trajectory is gone, are dealt to at once.
+    `numbers` are the numbers in that deal of the trajectories that the envs play; -1 if deleted. Envs that are
+    exhausted, or whose trajectory is deleted, take the next trajectories at once.
     """
     walk = _Walk(state, before, next_pass, 0, share=slice(0))
     shown = np.where(state.is_exhausted & (numbers < 0), len(deal.lengths) - 1, numbers)
@@ -154,7 +157,7 @@ def go_on_with(state: StreamState, before: Deal, deal: Deal, numbers: Int64s, ne
 
 
 def share_of(plan: Plan, envs: Int64s) -> Plan:
-    """Return the part of a plan that concerns some envs (ascending), which it counts from 0."""
+    """Return the part of a plan for some envs (ascending), which are numbered from 0 in the result."""
     place = np.full(len(plan.num_valid), -1)
     place[envs] = np.arange(len(envs))
 
@@ -173,13 +176,13 @@ def share_of(plan: Plan, envs: Int64s) -> Plan:
 def plan_steps(
     state: StreamState, deal: Deal, num_steps: int, next_pass: NextPass, envs: Int64s | None = None, share: slice = ALL
 ) -> tuple[Plan, StreamState, Deal]:
-    """Plan the next `num_steps` steps of all envs; the plan tells those in `share`, and counts them from 0.
+    """Plan the next `num_steps` steps of all envs.
 
-    An env whose trajectory ends takes the next unused one at once, in the order of (time, env);
-    so the outcome does not depend on how a run is cut into calls. Only `envs` advance (None: all).
+    An env whose trajectory ends takes the next unused one at once, in the order of (time, env). So the result does not
+    depend on how a run is cut into calls. Only `envs` advance (None: all).
 
     Returns:
-        The plan, the state after it, and the pass that is current then.
+        The plan of the envs in `share`, numbered from 0; the state of all envs after it; and the pass of that state.
     """
     if envs is None and int(state.left.min()) > num_steps:
         return *_undisturbed(state, deal, num_steps, share), deal
@@ -201,9 +204,10 @@ def _undisturbed(state: StreamState, deal: Deal, num_steps: int, share: slice) -
 
 
 class _Walk:
-    """The running variables of one plan: where each env is, and which segments were begun.
+    """The variables of one plan while it is computed: the cursors of all envs, and the segments that began.
 
-    It looks at the ends of the trajectories of all envs, which are few, and lays out those of `share`.
+    A segment is a run of frames of one trajectory for one env. The ends of trajectories are computed for all envs,
+    since they decide which env takes the next trajectory. Pieces are laid out for the envs of `share` only.
     """
 
     def __init__(
@@ -222,7 +226,7 @@ class _Walk:
         self.before = state
         self.trajectory = state.trajectory.copy()
         self.is_exhausted = state.is_exhausted.copy()
-        #: The time after the last frame of what each env plays; those that do not move have as many left at the end.
+        #: The time after the last frame of each env's trajectory. Envs that do not move end `num_steps` later.
         self.end = state.left.copy()
         self.is_first = np.zeros(len(self.end), bool) if num_steps else state.is_first.copy()
         self.is_full = not (state.is_exhausted if envs is None else state.is_exhausted[envs]).any()
@@ -235,9 +239,12 @@ class _Walk:
         self.shown = np.arange(self.share.stop - self.share.start) if envs is None else envs
         self.parts: list[DealPart] = []
         first = state.is_first[self.share].nonzero()[0]
-        self.firsts: list[tuple[Int64s, ...]] = [(first, np.zeros_like(first))]  # of the share: env and time
+        #: First frames of trajectories in the share: env and time.
+        self.firsts: list[tuple[Int64s, ...]] = [(first, np.zeros_like(first))]
+        #: Segments that began: env, time, trajectory and frame.
         self.begun: list[tuple[Int64s, ...]] = []
-        self.stops: list[tuple[Int64s, ...]] = []  # envs for which nothing is left, and from when on
+        #: Envs that became exhausted, and the time from which on they are.
+        self.stops: list[tuple[Int64s, ...]] = []
         self._open_part(0)
 
     def run(self) -> None:
@@ -260,9 +267,9 @@ class _Walk:
             self.refill(envs[num_dealt:stop], int(times[num_dealt]))
 
     def _within(self) -> Int64s:
-        """Which segments end by the last step: the time after the last frame, and below it the env; sorted.
+        """Return the segments that end by the last step as sorted numbers: time after the last frame, then env.
 
-        As one number they are sorted in vector instructions.
+        As one number they are sorted by vector instructions.
         """
         env = (self.end <= self.num_steps).nonzero()[0]
         env = env[~self.is_exhausted[env]]
@@ -271,14 +278,15 @@ class _Walk:
         return keys
 
     def _in_order(self, first: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Put the ends of what is dealt by the last step between the `first` ones, as far as the pass goes.
+        """Compute the order of all ends up to the last step, as far as the trajectories of the pass suffice.
 
-        The n-th end deals the n-th trajectory. One that is short ends in time too, and those behind that end deal
-        later ones: this is repeated until it changes nothing, 4 to 5 times for trajectories of 300 frames. As an end
-        depends on earlier ones only, there is one such order.
+        At the n-th end an env takes the n-th trajectory. A short trajectory ends by the last step too, which shifts the
+        trajectories of all later ends. So the ends are computed again until they do not change: 4 to 5 times for
+        trajectories of 300 frames. An end depends on earlier ends only, so there is exactly one such order.
 
         Returns:
-            All ends, sorted; which of them deal what ends in time, and where these ends are.
+            All ends, sorted. The numbers of the ends at which a short trajectory was taken. The numbers of the ends of
+            these short trajectories.
         """
         ends = first
         made = _EMPTY
@@ -298,23 +306,28 @@ class _Walk:
             made = made[in_time]
             if np.array_equal(made, made_before):
                 return ends, short[:num_short][in_time], np.searchsorted(ends, made)
-            # Of two sorted runs a stable sort makes one: 5,000 in 4 us, where sorting them takes 145.
+            # A stable sort merges two sorted runs: 5,000 ends take 4 us, another sort takes 145.
             ends = np.concatenate([first, np.sort(made)])
             ends.sort(kind="stable")
 
     def _deal(self, envs: Int64s, times: Int64s, is_last: Any = ALL) -> None:
-        """Move `envs` to the next trajectories of the pass, from `times` on; of each env one `is_last`."""
+        """Move `envs` to the next trajectories of the pass, from `times` on.
+
+        An env may take several trajectories; `is_last` selects the one that it plays after the last step.
+        """
         chosen = slice(self.position, self.position + len(envs))
         trajectory = self.deal.order[chosen]
         frame = self.deal.starts[chosen]
         self.position += len(envs)
         self.begun.append((envs, times, trajectory, frame))
         envs, times, trajectory, frame = (column[is_last] for column in self.begun[-1])
-        self.trajectory[envs], self.end[envs] = trajectory, times + self.deal.lengths[trajectory] - frame
-        self.is_first[envs], self.is_exhausted[envs] = times == self.num_steps, False
+        self.trajectory[envs] = trajectory
+        self.end[envs] = times + self.deal.lengths[trajectory] - frame
+        self.is_first[envs] = times == self.num_steps
+        self.is_exhausted[envs] = False
 
     def refill(self, envs: Int64s, time: int) -> None:
-        """Deal trajectories to `envs`, in this order, from `time` on."""
+        """Let `envs`, in this order, take the next trajectories from `time` on; begin another pass if needed."""
         while len(envs):
             taken = min(len(envs), len(self.deal.order) - self.position)
             self._deal(envs[:taken], np.full(taken, time))
@@ -322,37 +335,46 @@ class _Walk:
             if len(envs):
                 begun = self.next_pass(self.deal, self.trajectory)
                 if begun is None:
-                    self.end[envs], self.is_first[envs], self.is_exhausted[envs] = self.num_steps, False, True
+                    self.end[envs] = self.num_steps
+                    self.is_first[envs] = False
+                    self.is_exhausted[envs] = True
                     self.stops.append((envs, np.full(len(envs), time)))
                     self.is_full &= time >= self.num_steps
                     return
                 envs = self.enter(*begun, envs, time)
 
     def enter(self, deal: Deal, numbers: Int64s, waiting: Int64s, time: int) -> Int64s:
-        """Go on with another deal; gives `waiting` and the envs whose trajectory is not in it any more."""
+        """Switch to another deal at `time`; return the envs that need a trajectory.
+
+        These are the `waiting` envs and those whose trajectory is deleted. `numbers` are the numbers in the new deal of
+        the trajectories of all envs; -1 if deleted.
+        """
         is_lost = (numbers < 0) & ~self.is_exhausted
         is_lost[waiting] = False
         is_other = deal.source is not self.deal.source
-        if is_other:  # in which trajectories may have grown or gone
+        if is_other:  # in another snapshot, trajectories may have more frames, or be deleted
             self._close_part(time)
             self.end += deal.lengths[numbers] - self.deal.lengths[self.trajectory]
-        self.deal, self.trajectory, self.position = deal, numbers.copy(), 0
+        self.deal = deal
+        self.trajectory = numbers.copy()
+        self.position = 0
         if is_other:
-            self._open_part(time)  # of this, the segments of envs that are dealt to at this time have no frames
+            # Envs that take a trajectory at this time have a segment without frames in this part.
+            self._open_part(time)
         return np.concatenate([waiting, np.flatnonzero(is_lost)])
 
     def _open_part(self, time: int) -> None:
-        """Go on with what is played, as part of the plan whose trajectory numbers are those of this deal."""
+        """Begin the part of the plan whose trajectory numbers are those of the current deal."""
         env = self.shown
         trajectory = self.trajectory[self.share]
         frame = self.deal.lengths[trajectory] - self.end[self.share] + time
-        #: Env, time, trajectory and frame where segments begin: those that go on, of the share; then `begun`, of all.
+        #: Segments of the share that continue from the part before: env, time, trajectory and frame.
         self.played = env, np.full(len(env), time), trajectory[env], frame[env]
         self.num_begun = len(self.begun)
         self.ends: list[tuple[Int64s, ...]] = [_NO_ENDS]
 
     def _of_share(self, rows: Sequence[tuple[Int64s, ...]]) -> tuple[Int64s, ...]:
-        """Join rows whose first column is the env, and give those of the share, in which it is counted from 0."""
+        """Join rows whose first column is the env; return those of the share, with envs numbered from 0."""
         env, *others = _joined(rows)
         if self.share.stop - self.share.start == len(self.trajectory):
             return env, *others
@@ -360,11 +382,11 @@ class _Walk:
         return env[chosen] - self.share.start, *(column[chosen] for column in others)
 
     def _close_part(self, stop: int) -> None:
-        """Put the segments that were begun into the plan, each up to the next of its env, or to time `stop`."""
+        """Add the segments that began to the plan, each up to the next segment of its env, or to time `stop`."""
         begun = self._of_share(self.begun[self.num_begun :] or [_NO_SEGMENTS])
         self.firsts.append(begun[:2])
         env, time, trajectory, frame = _joined([self.played, begun])
-        order = stable_order(env)  # those of an env were begun one after the other
+        order = stable_order(env)  # segments of one env stay in the order of time
         env = env[order]
         time = time[order]
         end = np.full(len(env), stop)
@@ -375,18 +397,18 @@ class _Walk:
         self.parts.append(DealPart(self.deal, pieces, Ends(*self._of_share(self.ends))))
 
     def plan(self) -> Plan:
-        """Close what is open behind the look at time T, and give the plan."""
+        """End the open segments after time T, and return the plan."""
         num_valid = np.where(self.before.is_exhausted[self.share], 0, self.num_steps)
         if self.stops or not self.is_full:
             self._repeat_last(num_valid)
         self._close_part(self.num_steps + 1)
         env, time = _joined(self.firsts)
-        inside = time < num_valid[env]  # of what exhausted envs repeat, nothing is first
+        inside = time < num_valid[env]  # frames that exhausted envs repeat are never first frames
         firsts = time[inside], env[inside]
         return Plan(self.num_steps, tuple(self.parts), *firsts, num_valid, self.is_full)
 
     def _repeat_last(self, num_valid: Int64s) -> None:
-        """An exhausted env of the share shows its last frame again at every time that is left."""
+        """Let exhausted envs of the share repeat their last frame at every remaining time."""
         envs, times = self._of_share(self.stops or [_NOWHERE])
         num_valid[envs] = times
         envs = self.shown[self.is_exhausted[self.share][self.shown]]
@@ -399,7 +421,7 @@ class _Walk:
         self.ends.append((env[within], time[within], trajectory[within]))
 
     def state_after(self) -> StreamState:
-        """Where the envs stand after the last step."""
+        """Return the state after the last step."""
         return StreamState(self.trajectory, self.end - self.num_steps, self.is_first, self.is_exhausted, self.position)
 
 

@@ -18,8 +18,6 @@ from .passes import Dealer, Name, PassOptions, Section, sections_at
 from .step_planner import Bools, Position, StreamState
 
 _VERSION = 4
-#: Version without the lengths of played trajectories; it can be loaded while these exist.
-_WITHOUT_LENGTHS = 3
 #: Frames of a trajectory at most, so that the sum over all envs fits int64.
 _MOST_FRAMES = 1 << 38
 _KEYS = {
@@ -66,16 +64,14 @@ class Misfit(Exception):
 
 def check_settings(saved: Mapping[str, Any], options: PassOptions, num_envs: int, share: slice) -> None:
     """Raise `Misfit` if a state has other settings, or not `num_envs` envs in the `share` of this rank."""
-    if saved.get("version") not in (_VERSION, _WITHOUT_LENGTHS):
-        raise Misfit(f"a state of version {_VERSION}", repr(saved.get("version")))
+    if saved.get("version") != _VERSION:
+        got = f"{saved.get('version')!r}. set_epoch begins an epoch without it"
+        raise Misfit(f"a state of version {_VERSION}", got)
     if ("live" in saved) != (options.refresh_s is not None):
         got = "a state with refresh_s" if "live" in saved else "one without"
         raise Misfit(f"refresh_s={options.refresh_s} as in this dataset", got)
-    required = _KEYS - {"length"} if saved["version"] == _WITHOUT_LENGTHS else _KEYS
-    if saved.keys() - {"live"} != required:
+    if saved.keys() - {"live"} != _KEYS:
         raise Misfit("a state as state_dict() gives it", f"the keys {sorted(saved)}")
-    if saved["settings"].get("lane") is not None:
-        raise Misfit("a state of a whole stream", f"one of lane {saved['settings']['lane']}, from an earlier version")
     if share.stop - share.start != num_envs:
         all_envs = saved["settings"]["num_envs"]
         got = str(all_envs)
@@ -97,7 +93,7 @@ def position_in(saved: Mapping[str, Any], dealer: Dealer) -> Position:
     turn = operator.index(live["turn"])
     left = operator.index(live["left"])
     keys = [(saved["writers"][writer], int(number)) for writer, number in saved["trajectory"]]
-    snapshot = dealer.resumed(turn, saved["upto"], _played(saved, keys) if "length" in saved else {})
+    snapshot = dealer.resumed(turn, saved["upto"], _played(saved, keys))
     frame = np.array(saved["frame"], np.int64)
     is_first = np.array(saved["is_first"], bool)
     is_exhausted = np.array(saved["is_exhausted"], bool)

@@ -7,12 +7,12 @@ group, and of where trajectories lie in their files; what is fetched ahead follo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 
 from ..blocks.block_header import DATA, FINAL
 from ..blocks.trajectory_index import Int64s, Runs, counted_from, mixed
+from ..sources.epoch import Epoch
 from ..sources.rows.remote_blocks import RemoteBlocks, Stock
 from .window_index import WindowIndex
 from .window_reader import WindowPlan
@@ -29,17 +29,17 @@ class ChunkedOrder:
         place: int64 `[K]`, the order in which the trajectories of `windows` lie in the files.
         num_frames: Frames of a chunk.
         num_chunks: Chunks of a group.
-        seed: Whole numbers; None goes through the windows as they are numbered.
+        epoch: Epoch that shuffles the chunks and windows; None keeps the windows in the order of their numbers.
 
     Attributes:
         bounds: int64 `[G + 1]`, the position of the first window of each group, and of the end.
     """
 
     def __init__(
-        self, windows: WindowIndex, place: Int64s, num_frames: int, num_chunks: int, seed: Sequence[int] | None
+        self, windows: WindowIndex, place: Int64s, num_frames: int, num_chunks: int, epoch: Epoch | None
     ) -> None:
-        self._seed = None if seed is None else np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
-        place = np.arange(len(place)) if seed is None else place
+        self._seed = None if epoch is None else np.uint64(epoch.key_seed)
+        place = np.arange(len(place)) if epoch is None else place
         counts = np.diff(windows.first_window)[place]
         place = place[counts > 0]
         counts = counts[counts > 0]

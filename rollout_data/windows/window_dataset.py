@@ -25,6 +25,7 @@ from ..blocks.block_header import DATA
 from ..blocks.row_layout import Allocate
 from ..blocks.trajectory_index import Int64s, LostBlockError
 from ..remote.locations import DataDirs, RemoteOptions, checked_remote, present_origins_of
+from ..sources.epoch import Epoch
 from ..sources.live_source import LiveSource
 from ..sources.processes.shared_memory import Spot
 from ..sources.recordings.field_statistics import FieldStatistics, Frames, compute_statistics
@@ -320,23 +321,23 @@ class WindowDataset(WindowBatches):
 
     # Windows
 
-    def shuffled(self, seed: Sequence[int], until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
+    def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
         """Return all windows in a shuffled order and their sort keys.
 
-        The order depends only on `seed` and the names of the windows. Files over a network use the
+        The order depends only on the epoch and the names of the windows. Files over a network use the
         order of `ChunkedOrder`.
         """
         if self._source.is_remote:
-            return self._chunked(seed).windows(), np.arange(len(self))
-        keys = self._windows.random_keys(seed) ^ np.uint64(1 << 63)
+            return self._chunked(epoch).windows(), np.arange(len(self))
+        keys = self._windows.random_keys(epoch) ^ np.uint64(1 << 63)
         # The xor keeps the order for signed integers: torch sorts them in a third of numpy's time.
         ordered, windows = torch.sort(torch.from_numpy(keys.view(np.int64)), stable=True)
         return windows.numpy(), ordered.numpy()
 
-    def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:
+    def ahead(self, epoch: Epoch | None) -> Callable[[int, int], None]:
         if not isinstance(self._snapshot, RemoteBlocks):
-            return super().ahead(seed)
-        return Route(self._snapshot, self.plan, self._windows, self._chunked(seed)).advance
+            return super().ahead(epoch)
+        return Route(self._snapshot, self.plan, self._windows, self._chunked(epoch)).advance
 
     def _chunks(self) -> list[int]:
         """Return [frames per chunk, chunks per group] for files over a network; else [].
@@ -351,16 +352,16 @@ class WindowDataset(WindowBatches):
         beyond = max(high for _, high in reaches) - min(low for low, _ in reaches) if reaches else 0
         return [max(1, self._remote.chunk_bytes // max(1, row_bytes) - beyond), self._remote.num_chunks]
 
-    def _chunked(self, seed: Sequence[int] | None) -> ChunkedOrder:
+    def _chunked(self, epoch: Epoch | None) -> ChunkedOrder:
         index = self._snapshot.index
         first = index.fragment_frame.searchsorted(index.first_frame[self.trajectories])
         place = np.lexsort((index.fragment_row[first], index.fragment_block[first]))
         num_frames, num_chunks = self._chunks()
-        return ChunkedOrder(self._windows, place, num_frames, num_chunks, seed)
+        return ChunkedOrder(self._windows, place, num_frames, num_chunks, epoch)
 
-    def random_keys(self, seed: Sequence[int]) -> np.ndarray:
+    def random_keys(self, epoch: Epoch) -> np.ndarray:
         """Return a random number for each window, uint64; see `WindowIndex`."""
-        return self._windows.random_keys(seed)
+        return self._windows.random_keys(epoch)
 
     def name(self, window: int) -> list[Any]:
         """Return the name of a window; see `WindowIndex`.

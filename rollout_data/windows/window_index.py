@@ -20,12 +20,11 @@ from storage.core.arguments import choice, real
 from storage.errors import OutOfRangeError, UsageError
 
 from ..blocks.trajectory_index import Int64s, TrajectoryIndex, counted_from, mixed, share_of
-from ..sources.processes.process_group import Shard
+from ..sources.epoch import Epoch
 from ..sources.rows.row_source import Rows
 
 Padding = Literal["none", "repeat", "edge", "zero"]
 Split = Literal["train", "validation"]
-Even = Literal["pad", "drop", "none"]
 CREATE = "create a WindowDataset"
 #: Bits of a time within a turn of `arrivals`; turns are counted above them, in int64.
 _TURN_BITS = 60
@@ -108,11 +107,9 @@ class WindowIndex:
 
     # What stays the same when trajectories come and go
 
-    def random_keys(self, seed: Sequence[int]) -> np.ndarray:
-        """uint64, a random number for each window: a function of `seed` and of the window's name alone."""
-        keys = self._index.random_keys(
-            self.trajectories, int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
-        )
+    def random_keys(self, epoch: Epoch) -> np.ndarray:
+        """Return the key of each window in an epoch, uint64: a function of the epoch and of the window's name."""
+        keys = epoch.keys(self._index, self.trajectories)
         counts = np.diff(self.first_window)
         step = counted_from(np.zeros_like(counts), counts)
         return mixed(np.repeat(keys, counts) + step.astype(np.uint64))
@@ -176,22 +173,6 @@ def _poisson_bounds(mean: Fraction) -> np.ndarray:
     total = sum(terms)
     bounds = [(below << 64) // total for below in accumulate(terms)]
     return np.array([bound for bound in bounds if bound < 1 << 64], np.uint64)
-
-
-def rank_batches(start: int, stop: int, batch_size: int, shard: Shard, even: str, drop_last: bool) -> Int64s:
-    """Cut places of an epoch into batches of all ranks, and those into the ranks' parts: int64 `[K, 2]`, half-open.
-
-    Parts that go beyond `stop` go on with the first places of the epoch; those of `even="none"` may be empty.
-    """
-    size = batch_size * shard.total
-    stop -= (stop - start) % size if drop_last else 0
-    first = np.arange(start, stop, size)
-    share, rest = np.divmod(np.minimum(size, stop - first), shard.total)
-    share += (rest > 0) & (even == "pad")
-    rest *= even == "none"
-    ranks = np.array([[shard.number], [shard.number + 1]])
-    bounds: Int64s = (first + ranks * share + np.minimum(ranks, rest))[:, share + rest > 0].T
-    return bounds
 
 
 def checked_windows(action: str, given: Sequence[int] | np.ndarray, num_windows: int) -> Int64s:

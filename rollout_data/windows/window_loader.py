@@ -28,15 +28,16 @@ from storage.live.prefetch import PipelinedDataCollector
 from ..blocks.row_layout import Allocate
 from ..blocks.trajectory_index import Int64s
 from ..remote.locations import DataDir, is_one
+from ..sources.epoch import Epoch, Even, num_upto, rank_batches
 from ..sources.origins import mixed_conventions
 from ..sources.processes.process_group import ShardChoice, agreement_of, checked_shard, current_shard
 from ..sources.recordings.field_statistics import FieldStatistics, compute_statistics
 from .skipped_windows import OnError
 from .window_dataset import WindowDataset
-from .window_index import Even, arrivals, checked_windows, rank_batches, turn_of
+from .window_index import arrivals, checked_windows, turn_of
 from .worker_batches import WindowBatches, collate_windows
 
-#: Of a state of a loader; in 2 the order was a permutation of numbers, rather than of names.
+#: Version of a state of a loader.
 _VERSION = 3
 _CREATE = "create a WindowLoader"
 _MIX = "create a WindowMixture"
@@ -185,29 +186,29 @@ class WindowMixture(WindowBatches):
         earlier.__setstate__({**self.__getstate__(), "datasets": members})
         return earlier
 
-    def shuffled(self, seed: Sequence[int], until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
+    def shuffled(self, epoch: Epoch, until: Sequence[Any] | None = None) -> tuple[Int64s, Int64s]:
         """Draw as many windows as there are, with replacement and by the weights; and when each is drawn, ascending.
 
-        A function of `seed` and of the names of the windows: see `arrivals`. With `until`, a time and the name of a
+        A function of the epoch and of the names of the windows: see `arrivals`. With `until`, a time and the name of a
         window, those up to this draw.
         """
         draws = times = np.zeros(0, np.int64)
         for turn in count():
-            later, later_times = self._arrivals(seed, turn)
+            later, later_times = self._arrivals(epoch, turn)
             draws = np.append(draws, later)
             times = np.append(times, later_times)
             is_enough = len(draws) >= self._num_draws if until is None else turn >= turn_of(until[0])
             if is_enough:
                 break
-        num_draws = self._num_draws if until is None else num_upto_draw(self, draws, times, until)
+        num_draws = self._num_draws if until is None else _num_upto_draw(self, draws, times, until)
         return draws[:num_draws], times[:num_draws]
 
-    def _arrivals(self, seed: Sequence[int], turn: int) -> tuple[Int64s, Int64s]:
+    def _arrivals(self, epoch: Epoch, turn: int) -> tuple[Int64s, Int64s]:
         """Draw windows for one turn: their numbers, and their times, ascending."""
         windows = []
         times = []
         for member, dataset in enumerate(self.datasets):
-            place, time = arrivals(dataset.random_keys([*seed, member, turn]), self._means[member], turn)
+            place, time = arrivals(dataset.random_keys(epoch.with_purpose(member, turn)), self._means[member], turn)
             windows.append(self._first[member] + place)
             times.append(time)
         ordered, order = torch.sort(torch.from_numpy(np.concatenate(times)), stable=True)
@@ -283,24 +284,22 @@ class MixtureSampler(Shown, Sampler[int]):
         return len(self._places())
 
     def __iter__(self) -> Iterator[int]:
-        order = self.mixture.draw(self.num_samples, np.random.default_rng([self.seed, self.epoch]))
+        order = self.mixture.draw(self.num_samples, Epoch(self.seed, self.epoch).generator())
         self.epoch += 1
         return iter(order.take(self._places(), mode="wrap").tolist())
 
 
-def num_upto_draw(windows: Any, draws: Int64s, keys: Int64s, last: Sequence[Any]) -> int:
-    """Count the draws up to one, which may be gone.
+def _num_upto_draw(windows: Any, draws: Int64s, keys: Int64s, last: Sequence[Any]) -> int:
+    """Count the draws up to one that may be deleted; see `num_upto`.
 
     Args:
         windows: A `WindowDataset` or `WindowMixture`.
         draws: int64 `[K]`, numbers of its windows, in order.
-        keys: int64 `[K]`, ascending; draws of equal keys are in the order of their numbers.
+        keys: int64 `[K]`, ascending.
         last: Key of the draw, and the name of its window.
     """
     key, *name = last
-    first = np.searchsorted(keys, key)
-    stop = np.searchsorted(keys, key, side="right")
-    return int(first + np.count_nonzero(draws[first:stop] < windows.num_upto(name)))
+    return num_upto(draws, keys, key, windows.num_upto(name))
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -383,7 +382,6 @@ class WindowLoader(Shown):
         self._position = 0
         self._windows = self.dataset
         self._until: Any = None  # the last key of an epoch that was begun elsewhere
-        self._is_of_version_2 = False
         self._ordered: tuple[Int64s, np.ndarray | None] | None = None
 
     def _as_rank_0_has(self, windows: Any, opened_as: Any = None) -> Any:
@@ -419,9 +417,7 @@ class WindowLoader(Shown):
         windows = self._windows if epoch == self.epoch else self.dataset
         if not self.shuffle:
             return np.arange(len(windows)), None
-        if self._is_of_version_2 and epoch == self.epoch:
-            return np.random.default_rng([self.seed, epoch]).permutation(len(windows)), None
-        return windows.shuffled([self.seed, epoch], self._until if epoch == self.epoch else None)
+        return windows.shuffled(Epoch(self.seed, epoch), self._until if epoch == self.epoch else None)
 
     def _bounds(self, start: int, stop: int) -> Int64s:
         return rank_batches(start, stop, self.batch_size, current_shard(self._shard), self.even, self.drop_last)
@@ -435,7 +431,7 @@ class WindowLoader(Shown):
         turn = self._turn
         global_size = self.batch_size * current_shard(self._shard).total
         windows, bounds = self._windows, self._bounds(start, len(order))
-        ahead_of = windows.ahead([self.seed, epoch] if self.shuffle else None)
+        ahead_of = windows.ahead(Epoch(self.seed, epoch) if self.shuffle else None)
 
         def read(first: int, stop: int) -> Any:
             ahead_of(first, stop)
@@ -460,7 +456,7 @@ class WindowLoader(Shown):
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand after the last batch that was delivered, in plain data: the same in each of them."""
         place: dict[str, Any] = {"epoch": self.epoch, "position": self._position, "windows": self._windows.opened_as}
-        if self._position and not self._is_of_version_2:
+        if self._position:
             self._ordered = self._ordered or self._order(self.epoch)
             order, keys = self._ordered
             last = self._position - 1
@@ -470,7 +466,7 @@ class WindowLoader(Shown):
                 place["after"] = [int(keys[last]), *place["after"]]
                 place["until"] = [int(keys[-1]), *self._windows.name(int(order[-1]))]
         settings = {"num_windows": len(self._windows), "shuffle": self.shuffle, "seed": self.seed}
-        return {"version": 2 if self._is_of_version_2 else _VERSION, **place, **settings}
+        return {"version": _VERSION, **place, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, in any number of ranks and with any batch size: the same windows follow.
@@ -479,42 +475,37 @@ class WindowLoader(Shown):
         the dataset. Under torch.distributed every rank has to call this.
 
         Raises:
-            UsageError: The state belongs to other windows or to another order.
-            DataFileError: Trajectories of the epoch are gone, and the state is of version 2, or the folder of the older
-                layout. `set_epoch` begins another epoch.
+            UsageError: The state belongs to other windows or to another order, or is of an earlier version.
+            DataFileError: Trajectories of the epoch are gone, and the folder is of the older layout. `set_epoch` begins
+                another epoch.
         """
+        action = "call WindowLoader.load_state_dict"
         version = state.get("version") if isinstance(state, Mapping) else None
-        if version not in (2, _VERSION):
-            raise UsageError(
-                "call WindowLoader.load_state_dict", "", f"a state of version 2 or {_VERSION}", repr(version)
-            )
-        position = whole("call WindowLoader.load_state_dict", "position", state.get("position"), 0)
+        if version != _VERSION:
+            advice = "set_epoch begins an epoch"
+            raise UsageError(action, "", f"a state of version {_VERSION}", repr(version), advice)
+        position = whole(action, "position", state.get("position"), 0)
         windows = self.dataset
-        after: Any = state.get("after")
-        # States of earlier versions hold the key of the last window alone, or nothing.
-        has_name = isinstance(after, (list, tuple))
-        if position and self.shuffle and isinstance(windows, WindowMixture) and not has_name:
-            advice = "Its order was another one then: set_epoch begins an epoch"
-            raise UsageError("resume an epoch", "of a mixture", "a state of this version", "an earlier one", advice)
-        if version == _VERSION and position:
+        if position:
             windows = self._as_rank_0_has(windows, state["windows"])
-        elif position:
-            windows = windows.at(state["windows"])
-        lacks_some = version == _VERSION and position > 0 and windows.opened_as != state["windows"]
+        lacks_some = position > 0 and windows.opened_as != state["windows"]
         expected = {"num_windows": len(windows)} if position and not lacks_some else {}
         for name, value in {**expected, "shuffle": self.shuffle, "seed": self.seed}.items():
             if state.get(name) != value:
-                raise UsageError("call WindowLoader.load_state_dict", "", f"{name} = {value}", repr(state.get(name)))
-        self.set_epoch(whole("call WindowLoader.load_state_dict", "epoch", state["epoch"], 0))
-        self._windows, self._position, self._until = windows, position, state.get("until")
-        self._is_of_version_2 = version != _VERSION
-        self._ordered = order, keys = self._order(self.epoch)
-        if lacks_some:
-            if keys is None:
-                self._position = windows.num_upto(after)
-            elif has_name:
-                self._position = num_upto_draw(windows, order, keys, after)
-            else:
-                self._position = int(np.searchsorted(keys, after, "right"))
+                raise UsageError(action, "", f"{name} = {value}", repr(state.get(name)))
+        after: Any = state.get("after")
+        if position and not isinstance(after, (list, tuple)):
+            expected_name = "the name of the last window that was delivered"
+            raise UsageError(action, "", expected_name, repr(after), "set_epoch begins an epoch")
+        self.set_epoch(whole(action, "epoch", state["epoch"], 0))
+        self._windows = windows
+        self._position = position
+        self._until = state.get("until")
+        order, keys = self._order(self.epoch)
+        self._ordered = order, keys
+        if lacks_some and keys is None:
+            self._position = windows.num_upto(after)
+        elif lacks_some and keys is not None:
+            self._position = _num_upto_draw(windows, order, keys, after)
         if position and not len(self._bounds(self._position, len(order))):
             self._go_to(self.epoch + 1)

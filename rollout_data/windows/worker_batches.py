@@ -28,6 +28,7 @@ from storage.errors import DataFileError, MissingFieldError, OutOfRangeError, Un
 
 from ..blocks.row_layout import Allocate
 from ..blocks.trajectory_index import Int64s
+from ..sources.epoch import Epoch
 from ..sources.processes.process_group import is_in_worker
 from ..sources.processes.shared_memory import SharedMemory, Spot, shared_memory
 from .skipped_windows import OnError
@@ -164,11 +165,10 @@ class WindowBatches(Shown, Dataset[dict[str, Any]], ABC):
     def read(self, windows: Sequence[int] | np.ndarray, allocate: Allocate) -> dict[str, Any]:
         """Read a batch into memory from `allocate(shape, dtype)`; otherwise like `__getitems__`."""
 
-    def ahead(self, seed: Sequence[int] | None) -> Callable[[int, int], None]:
+    def ahead(self, epoch: Epoch | None) -> Callable[[int, int], None]:
         """Return a function that prefetches the positions `start:stop` of an epoch.
 
-        By default the function does nothing. `seed` is the seed of `shuffled`; None means ascending
-        order.
+        By default the function does nothing. Without an epoch the windows are in ascending order.
         """
         return lambda start, stop: None
 

@@ -94,7 +94,7 @@ def _needed_trajectories(folder: BlockFolder, limits: Mapping[str, int]) -> np.n
     """Return which trajectories must stay readable: bool `[num_trajectories]`."""
     index = folder.index
     is_writer_running = [journal_path(folder.data_dir, writer).exists() for writer in index.writers]
-    is_needed = ~index.is_complete() & np.array(is_writer_running, bool)[index.writer]
+    is_needed: np.ndarray = ~index.is_complete() & np.array(is_writer_running, bool)[index.writer]
     is_needed[_first_kept(index, limits) :] = True
     return is_needed
 

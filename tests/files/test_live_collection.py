@@ -186,6 +186,13 @@ def test_a_time_that_cannot_be_is_refused(tmp_path, wrong):
         opened(tmp_path, 1, refresh_s=wrong)
 
 
+def test_workers_of_a_plain_loader_are_refused_with_refresh_s(tmp_path):
+    record(tmp_path, [3, 3])
+    batches = torch.utils.data.DataLoader(opened(tmp_path, 2), batch_size=None, num_workers=1)
+    with pytest.raises(UsageError, match=r"workers of a plain DataLoader\. Use rollout_data\.loader\("):
+        next(iter(batches))
+
+
 # Looks at a folder: their cost, and file systems that tell late or wrong
 
 

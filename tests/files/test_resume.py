@@ -340,13 +340,3 @@ def test_a_state_tells_the_number_of_the_epoch_that_comes_next(tmp_path):
             second.load_state_dict(state)
             assert order(second) == epochs[expected]
         assert order(first) == epochs[expected]
-
-
-def test_a_state_of_a_lane_is_refused(tmp_path):
-    record(tmp_path, [3, 4, 5])
-    dataset = RolloutDataset(tmp_path, 2, device="cpu")
-    dataset.get_batch()
-    state = dataset.state_dict()
-    state["settings"]["lane"] = [0, 2]
-    with pytest.raises(UsageError, match=r"a state of a whole stream, got one of lane \[0, 2\], from an earlier"):
-        RolloutDataset(tmp_path, 2, device="cpu").load_state_dict(state)

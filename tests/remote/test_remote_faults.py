@@ -13,6 +13,7 @@ pytest.importorskip("fsspec")
 from benchmarks.lagging import LaggingFileSystem
 from rollout_data import RemoteOptions, RolloutDataset, RolloutWriter, WindowDataset, WindowLoader
 from rollout_data.sources.rows.remote_blocks import Stock
+from rollout_data.sources.rows.row_source import Rows
 from storage.errors import DataFileError, UsageError
 from tests.files.recorded import drain, record
 
@@ -134,10 +135,12 @@ def test_a_block_of_coded_components_that_vanishes_before_its_chunks_are_known_i
 def test_rows_that_another_thread_drops_on_their_way_are_asked_for_again(folder):
     far = far_windows(lagging(folder), remote={"num_requests": 1})
     frames, trajectories = far.frames
-    runs = frames.locate(trajectories[:1], np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64))
+    zero = np.zeros(1, np.int64)
+    rows = Rows(trajectories[:1], zero, zero + 1, zero)
+    runs = frames.locate(rows)
     name, column = next(iter(frames.layouts["data"].columns.items()))
     expected, found = (torch.zeros(1, column.row_bytes // 4, dtype=torch.int32) for _ in range(2))
-    frames.copy(("data", name), runs, 1, expected)
+    frames.read_rows(rows, 1, {name: expected})
     is_asked, may_answer = threading.Event(), threading.Event()
     fail_by(lambda *request: (is_asked.set(), may_answer.wait(60)))
     stock = Stock(frames, ("data", name), runs)
