@@ -17,7 +17,7 @@ from h5py import h5d
 
 from storage.core.durable_files import read_text
 
-from ..sources.natural_order import natural
+from ..sources.recordings.natural_order import natural
 from .arrays.npz_arrays import array_names, is_zip, member_names
 from .hdf5.hdf5_datasets import OpenFile, hdf5_names, matches, numbered
 from .input_checks import file_inside, first_bytes, listed, parse_attribute

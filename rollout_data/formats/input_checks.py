@@ -22,7 +22,7 @@ from storage.errors import (
     UsageError,
 )
 
-from ..sources.natural_order import natural
+from ..sources.recordings.natural_order import natural
 
 
 def optional(module: str, package: str, extra: str, what: str) -> Any:

@@ -38,7 +38,7 @@ def access_error(action: str, where: str, error: BaseException, cause: BaseExcep
         cause: Error in its chain of causes that means denied access.
     """
     got = f"{type(cause).__name__}: {cause}".removesuffix(": ")
-    advice = "Check the credentials and the access rights, and continue"
+    advice = "Renew the credentials or ask for the access rights, and continue"
     denied = AccessError(action, where, "permission", got, advice)
     denied.__cause__ = error
     return denied

@@ -67,7 +67,7 @@ def prune(
     paths: list[Path] = []
     for number in range(len(folder.index.writers)):
         paths += _unneeded_files(folder.index, number, is_needed)
-    if paths and not dry_run:
+    if not dry_run:
         _delete(folder.data_dir, paths, progress)
     return paths
 
@@ -124,12 +124,14 @@ def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) 
 
 def _delete(data_dir: Path, paths: list[Path], progress: bool) -> None:
     """Delete blocks; note that in the note of a conversion, and rewrite the index cache."""
-    note_replaced(data_dir, paths)
+    if paths:
+        note_replaced(data_dir, paths)
     for path in tqdm(paths, desc="prune", unit=" blocks", disable=not progress):
         path.unlink(missing_ok=True)
         # Checksums that `push` wrote. They exist in a folder that was copied from a bucket.
         path.with_name(path.name + ".sums").unlink(missing_ok=True)
-    save_index_cache(data_dir)
+    if paths:
+        save_index_cache(data_dir)
 
 
 def _first_kept(index: TrajectoryIndex, limits: Mapping[str, int]) -> int:

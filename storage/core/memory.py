@@ -406,19 +406,18 @@ class StreamOrder:
 class _StreamAccess:
     """Context of one access of a `StreamOrder`. It may be used again, and nested."""
 
-    __slots__ = ("_is_needed", "_is_write", "_order")
+    __slots__ = ("_is_write", "_order")
 
     def __init__(self, order: StreamOrder, is_write: bool) -> None:
         self._order = order
-        self._is_needed = order.is_needed
         self._is_write = is_write
 
     def __enter__(self) -> None:
-        if self._is_needed:
+        if self._order.is_needed:
             self._order.wait(self._is_write)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        if self._is_needed and error_type is None:
+        if self._order.is_needed and error_type is None:
             self._order.record(self._is_write)
 
 

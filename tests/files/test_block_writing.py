@@ -115,7 +115,7 @@ def test_a_block_is_renamed_after_it_was_flushed_and_only_durable_ones_are(tmp_p
         events.append(("rename", str(target)))
         call(source, target)
 
-    with instead_of("fsync", flush), instead_of("rename", rename):
+    with instead_of("fsync", flush), instead_of("replace", rename), instead_of("rename", rename):
         path = write_block(tmp_path, content(), durable=durable)
     temporary = str(path.with_name(f".tmp_{path.name}"))
     flushed = [("flush", temporary), ("rename", str(path)), ("flush", str(tmp_path))]

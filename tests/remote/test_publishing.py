@@ -127,7 +127,7 @@ def test_urls_of_other_stores_are_published_read_and_played(folder, tmp_path, ur
     ("error", "told"),
     [
         (ConnectionError("the line is down"), "the line is down, 2 times"),
-        (FileNotFoundError("no such bucket"), "a place where they may be put, got FileNotFoundError: no such bucket"),
+        (FileNotFoundError("no such bucket"), "a writable URL, got FileNotFoundError: no such bucket"),
         (PermissionError("no right"), "permission, got PermissionError: no right"),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_bucket_is_read_as_the_folder_is(server, tmp_path):
     small = RemoteOptions(chunk_bytes=4096, num_chunks=3, num_requests=8, storage_options=storage)
     num_blocks = len(list(folder.glob("*.h5")))
     assert [push(folder, "s3://reading/runs/walk", remote=small) for _ in range(2)] == [num_blocks, 0]
-    with pytest.raises(DataFileError, match=r"a place where they may be put, got FileNotFoundError: .* bucket"):
+    with pytest.raises(DataFileError, match=r"a writable URL, got FileNotFoundError: .* bucket"):
         push(folder, "s3://no-such-bucket/walk", remote=small)
     near, far = WindowDataset(folder, 4), WindowDataset("s3://reading/runs/walk", 4, remote=small)
     loader = check_epoch(near, far, 64, seed=1)

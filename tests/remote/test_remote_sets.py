@@ -250,7 +250,7 @@ def test_a_file_that_is_removed_while_it_is_copied_is_no_error_of_the_folder_of_
 
     system.fails = staticmethod(act)
     with pytest.raises(
-        DataFileError, match=r"cannot open 'stamped://set\.hdf5': expected files that stay.*no such object"
+        DataFileError, match=r"cannot open 'stamped://set\.hdf5': expected files that do not change.*no such object"
     ):
         rollout_data.open("stamped://set.hdf5")
 

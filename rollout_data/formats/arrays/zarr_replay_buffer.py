@@ -16,7 +16,7 @@ from storage.errors import CorruptFileError
 
 from ...sources.episode_info import EpisodeInfo
 from ...sources.file_source import FileSource
-from ...sources.natural_order import natural
+from ...sources.recordings.natural_order import natural
 from ..format_detection import ZARR_ENDS
 from .npz_arrays import Array
 from .zarr_arrays import MAX_META_BYTES, Store, ZarrArray, find_arrays

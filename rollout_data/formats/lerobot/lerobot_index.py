@@ -22,7 +22,7 @@ from storage.core.arguments import is_real, is_whole
 from storage.core.durable_files import read_text
 from storage.errors import CorruptFileError, DataFileError, RolloutDataError
 
-from ...sources.natural_order import natural
+from ...sources.recordings.natural_order import natural
 from ..input_checks import file_inside, parse_json
 from ..parquet import ParquetFile, ParquetFiles
 from .lerobot_info import INDEX_COLUMNS, UNFINISHED, Info, file_name

@@ -11,7 +11,7 @@ from storage.errors import RolloutDataError, UsageError
 
 from ...blocks.block_folder import block_entries
 from ..format_registry import detect, trajectory_folders
-from ..natural_order import natural
+from .natural_order import natural
 
 _NUM_SHOWN = 5
 
