@@ -34,8 +34,8 @@ class RolloutDataError(Exception):
         expected: Description of a valid value.
         got: Description of the actual value.
         advice: Next step for the user, a sentence without the full stop.
-        message: Whole message instead of its parts. torch's `DataLoader` passes it when it raises an
-            error of a worker process again.
+        message: Whole message instead of its parts. torch's `DataLoader` passes it when it raises
+            an error of a worker process again.
 
     Attributes:
         kind: Class of the defect in one word, as in "gap", for programs; "" if unknown.

@@ -1,8 +1,9 @@
-"""Checks of single arguments: each gives the checked value, or raises `UsageError` in one form of text.
+"""Checks of single arguments: each returns the checked value or raises `UsageError`.
 
-One rule: every check is called as `check(action, name, value, ...)`, and nothing else in the library decides what
-counts as a number, a flag or a path. The text is *cannot <action>: expected <name> <what it must be>, got <value>.*
-Several checks are named like the arguments that they check, so import the module: `arguments.device(...)`.
+Every check has the form `check(action, name, value, ...)`. The library accepts numbers, flags and
+paths only by these checks. The message is *cannot <action>: expected <name> <condition>, got
+<value>.* Import the module and call `arguments.device(...)`, since some checks have the name of an
+argument.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def options_of(call: str, given: Mapping[str, Any], *takers: Callable[..., Any],
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is an integer, of Python, numpy or torch; booleans and 2.0 are none."""
-    if type(value) is int:  # nearly always, and in a tenth of the time
+    """Return whether a value is an integer of Python, numpy or torch; False for booleans and 2.0."""
+    if type(value) is int:  # The common case, in a tenth of the time.
         return True
     try:
         operator.index(value)
@@ -77,7 +78,7 @@ def is_whole(value: Any) -> bool:
 
 
 def whole(action: str, name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Check an integer of at least `low` and at most `high`; give it as Python's."""
+    """Check an integer of at least `low` and at most `high`; return a Python int."""
     if is_whole(value) and value >= low and (high is None or value <= high):
         return int(value)
     limits = f">= {low}" if high is None else f"in {low}:{high + 1}"
@@ -86,7 +87,10 @@ def whole(action: str, name: str, value: Any, low: int, high: int | None = None)
 
 
 def is_real(value: Any) -> bool:
-    """Return whether a value is a number that a float can hold, of Python or numpy; booleans and NaN are none."""
+    """Return whether a value is a Python or numpy number in the range of float.
+
+    Returns False for booleans and NaN.
+    """
     try:
         return isinstance(value, Real) and not _is_bool(value) and not math.isnan(value)
     except OverflowError:  # an integer like 10**400
@@ -94,21 +98,24 @@ def is_real(value: Any) -> bool:
 
 
 def real(action: str, name: str, value: Any, expected: str, is_right: Callable[[float], bool]) -> float:
-    """Check a number for which `is_right` is true, in words `expected`: ">= 0 seconds"; give it as Python's."""
+    """Check a number for which `is_right` returns True; return a Python float.
+
+    `expected` describes the condition in errors, as in ">= 0 seconds".
+    """
     if is_real(value) and is_right(float(value)):
         return float(value)
     raise UsageError(action, "", f"{name} {expected}", repr(value))
 
 
 def flag(action: str, name: str, value: Any) -> bool:
-    """Check True or False, as a bool of Python or numpy, 0 or 1."""
+    """Check a flag: a bool of Python or numpy, 0 or 1."""
     if _is_bool(value) or (is_whole(value) and value in (0, 1)):
         return bool(value)
     raise UsageError(action, "", f"{name} True or False", repr(value))
 
 
 def choice(action: str, name: str, value: Choice, options: Iterable[Choice]) -> Choice:
-    """Check one of some options; the error lists them, the nearest first."""
+    """Check that a value is one of `options`; the error lists the nearest option first."""
     listed = list(options)
     if any(isinstance(value, type(option)) and value == option for option in listed):
         return value
@@ -116,14 +123,17 @@ def choice(action: str, name: str, value: Choice, options: Iterable[Choice]) -> 
 
 
 def instance(action: str, name: str, value: Any, expected: str, *kinds: type[Any]) -> Any:
-    """Check an instance of one of some types, in words `expected`: "as a mapping"."""
+    """Check that a value is an instance of one of `kinds`.
+
+    `expected` describes the types in errors, as in "as a mapping".
+    """
     if isinstance(value, kinds):
         return value
     raise UsageError(action, "", f"{name} {expected}", type(value).__name__)
 
 
 def is_url(value: Any) -> bool:
-    """Return whether a path is a URL, also one that was made a `Path`."""
+    """Return whether a path is a URL; also recognizes a URL that was converted to a `Path`."""
     return isinstance(value, (str, os.PathLike)) and bool(_URL.match(os.fsdecode(value)))
 
 
@@ -163,7 +173,7 @@ def optional_device(action: str, name: str, value: Any) -> torch.device | None:
 
 
 def names(action: str, name: str, value: Any) -> tuple[str, ...]:
-    """Check a collection of flat names; a single str is none."""
+    """Check a collection of flat names; a single str is an error."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         listed = tuple(value)
         if all(isinstance(one, str) for one in listed):
@@ -179,7 +189,10 @@ def seed(action: str, name: str, value: Any) -> int:
 
 
 def env_ids(action: str, name: str, value: Any, num_envs: int) -> npt.NDArray[np.int64]:
-    """Check ids of envs or frames, a number, sequence, array or tensor; give them flat, in their order, as int64."""
+    """Check ids of environments or frames; return a flat int64 array in the same order.
+
+    The ids are a number, a sequence, an array or a tensor.
+    """
     try:
         given = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value).reshape(-1)
     except ValueError as cause:

@@ -1,8 +1,7 @@
-"""Fields: what a store or file holds, declared once as name -> shape, dtype, codec; nested mappings by flat names.
+"""`Field` and `Schema`: name, shape, dtype and codec of stored arrays; conversion of nested mappings.
 
-One rule: code that would name a field twice loops over a `Schema` instead. Arrays, files and rows are elsewhere. Keys
-are non-empty strings without "/", so that flat names, joined by "/", and nested paths map one to one. Leaves are
-whatever is not a mapping; nothing here looks inside them.
+A flat name joins the keys of a nested mapping by "/". Keys are non-empty strings without "/", so
+each flat name has exactly one nested path. A leaf is any value that is not a mapping.
 """
 
 from __future__ import annotations
@@ -75,12 +74,12 @@ class Field:
     """One named array column.
 
     Attributes:
-        name: Where it stands, nested levels joined by "/": "observation/depth".
+        name: Flat name, nested levels joined by "/": "observation/depth".
         shape: Shape of one row, without time and env; () for a scalar.
-        dtype: A key of `DTYPES`: the dtype that users give and get back.
-        codec: How rows are coded; "raw" keeps the bytes as they are.
+        dtype: A key of `DTYPES`: the dtype of values that users pass and receive.
+        codec: Name of the codec of rows; "raw" for unchanged bytes.
         fill: Value of rows that are not written yet.
-        is_text: Its numbers stand for texts, which are kept apart, each once.
+        is_text: Whether values are indices of texts, which are stored separately, each once.
     """
 
     name: str
@@ -119,16 +118,16 @@ class Field:
 
     @property
     def num_elements(self) -> int:
-        """Numbers in one row: the product of the shape, 1 for a scalar."""
+        """Number of values in one row: the product of the shape, 1 for a scalar."""
         return prod(self.shape)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row as users give it, before any codec."""
+        """Bytes of one row before compression by the codec."""
         return self.num_elements * self.numpy_dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """Write name, shape, dtype and codec as JSON knows them; the fill is not of the data and is left out."""
+        """Return name, shape, dtype and codec as JSON values; `fill` is not part of stored data."""
         about = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "codec": self.codec}
         return {**about, "text": True} if self.is_text else about
 
@@ -188,7 +187,7 @@ class Schema(Mapping[str, Field]):
         return {name: f for name, f in self._fields.items() if name == prefix or name.startswith(prefix + "/")}
 
     def difference(self, other: Schema) -> str:
-        """Describe where `other` differs from this schema; "" if it does not."""
+        """Return a description of the first difference from `other`; "" for equal schemas."""
         for name in self:
             if name not in other:
                 return f"field {name!r} is missing"

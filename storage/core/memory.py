@@ -1,13 +1,13 @@
-"""Memory: reused buffers for large results, tensors that are kept, tensors as arrays, and streams that share memory.
+"""Memory: buffer pools, long-lived tensors, tensors as numpy arrays, and the order of CUDA streams.
 
-One rule: a pooled buffer is handed out again only if no tensor, view or array over it is alive, which Python's own
-reference count says. Fresh large memory costs a page fault per 4 KiB, which is 2-5 times the cost of filling it; a
-reused buffer costs none, and a new one of 3 MiB or more asks for 2 MiB pages.
+A pooled buffer is reused only if no tensor, view or array over it is alive, by the reference count
+of Python. Fresh memory costs a page fault per 4 KiB, which is 2-5 times the cost of filling it. A
+reused buffer has no page faults. A new buffer of 3 MiB or more requests 2 MiB pages.
 
-Small calls of numpy take a third of the time of torch's. Code that does many writes one set of lines for both: `own`
-gives an array on the CPU and the tensor itself elsewhere, and `tensor_of` goes back.
+Small numpy calls take a third of the time of torch calls. Code with many small calls uses `own`: it
+returns an array on the CPU and the tensor itself on other devices. `tensor_of` is the inverse.
 
-Events order streams of CUDA, and the host never waits; on the CPU there is nothing to order.
+CUDA events order the streams, and the host never waits. On the CPU no order is needed.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _Result = TypeVar("_Result")
 
 
 def lasting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate what makes tensors that are kept: it is called outside of inference mode, and without gradients.
+    """Decorate a function that creates long-lived tensors: disable inference mode and gradients.
 
-    torch forbids writing to tensors made in inference mode once it is over, and a policy may make the first call in it
-    and the next one outside.
+    torch forbids writes to inference tensors outside of inference mode. A policy may make its first
+    call inside of inference mode and the next call outside.
     """
 
     @wraps(function)
@@ -61,31 +61,31 @@ def lasting(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
 
 
 def _references(buffers: Sequence[object]) -> list[int]:
-    """Count who holds each of the buffers, the list and this call included."""
+    """Return the reference count of each buffer; the list and this call are included."""
     return list(map(sys.getrefcount, buffers))
 
 
-#: What an object counts that only its list holds; asked of this interpreter, as versions differ.
+#: Reference count of an object that only a list holds; measured, since Python versions differ.
 _FREE_REFERENCES = _references([object()])[0]
 
 
 def _counts_are_exact() -> bool:
-    """Whether reference counts tell who holds an array: CPython with the global lock."""
+    """Return whether reference counts are exact: CPython with the global interpreter lock."""
     gil_enabled = getattr(sys, "_is_gil_enabled", None)
     return sys.implementation.name == "cpython" and (gil_enabled is None or bool(gil_enabled()))
 
 
 class BufferPool:
-    """Hand out CPU memory and take it back by itself.
+    """Pool of CPU memory whose buffers are reused once no tensor refers to them.
 
     Args:
-        max_buffers: How many buffers are kept for reuse at most, free and lent ones together.
-            Beyond that buffers are ordinary memory, given back to the system when dropped.
+        max_buffers: Maximum number of buffers in the pool, free and lent. Further buffers are
+            ordinary memory and are released when their tensors are deleted.
 
-    A tensor from here is the caller's like any other: it may be kept, sliced, reshaped, viewed as
-    another dtype or turned into an array for any time; its memory is reused only after the last of
-    those is gone. All methods may be called from any thread. Where reference counts do not tell
-    (PyPy, free-threaded builds), every call allocates plainly. A pickled pool arrives empty.
+    A tensor of the pool may be kept, sliced, reshaped, viewed as another dtype or converted to an
+    array for any time. Its memory is reused only after the last of these objects is deleted.
+    Thread-safe. Without exact reference counts (PyPy, free-threaded builds) nothing is pooled.
+    A pickled pool is loaded empty.
     """
 
     def __init__(self, max_buffers: int = 8) -> None:
@@ -110,14 +110,14 @@ class BufferPool:
             raise UsageError("call BufferPool.empty", "", expected, f"{shape!r} and {dtype!r}") from cause
         if num_bytes < MIN_POOLED_BYTES or not self._is_exact:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        # The array holds a slice that holds its buffer; the tensor's storage is exactly as large as asked.
+        # The array refers to a slice of its buffer; the storage has exactly the requested size.
         kind = _NUMPY_DTYPES.get(dtype)
         if kind is None:
             return torch.from_numpy(self._lend(num_bytes)).view(dtype).view(tuple(shape))
         return torch.from_numpy(np.ndarray(tuple(shape), kind, self._lend(num_bytes)))  # in half the time
 
     def clear(self) -> None:
-        """Forget every buffer; lent ones live on until their holders drop them."""
+        """Remove all buffers from the pool; lent buffers stay valid for their tensors."""
         with self._lock:
             self._buffers.clear()
 
@@ -128,7 +128,7 @@ class BufferPool:
 
     @property
     def num_lent(self) -> int:
-        """Buffers in the pool that something still refers to."""
+        """Number of buffers in the pool that a tensor, view or array still refers to."""
         with self._lock:
             return sum(count > _FREE_REFERENCES for count in _references(self._buffers))
 
@@ -136,7 +136,7 @@ class BufferPool:
         return BufferPool, (self.max_buffers,)
 
     def _lend(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the first bytes of a free buffer: the smallest that wastes at most half of itself."""
+        """Return the first bytes of the smallest free buffer of at most twice the size."""
         with self._lock:
             counts = _references(self._buffers)
             free = [place for place, count in enumerate(counts) if count <= _FREE_REFERENCES]
@@ -159,11 +159,11 @@ class BufferPool:
 
 
 def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Map private anonymous memory for at least `num_bytes`; nothing is touched yet."""
+    """Map private anonymous memory for at least `num_bytes` bytes, without a page fault yet."""
     is_huge = num_bytes >= MIN_HUGE_BYTES
     page = _HUGE_PAGE_BYTES if is_huge else mmap.PAGESIZE
     size = -(-num_bytes // page) * page
-    # One page more than needed, never touched, buys the alignment that huge pages want.
+    # One unused page more allows the alignment that huge pages need.
     room = size + page if is_huge else size
     if hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS"):
         mapped = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -180,9 +180,10 @@ def _allocate(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate numbers, all alike, that are asked for at random; much of it on huge pages, which takes a quarter less.
+    """Return a new tensor filled with one value, for random access.
 
-    Zeros on the CPU are those of the system itself, which it gives when a page is first written.
+    Large tensors use huge pages, which takes a quarter less time. Zeros on the CPU take no memory
+    until a page is first written.
     """
     if device.type != "cpu" or prod(shape) * dtype.itemsize < MIN_POOLED_BYTES:
         return torch.full(shape, value, dtype=dtype, device=device)
@@ -192,18 +193,18 @@ def filled(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: tor
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device; host memory travels to CUDA as a pinned copy, and the host does not wait."""
+    """Return a tensor on a device; host tensors reach CUDA as a pinned copy, without a wait."""
     if device.type != "cuda" or not tensor.is_cpu:
         return tensor.to(device)
-    # A copy even of pinned memory: the caller may change it before it has arrived.
+    # Pinned memory is copied too: the caller may change it before the transfer ends.
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
 def sent_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return tensors on a device; those on the host travel to CUDA in one pinned copy, and the host does not wait.
+    """Return tensors on a device; host tensors are copied to CUDA in one pinned copy, without a wait.
 
-    Unlike `PackedCopy` this takes fresh memory, for calls of any shapes.
+    Unlike `PackedCopy`, this function allocates memory per call and accepts any shapes.
     """
     on_host = [tensor for tensor in tensors if tensor.is_cpu]
     if device.type != "cuda" or not on_host:
@@ -436,41 +437,41 @@ def writes_in_order(method: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def library(device: torch.device) -> ModuleType:
-    """Return the library whose functions take what `own` gives: numpy on the CPU, else torch."""
+    """Return the library for results of `own`: numpy on the CPU, else torch."""
     return np if device.type == "cpu" else torch
 
 
 def own(tensor: torch.Tensor) -> Any:
-    """Show a tensor as an array if it is on the CPU; memory is shared."""
+    """Return a CPU tensor as an array that shares its memory; return other tensors unchanged."""
     return tensor.numpy() if tensor.is_cpu else tensor
 
 
 def own_float64(tensor: torch.Tensor) -> Any:
-    """Copy a tensor of real numbers as float64, without gradients, as `own` does."""
+    """Copy real numbers to float64, without gradients: an array on the CPU, else a tensor."""
     if tensor.is_cpu and tensor.dtype in _FLOATS:  # with numpy in a fifth of the time
         return (tensor.detach() if tensor.requires_grad else tensor).numpy().astype(np.float64)
     return own(tensor.detach().double())
 
 
 def float32_of(values: Any) -> torch.Tensor:
-    """Copy what `own` gave as a tensor of float32."""
+    """Copy an array or tensor to a float32 tensor."""
     return values.float() if isinstance(values, torch.Tensor) else torch.from_numpy(values.astype(np.float32))
 
 
 def tensor_of(values: Any) -> torch.Tensor:
-    """Show what `own` gave, or what was computed from it, as a tensor; memory is shared."""
+    """Return an array or tensor as a tensor that shares its memory."""
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
 def add_multiple(values: Any, others: Any, factor: int) -> Any:
-    """Return `values + others * factor` of what `own` gives; of tensors in one operation."""
+    """Return `values + others * factor` of arrays or tensors; for tensors in one operation."""
     if isinstance(values, torch.Tensor):
         return torch.add(values, others, alpha=factor)
     return values + others * factor
 
 
 def take_rows(source: Any, index: Any, out: Any) -> None:
-    """Copy rows of what `own` gives to `out`; indices are in range."""
+    """Copy rows of an array or tensor to `out`; the caller ensures that indices are in range."""
     if isinstance(source, torch.Tensor):
         torch.index_select(source, 0, index, out=out)
     else:
@@ -478,9 +479,10 @@ def take_rows(source: Any, index: Any, out: Any) -> None:
 
 
 def last_copies(index: Any, values: Any, capacity: int) -> Any:
-    """Set every copy of a place to the value of its last copy, so that the order of writing does not matter.
+    """Return values in which all entries of one place have the value of its last entry.
 
-    `[n]` places below `capacity` and values as `own` gives them. numpy writes in order, so arrays stay as they are.
+    A write of the result does not depend on the order of writes. `index` has `[n]` places below
+    `capacity`. Arrays are returned unchanged, since numpy writes in order.
     """
     if not isinstance(values, torch.Tensor):
         return values

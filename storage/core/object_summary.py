@@ -1,7 +1,7 @@
-"""What `repr` says of stores, datasets and batches: what it is, how large and how full, where, and its fields.
+"""The `repr` of stores, datasets and batches: class, size, capacity, device and fields.
 
-One rule: `Shown` looks at the attributes that a thing has, so that no class says it again; it reads no data, opens no
-file and copies nothing.
+`Shown` reads the attributes of an object, so that no class needs its own `repr`. It reads no data,
+opens no file and copies nothing.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _words(dtype: str, shape: Any) -> str:
 
 
 def _schema_of(thing: Any, depth: int) -> Schema | None:
-    """Find the fields that a thing, or what it is made of, has declared; the nearest ones."""
+    """Return the schema of an object, or of the nearest object in its attributes."""
     attributes = getattr(thing, "__dict__", {})
     if isinstance(found := attributes.get("schema"), Schema) and len(found):
         return found

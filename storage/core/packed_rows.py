@@ -1,8 +1,8 @@
-"""Rows of several fields: how they lie in memory, and how gathered rows become a nested dict of fields again.
+"""Packed rows: the memory layout of several fields, and the conversion of rows to a dict of fields.
 
-One rule: bytes and offsets are decided here and nowhere else. Small fields lie side by side: a gather of one packed row
-per transition costs what the bytes cost; one gather per field costs 1.4-1.75 times that at batches of 256 to 4096.
-Rows of `WIDE_ROW_BYTES` or more move at memory speed by themselves and lie apart.
+Small fields are adjacent in one packed row, so that a batch takes one gather. One gather per field
+takes 1.4-1.75 times as long at batches of 256 to 4096. Fields of `WIDE_ROW_BYTES` or more per row
+are stored separately, since their gather is limited by memory speed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 
 from .fields import Field, Schema, unflatten
 
-#: From this size on a field lies apart.
+#: Bytes per row from which a field is stored separately.
 WIDE_ROW_BYTES = 4096
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where one field lies in its group's row, in bytes."""
+    """Position of one field in the row of its group, in bytes."""
 
     field: Field
     start: int
@@ -33,12 +33,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Group:
-    """Fields that lie side by side in one memory block.
+    """Fields that are adjacent in one memory block.
 
     Attributes:
-        parts: The fields, the largest items first, so that each is aligned to its own size.
+        parts: Positions of the fields, the largest items first, so that each is aligned to its
+            size.
         width: Row size in units of `unit`.
-        unit: Dtype as which rows move; they are moved, not computed with, and keep every bit.
+        unit: Dtype of copies of rows. Copies keep every bit; nothing is computed in this dtype.
     """
 
     parts: tuple[Part, ...]
@@ -50,7 +51,7 @@ class Group:
         return self.width * self.unit.itemsize
 
     def views(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """See `[..., width]` rows of this group as fields `[..., *event]` that share their memory."""
+        """Return rows `[..., width]` of this group as fields `[..., *event]` that share their memory."""
         found = {}
         for part in self.parts:
             dtype = part.field.torch_dtype
@@ -60,7 +61,7 @@ class Group:
 
 
 def lay_out(schema: Schema) -> list[Group]:
-    """Put each field into a group: all narrow ones into one, each wide one into its own."""
+    """Return groups of the fields: one group of all narrow fields, and one group per wide field."""
     narrow = [field for field in schema.values() if field.row_bytes < WIDE_ROW_BYTES]
     groups = [[field] for field in schema.values() if field.row_bytes >= WIDE_ROW_BYTES]
     return [_pack(fields) for fields in ([narrow] if narrow else []) + groups]
@@ -210,7 +211,7 @@ class Cut:
 
 
 def _tensor(is_bfloat16: bool, contiguous: bool, cells: Any) -> torch.Tensor:
-    """Make a tensor of its own, which may be changed in place, also by something that has gradients."""
+    """Return a new tensor that may be changed in place, also by tensors with gradients."""
     found: torch.Tensor = torch.from_numpy(cells) if isinstance(cells, np.ndarray) else cells.data
     found = found.contiguous() if contiguous else found
     return found.view(torch.bfloat16) if is_bfloat16 else found

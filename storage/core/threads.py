@@ -1,8 +1,9 @@
-"""Work in other threads: `Worker` runs jobs in order beside the caller, `each` runs independent ones at once.
+"""Work in other threads: `Worker` runs jobs in order, `each` runs independent calls in parallel.
 
-One rule: a job's failure reaches the caller. An object with threads belongs to the process that made it: in a forked
-child, where the threads are missing, its calls raise, and leaving it (a `with` block, the end of the process) does
-nothing. Accepted jobs are run before the interpreter exits; what is submitted while it exits runs in the caller.
+The error of a job is raised in the caller. An object with threads belongs to the process that
+created it. A forked child has no such threads: there its methods raise, and the end of its `with`
+block does nothing. Accepted jobs run before the interpreter exits. A job that is submitted during
+the exit runs in the thread of the caller.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _Self = TypeVar("_Self", bound="Owned")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _Arguments = ParamSpec("_Arguments")
-#: A thread must have this much to do to be worth its start, and a piece, so that threads rarely wait for the
-#: interpreter's lock.
+#: Least bytes of work per thread, which repay its start, and per piece, so that threads rarely wait
+#: for the global interpreter lock.
 MIN_BYTES, _MIN_PIECE_BYTES = 1 << 20, 1 << 14
-#: Parts for each thread, one after the other: a late one does fewer.
+#: Parts per thread. A thread that starts late processes fewer parts.
 _NUM_PARTS = 4
 
 
@@ -39,7 +40,7 @@ def num_processors() -> int:
 
 
 class Owner:
-    """The process that made `what`, an object with a thread; a forked child has no such thread."""
+    """The process that created `what`, an object with a thread. A forked child has no thread."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -47,7 +48,7 @@ class Owner:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is the process that made it."""
+        """Whether the current process created the object."""
         return self._process == os.getpid()
 
     def check(self) -> None:
@@ -59,7 +60,7 @@ class Owner:
 
 
 class OwnCondition(threading.Condition):
-    """The lock of an object with a thread: taking it in a forked child, where it may stay taken, raises."""
+    """Lock of an object with a thread; acquiring it in a forked child raises instead of blocking."""
 
     def __init__(self, owner: Owner) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class OwnCondition(threading.Condition):
 
 
 class Unique:
-    """What owns files or threads: it is neither pickled nor copied, and says so."""
+    """Base class of objects with files or threads; pickling or copying them raises an error."""
 
     _instead: ClassVar[str] = "Make another one"
 
@@ -80,10 +81,12 @@ class Unique:
 
 
 class Owned(Unique):
-    """What has threads, with a `close` that raises in a forked child; leaving its `with` block there does nothing.
+    """Base class of objects with threads; `close` raises in a forked child.
+
+    The end of a `with` block does nothing in a forked child.
 
     Attributes:
-        _owner: Of the process that made it; set by the class.
+        _owner: The process that created the object; set by the subclass.
     """
 
     _owner: Owner
@@ -101,14 +104,16 @@ class Owned(Unique):
 
 
 class Worker:
-    """Run jobs one after another in a background thread.
+    """A background thread that runs jobs one after another.
 
     Args:
-        name: Names the thread, and the work in errors.
-        max_pending: How many jobs may wait behind the one that runs; `submit` waits beyond that.
+        name: Name of the thread, and of its work in errors.
+        max_pending: Number of jobs that may wait behind the running job; further calls of `submit`
+            wait.
 
-    The first failure is kept: the next `submit`, `drain` or `close` raises it, once. Jobs behind it run all the same.
-    Methods may be called from any thread but the worker's own, and raise `UsageError` in a forked child.
+    The next `submit`, `drain` or `close` raises the first error of a job, once. Later jobs still
+    run. Methods may be called from any thread except the worker's, and raise `UsageError` in a
+    forked child.
     """
 
     def __init__(self, name: str, max_pending: int = 2) -> None:
@@ -128,12 +133,12 @@ class Worker:
     def submit(
         self, job: Callable[_Arguments, _Result], /, *arguments: _Arguments.args, **options: _Arguments.kwargs
     ) -> Future[_Result]:
-        """Queue a job, which may still be cancelled by its future; wait for room, raise an earlier failure.
+        """Queue a job and return its future; wait for room, and raise the error of an earlier job.
 
         Raises:
             ClosedError: After `close`.
         """
-        if len(self._accepted) > self.max_pending:  # some may have ended; to ask each takes 4 us
+        if len(self._accepted) > self.max_pending:  # A check of each job takes 4 us.
             self.wait_for_room(self.max_pending)
         self.check()
         if self._is_closed:
@@ -162,7 +167,7 @@ class Worker:
             wait(pending, return_when=FIRST_COMPLETED)
 
     def check(self) -> None:
-        """Raise an earlier job's failure, if there is one."""
+        """Raise the error of an earlier job, if a job failed."""
         self.owner.check()
         if self._failure is not None:
             failure = self._failure
@@ -170,10 +175,10 @@ class Worker:
             raise failure
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until every job accepted before this call has ended; raise the failure of any.
+        """Wait until all accepted jobs have ended; raise the error of a failed job.
 
         Raises:
-            WaitTimeoutError: It took longer than `timeout` seconds; the jobs go on.
+            WaitTimeoutError: The jobs took longer than `timeout` seconds. They continue to run.
         """
         if left := wait(self._pending(), timeout).not_done:
             got = f"{len(left)} not done yet"
@@ -181,7 +186,7 @@ class Worker:
         self.check()
 
     def close(self) -> None:
-        """Run what was accepted, stop the thread, raise a failure. Idempotent."""
+        """Run all accepted jobs, stop the thread, and raise the error of a failed job. Idempotent."""
         pending = self._pending()
         self._is_closed = True
         wait(pending)  # not left to `shutdown`, whose join takes an interrupted thread for one that ended
@@ -190,9 +195,9 @@ class Worker:
         self.check()
 
     def abandon(self) -> None:
-        """Accept no more jobs and let the thread end after those that were accepted, without waiting.
+        """Accept no more jobs; the thread ends after the accepted jobs. Does not wait.
 
-        The garbage collector may call this inside any other call: it takes no lock.
+        This method acquires no lock, since the garbage collector may call it inside any other call.
         """
         self._is_closed = True
         self._pool = None  # a pool that nothing holds ends its thread
@@ -212,10 +217,11 @@ class Worker:
 
 
 def each(function: Callable[[_Item], _Result], items: Iterable[_Item], num_threads: int) -> list[_Result]:
-    """Call a function with every item, in up to `num_threads` threads at once; give the results in order.
+    """Call a function with every item in up to `num_threads` threads; return the results in order.
 
     Raises:
-        What the first failing call in order raised, when no call is under way any more; the others are left out.
+        The error of the first failed call in order, once no call is running. Calls that have not
+        started are skipped.
     """
     listed = list(items)
     num_threads = min(num_threads, len(listed))
@@ -235,16 +241,17 @@ def each(function: Callable[[_Item], _Result], items: Iterable[_Item], num_threa
 def each_part(
     function: Callable[[int, int], object], num_pieces: int, num_bytes: int, num_threads: int | None = None
 ) -> int:
-    """Call `function(start, stop)` for parts that cover `range(num_pieces)`; give the number of threads that did it.
+    """Call `function(start, stop)` for parts of `range(num_pieces)`; return the number of threads.
 
     Args:
-        function: Does the pieces `start:stop`; must release the interpreter's lock to gain anything from threads.
-        num_pieces: How many pieces of about equal size there are.
-        num_bytes: How much they are together. Little work, and small pieces, are done by one thread.
-        num_threads: Most threads; None takes torch's number of threads (1 in a DataLoader worker).
+        function: Processes the pieces `start:stop`. Threads help only if it releases the global
+            interpreter lock.
+        num_pieces: Number of pieces of about equal size.
+        num_bytes: Bytes of all pieces. One thread processes few bytes or small pieces.
+        num_threads: Maximum number of threads; None for torch's number (1 in a DataLoader worker).
 
     Raises:
-        What `function` raises, when no part is under way any more; the others are left undone.
+        The error of `function`, once no part is running. Parts that have not started are skipped.
     """
     limit = torch.get_num_threads() if num_threads is None else whole("split work", "num_threads", num_threads, 1)
     num_threads = min(limit, num_processors(), num_pieces, num_bytes // MIN_BYTES)

@@ -206,7 +206,8 @@ _END = _Made()
 class _Producer:
     """Producer of the items of one iteration.
 
-    It has no reference to the iteration or the collector, so that their deletion stops the producer.
+    It has no reference to the iteration or the collector, so that their deletion stops the
+    producer.
     """
 
     def __init__(self, collector: PipelinedDataCollector[Any]) -> None:

@@ -164,7 +164,8 @@ class RateLimiter:
 
     def _may(self, num_items: int, is_push: bool) -> bool:
         is_filling = self.num_inserted < self.min_inserts
-        # Draws are refused before `min_inserts`; an insertion that waits for a draw would never end.
+        # Draws are refused before `min_inserts`; an insertion that waits for a draw would never
+        # end.
         if is_push:
             return is_filling or self.balance + self.samples_per_insert * num_items <= self.tolerance
         return not num_items or (not is_filling and self.balance - num_items >= -self.tolerance)

@@ -1,9 +1,9 @@
 """`PrioritizedRing`: priorities and limits of the rows of a ring, and draws by priority.
 
-The weight of a row is `priority ** alpha`, or 0 for a row that must not be drawn. The id of a row is
-its key in the `RingStore` (`RingStore.key`). Its place is an index below `num_slots * num_lanes`
-(`ring_store.cells`). The id at a place follows from the number of written rows. The caller holds the
-lock. Large arrays start as zeros, which take no memory before they are written.
+The weight of a row is `priority ** alpha`, or 0 for a row that must not be drawn. The id of a row
+is its key in the `RingStore` (`RingStore.key`). Its place is an index below `num_slots * num_lanes`
+(`ring_store.cells`). The id at a place follows from the number of written rows. The caller holds
+the lock. Large arrays start as zeros, which take no memory before they are written.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Draw(NamedTuple):
     Attributes:
         places: `[n]` int64; copies of a row are consecutive.
         ids: `[n]` int64.
-        importance: `[n]` float64, weights of the loss in (0, 1]: an array on the CPU, else a tensor.
+        importance: `[n]` float64, weights of the loss in (0, 1]: an array on the CPU, else a
+            tensor.
     """
 
     places: torch.Tensor
@@ -110,10 +111,12 @@ class PrioritizedRing:
         self._order = StreamOrder(device)
         self._is_on_cpu = device.type == "cpu"
         self.num_draws = 0
-        #: Largest priority so far, and number of updates of removed rows: numbers on the CPU, else tensors.
+        #: Largest priority so far, and number of updates of removed rows: numbers on the CPU, else
+        #: tensors.
         self._largest: Any = 1.0 if self._is_on_cpu else torch.ones((), dtype=torch.float64, device=device)
         self._num_dead: Any = 0 if self._is_on_cpu else torch.zeros((), dtype=torch.int64, device=device)
-        #: Rows per lane that were ever written, and number of valid rows; None if only the device has it.
+        #: Rows per lane that were ever written, and number of valid rows; None if only the device
+        #: has it.
         self._total = 0
         self._num_valid: int | None = 0
         self._weights = SumTree(self._num_places, device)
@@ -204,7 +207,8 @@ class PrioritizedRing:
             total: Rows per lane that were ever written, the new rows included.
             given: Result of `checked`: priorities `[n]` and their maximum. None: new rows get the
                 largest priority so far.
-            collected: `[n]` int64, learner iterations in which the rows were collected; None if unknown.
+            collected: `[n]` int64, learner iterations in which the rows were collected; None if
+                unknown.
         """
         self._total = total
         if not len(ids):
@@ -265,7 +269,7 @@ class PrioritizedRing:
 
     @writes_in_order
     def drop(self, places: torch.Tensor) -> torch.Tensor:
-        """Remove the rows at `[n]` places; return the places of removed valid rows, sorted and unique."""
+        """Remove the rows at `[n]` places; return the places of valid rows, sorted and unique."""
         found: torch.Tensor = torch.unique(self.those_that_count(places))
         if len(found):
             if self._is_on_cpu:
@@ -281,7 +285,7 @@ class PrioritizedRing:
         return found
 
     def stale(self, iteration: int) -> torch.Tensor | None:
-        """Return the places of rows that are stale at learner iteration `iteration`; None for none."""
+        """Return the places of rows that are stale at a learner iteration; None for none."""
         return None if self._oldest is None else self._stale(self._oldest, iteration)
 
     @writes_in_order
@@ -364,7 +368,7 @@ class PrioritizedRing:
 
     @property
     def uses(self) -> torch.Tensor:
-        """Number of draws of the row at each place, `[num_slots * num_lanes]` int64, sharing memory."""
+        """Draws of the row at each place, `[num_slots * num_lanes]` int64, sharing memory."""
         if self._used:
             used = torch.cat(self._used)
             self._uses.scatter_add_(0, used, torch.ones_like(used))
@@ -392,7 +396,8 @@ class PrioritizedRing:
     def uses_with(self, places: torch.Tensor) -> torch.Tensor:
         """Return the uses of drawn rows `[n]`, this draw included, before `use` counts the draw.
 
-        Copies of a row are consecutive in `places`; each copy counts one use more than the one before.
+        Copies of a row are consecutive in `places`; each copy counts one use more than the one
+        before.
         """
         counts = torch.unique_consecutive(places, return_counts=True)[1]
         firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
@@ -522,7 +527,7 @@ class PrioritizedRing:
         self._late_wrong.send(self._num_wrong)
 
     def _read_numbers(self) -> None:
-        """Raise `UsageError` for invalid priorities or missing weights of earlier calls on the device."""
+        """Raise `UsageError` for invalid priorities or missing weights of earlier calls."""
         received = self._late_wrong.receive()
         if received is not None and received[0] > self._num_wrong_raised:
             num_wrong = received[0] - self._num_wrong_raised
@@ -536,7 +541,7 @@ class PrioritizedRing:
             raise UsageError("draw by priority", "", "a row with a weight above 0", got)
 
     def _set(self, places: Any, priorities: Any, largest: Any, counts: torch.Tensor | None = None) -> None:
-        """Set the priorities and weights of `[n]` rows. If a row is named twice, its last priority stays.
+        """Set the priorities and weights of `[n]` rows. Of a repeated row the last priority stays.
 
         Args:
             places: `[n]` places of the rows.
@@ -626,7 +631,7 @@ class PrioritizedRing:
             self._num_dead = torch.full_like(self._num_dead, num_dead)
 
     def check_valid(self) -> tuple[bool, str]:
-        """Check the invariants: return (whether all hold, a description of the first that does not)."""
+        """Check the invariants: return (whether all hold, description of the first violation)."""
         if bool((self._weights.blocks_view().flatten()[self._num_places :] > 0).any()):
             return False, "a place behind the last has a weight"
         weights = self._weights.leaves_view()
@@ -642,7 +647,7 @@ class PrioritizedRing:
         return self._weights.check_valid()
 
     def _ids(self, num_places: int) -> torch.Tensor:
-        """Return the ids at the first `num_places` places; below 0 at places without a written row."""
+        """Return the ids at the first `num_places` places; below 0 where no row was written."""
         places = torch.arange(num_places, device=self.device)
         found: torch.Tensor = keys_in(places, self._total, self._num_slots, self._num_lanes)
         return found

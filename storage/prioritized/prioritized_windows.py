@@ -36,10 +36,10 @@ class PrioritizedWindows(RowFront, Store):
     Args:
         capacity: Steps of each environment.
         seq_length: Steps of a window.
-        stride: Steps between the starts of two windows of a trajectory; `seq_length // 2` for windows
-            that overlap by half. The last window of a trajectory can always be drawn.
-        end_key: Fields that end a trajectory if any of them is not 0: a name, a tuple of nested names,
-            or a list of names or tuples. An empty list: trajectories never end.
+        stride: Steps between the starts of two windows of a trajectory; `seq_length // 2` for
+            windows that overlap by half. The last window of a trajectory can always be drawn.
+        end_key: Fields that end a trajectory if any of them is not 0: a name, a tuple of nested
+            names, or a list of names or tuples. An empty list: trajectories never end.
         alpha, beta, anneal_step, eps: See `PriorityRule`.
         device: Device of the steps and priorities.
         generator: Draws the samples: a `torch.Generator` on `device` or a seed. None: seeded from
@@ -99,8 +99,8 @@ class PrioritizedWindows(RowFront, Store):
             data: Nested mapping of leaves `[n, num_envs, *event]`, any n.
 
         Raises:
-            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit. The message names the
-                leaf; nothing is written.
+            MissingFieldError, SchemaError, FieldTypeError: A leaf does not fit. The message names
+                the leaf; nothing is written.
         """
         with self._lock, self._order.writes:
             rows = self._rows
@@ -146,8 +146,8 @@ class PrioritizedWindows(RowFront, Store):
             priorities: `[n]` finite numbers >= 0, or one number for all windows.
 
         Returns:
-            Number of updated windows; on a GPU a 0-d tensor. Removed windows are skipped and counted in
-            `num_dead_updates`. If a window is named twice, its last priority stays.
+            Number of updated windows; on a GPU a 0-d tensor. Removed windows are skipped and
+            counted in `num_dead_updates`. If a window is named twice, its last priority stays.
         """
         with self._lock:
             update = self._windows.prepare_update(ids, priorities)
@@ -172,7 +172,7 @@ class PrioritizedWindows(RowFront, Store):
         return windows
 
     def _note_windows(self, ring: RingStore, first: int) -> None:
-        """Add the windows that end at the rows from id `first` on; remove windows with overwritten rows."""
+        """Add windows that end at rows from id `first` on; remove windows with overwritten rows."""
         boundaries = self._boundaries()
         back = self.seq_length - 1
         lanes = torch.arange(ring.num_lanes, device=self.device).unsqueeze(1)

@@ -1,8 +1,9 @@
 """Powers of priorities with equal bits on every processor, so that draws are reproducible.
 
-The last bits of `pow` differ between processors, and even between positions of one array. So a power is
-rounded to 33 of its 53 bits. Rounding does not remove the difference of a power next to the midpoint of
-two rounded numbers. Such powers, one in 65,000, are computed with 40 decimal digits.
+The last bits of `pow` differ between processors, and even between positions of one array. So a
+power is rounded to 33 of its 53 bits. Rounding does not remove the difference of a power next to
+the midpoint of two rounded numbers. Such powers, one in 65,000, are computed with 40 decimal
+digits.
 """
 
 from __future__ import annotations

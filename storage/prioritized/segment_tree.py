@@ -1,6 +1,7 @@
 """`SegmentTree`: numbers by index and their reduction over any range.
 
-This file checks arguments and converts them to tensors. The trees of `sum_tree.py` compute the results.
+This file checks arguments and converts them to tensors. The trees of `sum_tree.py` compute the
+results.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class SegmentTree:
         return self.capacity
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the number at an index as a float, or the numbers at indices as a tensor of their shape."""
+        """Return the number at an index as a float, or the numbers at indices as a tensor."""
         wanted = self._indices(index, "read from")
         found = self._tree.read(wanted.flatten()).view(wanted.shape)
         return found if _is_many(index) else float(found)
@@ -62,8 +63,8 @@ class SegmentTree:
     def __setitem__(self, index: Any, value: Any) -> None:
         """Set one number, or the numbers at a tensor or list of indices.
 
-        Many indices take as many values, or one value for all. If an index is repeated, its last value
-        stays. A call that raises sets nothing.
+        Many indices take as many values, or one value for all. If an index is repeated, its last
+        value stays. A call that raises sets nothing.
 
         Raises:
             IndexError: An index is out of range.
@@ -103,13 +104,13 @@ class SegmentTree:
             mass: A number, or a tensor or list of numbers, in `[0, reduce()]`.
 
         Returns:
-            An int, or an int64 tensor of the shape of `mass`. The number at a returned index is above 0
-            in spite of rounding. For the whole sum as the mass it is the last index whose number
-            changes the float64 sum.
+            An int, or an int64 tensor of the shape of `mass`. The number at a returned index is
+            above 0 in spite of rounding. For the whole sum as the mass it is the last index whose
+            number changes the float64 sum.
 
         Raises:
-            ValueError: The operation is not "sum", all numbers are 0, a number is negative, or a mass
-                is out of range.
+            ValueError: The operation is not "sum", all numbers are 0, a number is negative, or a
+                mass is out of range.
         """
         action = "find a mass"
         tree = self._tree
@@ -122,7 +123,8 @@ class SegmentTree:
         total = tree.reduce()
         if total <= 0:
             raise UsageError(action, "in a segment tree", "a number above 0", "only zeros", "Set a weight first")
-        # A mass that the caller computed may exceed the sum by a rounding error; the sum replaces it.
+        # A mass that the caller computed may exceed the sum by a rounding error; the sum replaces
+        # it.
         is_coarse = isinstance(mass, torch.Tensor) and mass.is_floating_point()
         slack = max(_SLACK, torch.finfo(mass.dtype).eps if is_coarse else 0.0)
         outside = ~((masses >= 0) & (masses <= total * (1 + slack)))

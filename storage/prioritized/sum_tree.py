@@ -2,23 +2,23 @@
 
 `LeastWeight` is the least number above 0 of a `SumTree`.
 
-A write sets leaves and recomputes every block above them. No difference is added to a sum, so rounding
-errors do not accumulate. A sum is the last element of a running sum from left to right. Its result does
-not depend on the vector width of the processor or the number of threads, unlike `torch.sum` and
-`np.einsum`.
+A write sets leaves and recomputes every block above them. No difference is added to a sum, so
+rounding errors do not accumulate. A sum is the last element of a running sum from left to right.
+Its result does not depend on the vector width of the processor or the number of threads, unlike
+`torch.sum` and `np.einsum`.
 
-Blocks are 16 numbers wide. Levels are added until the top has at most 2**12 numbers. Each draw computes
-the running sum of the top. Time of a sample and an update of `AdvancedReplayBuffer` (10^6 rows, batches
-of 256 / 4096, one thread, microseconds), by the size of the top:
+Blocks are 16 numbers wide. Levels are added until the top has at most 2**12 numbers. Each draw
+computes the running sum of the top. Time of a sample and an update of `AdvancedReplayBuffer` (10^6
+rows, batches of 256 / 4096, one thread, microseconds), by the size of the top:
 
     62500 (one level)  277 / 1498    3907 (two)  206 / 1217    245 (three)  213 / 1322
 
-A draw and a write of the tree alone took 86 / 539. A binary heap in numpy took 217 / 1020. Rejection
-sampling took 51 / 270 with even weights and 382 / 10200 with skewed weights; its draws are independent
-instead of stratified.
+A draw and a write of the tree alone took 86 / 539. A binary heap in numpy took 217 / 1020.
+Rejection sampling took 51 / 270 with even weights and 382 / 10200 with skewed weights; its draws
+are independent instead of stratified.
 
-Most time is spent on the number of calls, not on arithmetic. So on the CPU the code uses numpy arrays
-(`own` in `core/memory.py`). Variables named `own_...` share the memory of the tensor.
+Most time is spent on the number of calls, not on arithmetic. So on the CPU the code uses numpy
+arrays (`own` in `core/memory.py`). Variables named `own_...` share the memory of the tensor.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Memory:
         self._words = self._count.view(np.uint64)
 
     def first_above_zero(self) -> Any:
-        """Return the position of the first running sum above 0 in each row: `[num]`, at most `WIDTH - 1`.
+        """Return the position of the first running sum above 0 in each row, else `WIDTH - 1`: `[num]`.
 
         The flags are bytes, and one multiplication adds eight of them. A search has branches that
         processors mispredict: with it a draw of 4096 takes 1.7 times as long.
@@ -142,7 +142,7 @@ class WideTree:
         return self._levels[0].index_select(0, index)
 
     def write(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Set `[n]` places to `[n]` float64 values. If a place is named twice, its last value stays."""
+        """Set `[n]` places to `[n]` float64 values. Of a repeated place the last value stays."""
         self.exchange(own(index), last_copies(own(index), own(values), self.capacity))
 
     def put(self, index: Any, values: Any) -> None:
@@ -151,7 +151,7 @@ class WideTree:
         self._refresh(index)
 
     def exchange(self, index: Any, values: Any) -> Any:
-        """Set `[n]` places to values of `last_copies`, or to one number; return the previous numbers."""
+        """Set `[n]` places to values of `last_copies` or one number; return the previous numbers."""
         leaves = self._own_levels[0]
         before = leaves[index]
         if self._is_on_cpu or isinstance(values, torch.Tensor):
@@ -212,7 +212,7 @@ class WideTree:
         return own(self._along(tensor_of(blocks), 1))
 
     def _refresh(self, index: Any) -> None:
-        """Recompute all blocks above some places. A block may occur several times, with equal results."""
+        """Recompute all blocks above some places. Repeated blocks get equal results."""
         for blocks, above in self._steps_up:
             index = index >> _SHIFT
             if len(index) >= len(blocks):  # The reduction of all blocks is less work.
@@ -256,7 +256,8 @@ class SumTree(WideTree):
         self._top_sums = self._sums[1:]
         self._own_sums = own(self._sums)
         self._own_top_sums = own(self._top_sums)
-        #: Blocks of each level except the top, and the same numbers as one flat level, from the top down.
+        #: Blocks of each level except the top, and the same numbers as one flat level, from the top
+        #: down.
         self._steps_down = list(zip(self._blocks, self._own_levels[:-1], strict=True))[::-1]
 
     def find(self, masses: torch.Tensor) -> torch.Tensor | None:
@@ -320,12 +321,12 @@ class SumTree(WideTree):
         return float(self._own_sums[-1]) if self._is_on_cpu else self._sums[-1]
 
     def _search(self, masses: Any) -> Any:
-        """Return the top position of each mass: the number of running sums of the top at most the mass."""
+        """Return the top position of each mass: the number of running sums that are at most the mass."""
         sums = self._own_top_sums
         if isinstance(sums, torch.Tensor):
-            # CUDA rounds each running sum separately, so a position of weight 0 may seem to add mass.
-            # A found position is replaced by the last position with weight up to it, else by the
-            # first position with weight. The last position is the result if no other matches.
+            # CUDA rounds each running sum separately, so a position of weight 0 may seem to add
+            # mass. A found position is replaced by the last position with weight up to it, else by
+            # the first position with weight. The last position is the result if no other matches.
             last = (len(sums) if self._steps_down else self.capacity) - 1
             found = torch.searchsorted(sums[:last], masses, right=True)
             ranks = (self._levels[-1] > 0).cumsum(0)
@@ -335,8 +336,8 @@ class SumTree(WideTree):
     def _search_strata(self, masses: Any) -> Any:
         """Return the result of `_search`, up to rounding, for one mass in each of equal intervals.
 
-        A running sum is above all masses of earlier intervals and below all masses of later intervals.
-        So only the mass in its own interval is compared. Runs on the CPU only.
+        A running sum is above all masses of earlier intervals and below all masses of later
+        intervals. So only the mass in its own interval is compared. Runs on the CPU only.
         """
         num = len(masses)
         sums = self._own_top_sums
@@ -347,10 +348,11 @@ class SumTree(WideTree):
     def _descend(self, node: Any, masses: Any, is_careful: bool) -> Any:
         """Return the places of masses, level by level from the positions `node` of the top.
 
-        In each block the position of a mass is the first running sum above the remaining mass. Running
-        sums start at minus the remaining mass, so they are compared with 0. By rounding, all sums may
-        be below 0, or the first may be above 0. Then the last or the first position is the result,
-        even if its weight is 0. With `is_careful` a position with a weight above 0 is the result.
+        In each block the position of a mass is the first running sum above the remaining mass.
+        Running sums start at minus the remaining mass, so they are compared with 0. By rounding,
+        all sums may be below 0, or the first may be above 0. Then the last or the first position is
+        the result, even if its weight is 0. With `is_careful` a position with a weight above 0 is
+        the result.
         """
         if not self._steps_down:
             return node
@@ -404,7 +406,7 @@ class MinTree(WideTree):
     _along = staticmethod(torch.amin)
 
     def at_most(self, bound: float) -> torch.Tensor:
-        """Return the places with a number of at most `bound`, ascending. Skips blocks without such places."""
+        """Return the places with a number of at most `bound`, ascending. Skips all other blocks."""
         found = (self._levels[-1] <= bound).nonzero().squeeze(1)
         for level in reversed(self._levels[:-1]):
             is_in = level.view(-1, WIDTH).index_select(0, found) <= bound
@@ -462,8 +464,8 @@ class LeastWeight:
     def value(self) -> Any:
         """Return the least weight above 0, inf if all are 0: a float on the CPU, else a 0-d tensor.
 
-        On other devices all weights are read, which takes three kernel launches; reading only written
-        blocks would take ten.
+        On other devices all weights are read, which takes three kernel launches; reading only
+        written blocks would take ten.
         """
         if not self._is_on_cpu:
             return least_positive(self._own_weights)

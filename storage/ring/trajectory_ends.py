@@ -138,11 +138,12 @@ def _any_set(names: Iterable[str], rows: Callable[[str], torch.Tensor]) -> torch
 
 
 class EndedRows:
-    """Fields of rows that ended a trajectory, kept beside a ring, because they are few.
+    """Fields that are stored only for rows that ended a trajectory, such as final observations.
 
-    They lie in a ring of their own, in the order of their keys. On the CPU it grows before a live row would be
-    overwritten. On other devices the host does not know how many rows ended. It reads their number later and grows
-    when half of the places are in use, so that live rows are overwritten only if many more trajectories end at once.
+    The rows are stored in a separate ring, in the order of their keys. On the CPU this ring grows
+    before a live row would be overwritten. On other devices the host reads the number of ended rows
+    later, and grows the ring when half of its places are in use. A live row is overwritten only if
+    many trajectories end at once.
 
     Args:
         ring: The ring that the rows belong to.

@@ -39,8 +39,8 @@ _RowsOf = Callable[[str, torch.Tensor | None], torch.Tensor]
 _Propose = Callable[[int, torch.Generator], Any]
 #: Limits of proposed candidates before all valid candidates are listed: per call, and per draw.
 _MAX_CANDIDATES, _MAX_CANDIDATES_PER_DRAW = 1 << 16, 64
-#: Units per 1 of an accepted share, and the least share in units (above 0.001). Whole units make the
-#: number of candidates equal on every processor.
+#: Units per 1 of an accepted share, and the least share in units (above 0.001). Whole units make
+#: the number of candidates equal on every processor.
 _WHOLE_SHARE, _LEAST_SHARE = 1 << 16, 66
 #: Standard deviations of extra candidates in draws without a wait.
 _NUM_DEVIATIONS = 6
@@ -398,9 +398,9 @@ class Boundaries:
     # Writing.
 
     def _later_ages(self, ends: Any, first_ages: Any) -> tuple[Any, Any]:
-        """Return the ages of `[n, lanes]` rows, and of those one row later."""
+        """Return the ages of `[n, lanes]` rows, and the ages of the rows one step later."""
         num_rows = len(ends)
-        # The step since which a lane's trajectory lasts: below 0 where it began before these rows.
+        # First step of the current trajectory of a lane: below 0 if it began before these rows.
         steps: Any
         if isinstance(ends, np.ndarray):
             steps = np.arange(1, num_rows + 1, dtype=np.int32)[:, None]
@@ -513,8 +513,8 @@ class Boundaries:
     def _codes(self, candidate: Any, num_after: int) -> Any:
         """Return codes of candidates: later rows of their trajectory, and its final observation.
 
-        The upper bits are the number of later rows, at most `num_after`. The lower bits are 1 if the
-        trajectory continues after these rows. If it ends, they are the place of the final
+        The upper bits are the number of later rows, at most `num_after`. The lower bits are 1 if
+        the trajectory continues after these rows. If it ends, they are the place of the final
         observation, 0 if unknown. Codes that reach beyond the last written row are arbitrary.
         """
         lib = self._library
@@ -553,7 +553,8 @@ class Boundaries:
 
         Args:
             num_draws: Number of draws.
-            candidates: First candidate and number of candidates; or a function that draws candidates.
+            candidates: First candidate and number of candidates; or a function that draws
+                candidates.
             judge: Function that accepts candidates.
             generator: Random generator on the device of the ring.
             name: Key of the kind of draw, hashable.
