@@ -1,7 +1,7 @@
 """Read a recording in batches: whole episodes side by side, or a piece of a long episode.
 
-Every row is read once. Only a later piece of an episode begins with the last row of the piece
-before it.
+Every row is read once, with one exception: a piece of a long episode begins with the last row of
+the previous piece.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Batch:
 
     Attributes:
         numbers: int64 `[k]`, places of the episodes in the recording.
-        starts: int64 `[k]`, frame of the first row of each episode; above 0 only if `k` is 1.
+        starts: int64 `[k]`, frame of the first row of each episode. Above 0 only in a batch of one
+            episode.
         offsets: int64 `[k + 1]`, first row of each episode, then the number of rows.
         values: Field -> `[n, *shape]`.
-        overlap: Rows at the start that the batch before had too: 1 in later pieces, else 0.
+        overlap: Rows at the start that the previous batch had too: 1 in later pieces, else 0.
         is_last: Whether the last row is the last one of its episode.
     """
 
@@ -61,7 +62,7 @@ class Batch:
         return self._columns[name]
 
     def steps(self, name: str) -> Array:
-        """Return the difference of each row to the one before, `[D, n]`.
+        """Return the difference of each row to the previous row, `[D, n]`.
 
         The difference is 0 in the first row of an episode.
         """
@@ -86,7 +87,7 @@ class Batch:
 
 
 class Collector(ABC):
-    """Numbers that a group of rules needs from the pass over the data, besides `Facts`.
+    """Measurements for a group of rules, collected in the pass over the data besides `Facts`.
 
     A rule names the class in `Rule.collectors`.
     """
@@ -145,7 +146,7 @@ class Reading:
             yield from self._read(numbers[places], starts[places], counts[places])
 
     def _grouped(self, numbers: Array, counts: Array) -> Iterator[Array]:
-        """Yield the places of consecutive episodes that have the same fields and fill a batch."""
+        """Yield groups of episodes for one batch: consecutive episodes with the same fields."""
         if not len(numbers):
             return
         places = np.arange(len(numbers))
@@ -176,9 +177,10 @@ class Reading:
             yield from batches
 
     def _read(self, numbers: Array, starts: Array, counts: Array) -> Iterator[Batch]:
-        """Read episodes of the same fields; one by one if some cannot be read.
+        """Yield the rows of episodes with the same fields.
 
-        Calls `failed` for each episode that cannot be read.
+        If reading fails, the episodes are read one by one. `failed` is called for each unreadable
+        episode.
         """
         schema = self.schemas[self.schema_index[numbers[0]]]
         try:

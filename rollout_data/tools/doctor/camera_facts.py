@@ -36,10 +36,10 @@ class Camera:
         low: `[E]`, smallest value of some pixels, as stored.
         high: `[E]`, largest value of some pixels, as stored.
         dark: int64 `[E]`, frames whose brightest pixel is black.
-        looked: int64 `[E]`, frames that were examined in all pixels.
+        looked: int64 `[E]`, number of frames that were examined in all pixels.
         bright: int64 `[E]`, examined frames of which a large part is white.
-        repeats: int64 `[E]`, frames that equal the one before.
-        hold: int64 `[E]`, the longest run of such frames while the action moves.
+        repeats: int64 `[E]`, frames that equal the previous frame.
+        hold: int64 `[E]`, longest run of repeated frames while the action moves.
         sharp: `[E]`, sum of the variances of the Laplacian over examined frames.
         grid: `[E, 16, C]`, sum of mean colours over examined frames.
         variation: `[E, 2, 2]`, sum of the mean differences of neighbours (down, right), in the
@@ -164,7 +164,10 @@ class Camera:
 
 
 def _repeats(frames: Array, pixels: Array) -> Array:
-    """Return which frames equal the one before: bool `[n]`. `pixels` are some of each frame."""
+    """Return whether each frame equals the previous frame: bool `[n]`.
+
+    `pixels` are some pixels of each frame, which are compared first.
+    """
     is_repeat = np.zeros(len(frames), bool)
     is_repeat[1:] = (pixels[1:] == pixels[:-1]).all(1)
     candidates = np.flatnonzero(is_repeat)

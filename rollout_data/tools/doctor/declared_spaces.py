@@ -1,6 +1,6 @@
 """Bounds of observations and actions that metadata declare.
 
-Metadata have them as mappings, or as JSON texts in the form of Minari.
+Metadata store spaces as mappings, or as JSON texts in the form of Minari.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _boxes_of(name: str, space: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def declared_bounds(scan: Any, name: str) -> tuple[Array, Array] | None:
-    """Return the declared bounds of a field, each `[D]`; None if there are none."""
+    """Return the declared lower and upper bounds of a field, each `[D]`; None without bounds."""
     size = scan.schema[name].num_elements
     for group in dict.fromkeys((name, name.partition("/")[0])):
         for field, box in boxes(scan.metadata, group):

@@ -38,10 +38,10 @@ class BoundaryRows:
 
     Attributes:
         episodes: int64 `[E]`, episodes with a first row.
-        first: `[E, D]`, their first observations.
+        first: `[E, D]`, first observations of `episodes`.
         numbers: int64 `[K]`, at most 512 episodes with a final observation.
-        last: `[K, D]`, their last observations.
-        finals: `[K, D]`, their final observations.
+        last: `[K, D]`, observations in the last rows of `numbers`.
+        finals: `[K, D]`, final observations of `numbers`: after the last step.
         steps: `[D]`, the 99 % quantile of steps.
     """
 
@@ -90,7 +90,7 @@ class BoundaryRows:
 
 
 def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
-    """Return the final observation of an episode in all dimensions; None without a whole one."""
+    """Return the final observation of an episode in all dimensions; None if a part is missing."""
     try:
         final = scan.recording[number].final_observation
     except UnansweredError:
@@ -110,10 +110,10 @@ def _read_final(scan: Any, number: int, facts: list[Facts]) -> Array | None:
 
 
 def jumps(rows: Array, later_rows: Array, steps: Array) -> Array:
-    """Return which rows jump: bool `[K]`.
+    """Return whether each row jumps to its later row: bool `[K]`.
 
-    A row jumps if it differs by more than `steps` in a sixth of the dimensions (2 or more). If more
-    than half of the rows jump, all count.
+    A row jumps if the difference exceeds `steps` in a sixth of the dimensions, at least 2. If more
+    than half of the rows jump, all rows count as jumps.
     """
     num_far = (np.abs(rows - later_rows) > steps + 1e-12).sum(1)
     is_jump: Array = num_far >= max(2, rows.shape[1] / 6)
@@ -313,7 +313,7 @@ class Successors(Collector):
     Attributes:
         pairs: Field of next observations -> field of observations.
         wrong: Field -> int64 `[E]`, inner frames whose next observation is not the following row.
-        same: Field -> number of these that repeat the current observation.
+        same: Field -> number of `wrong` next observations that repeat the current observation.
     """
 
     def __init__(self, scan: Any) -> None:

@@ -42,7 +42,7 @@ from .rule_table import FAILED, RULES
 from .rules.change_scripts import change_script
 from .scan import Scan
 
-#: The path itself is wrong, so there is no file to examine.
+#: Error numbers of paths that cannot be opened at all, so there is no file to examine.
 _REFUSED = (errno.ENAMETOOLONG, errno.EACCES, errno.ELOOP)
 
 
@@ -127,7 +127,7 @@ def _check(rule: Rule, scan: Scan, settings: Settings) -> tuple[list[Defect], st
 
 
 def opened(action: str, path: DataDir) -> tuple[Recording | None, RolloutDataError | None]:
-    """Open a recording, without its index if that is bad.
+    """Open a recording; rebuild its index if the index is damaged.
 
     Returns:
         (recording, None), or (None, error) if it cannot be opened.
@@ -160,7 +160,7 @@ def _is_refused(error: Exception, path: DataDir) -> bool:
 
 
 def chosen_rules(action: str, only: Sequence[str], skip: Sequence[str]) -> list[Rule]:
-    """Return the rules of some codes, or beginnings of codes.
+    """Return the rules whose codes begin with the given texts.
 
     Raises:
         UsageError: A code begins no rule.

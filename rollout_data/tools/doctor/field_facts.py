@@ -97,26 +97,27 @@ def _joined(parts: list[Array]) -> Array:
 
 
 class Facts:
-    """Facts of a numeric field of D dimensions, of K episodes in its tables and E in all.
+    """Facts of a numeric field with D dimensions: tables of K episodes, totals of all E episodes.
 
     Attributes:
         name: Name of the field.
-        field: Its entry in the schema.
-        is_float: Whether its numbers are floats.
-        numbers: int64 `[K]`, the episodes with rows in the tables: all, unless there are very many.
-        lengths: int64 `[K]`, their frames.
+        field: Entry of the field in the schema.
+        is_float: Whether the values are floats.
+        numbers: int64 `[K]`, episodes in the tables. All episodes, unless the tables would be too
+            large.
+        lengths: int64 `[K]`, frames of the episodes in the tables.
         low: `[K, D]`, minimum of each episode.
-        high: `[K, D]`, maximum.
-        mean: `[K, D]`, mean.
+        high: `[K, D]`, maximum of each episode.
+        mean: `[K, D]`, mean of each episode.
         step: `[K, D]`, the largest step between two rows.
         first: `[K, D]`, first row.
         last: `[K, D]`, last row.
-        changes: `[K, D]`, number of rows that differ from the one before.
+        changes: `[K, D]`, number of rows that differ from the previous row.
         num_bad: int64 `[E]`, numbers that are not finite.
         num_rows: Rows that were read.
         scale: `[E]`, median over about 16 rows of the largest size in a row; 0 if all are 0.
-        repeats: int64 `[E]`, rows that equal the one before in all dimensions.
-        hold: int64 `[E]`, the longest run of such rows.
+        repeats: int64 `[E]`, rows that equal the previous row in all dimensions.
+        hold: int64 `[E]`, longest run of repeated rows.
     """
 
     #: A value is far if it is more than this number of ranges away from the median.
@@ -243,7 +244,7 @@ class Facts:
 
     @property
     def num_values(self) -> int:
-        """Numbers that were read; 1 if none were."""
+        """Number of values that were read, at least 1."""
         return max(1, self.num_rows * self.field.num_elements)
 
     @cached_property
@@ -343,7 +344,7 @@ def _quantile(ordered: Array, count: Array, level: float) -> Array:
 def medians_of(parts: Array, values: Array) -> tuple[Array, Array]:
     """Return the distinct parts, and the median of the values of each.
 
-    The median of an even number of values is the upper of the two in the middle.
+    The median of an even number of values is the upper of the two middle values.
     """
     order = np.lexsort((values, parts))
     distinct, first, count = np.unique(parts[order], return_index=True, return_counts=True)

@@ -44,7 +44,7 @@ def roles_of(metadata: Mapping[str, Any], schema: Schema) -> dict[str, list[str]
 
 
 def _declared_roles(metadata: Mapping[str, Any], schema: Schema) -> dict[str, str]:
-    """Return field -> role, as the metadata declare it."""
+    """Return field -> role, as declared in the metadata."""
     roles = metadata.get("roles")
     if not isinstance(roles, Mapping):
         return {}
@@ -57,7 +57,7 @@ def _declared_roles(metadata: Mapping[str, Any], schema: Schema) -> dict[str, st
 
 
 def _role_by_name(name: str) -> str:
-    """Return the role that a plain name has; "" for none."""
+    """Return the role of a field by its plain name; "" without a role."""
     last_part = name.rpartition("/")[2].rpartition(".")[2].lower()
     for role, pattern in _PATTERNS.items():
         if re.match(pattern, last_part):

@@ -1,6 +1,6 @@
 """Facts of files besides rows: block headers, and problems that readers of any format met.
 
-Bad data raise nothing here.
+Damaged data raise no error here.
 """
 
 from __future__ import annotations
@@ -143,11 +143,11 @@ class Files:
 
     @cached_property
     def steps(self) -> tuple[Array, Array]:
-        """Relation of each part to the one before it.
+        """Relation of each part to the previous part.
 
         Returns:
-            Whether a part is the first of its trajectory: bool `[P]`; and the number of frames that
-            are missing before it: int64 `[P]`, negative for an overlap.
+            Whether a part is the first one of its trajectory: bool `[P]`.
+            Number of frames that are missing before the part, negative for an overlap: int64 `[P]`.
         """
         parts = self.parts
         is_first = np.ones(len(parts), bool)
@@ -191,14 +191,15 @@ class Files:
     ) -> list[str]:
         """Return the names of trajectories with frames in unreadable blocks `first:stop`.
 
-        The other blocks of the writer decide: trajectories that are open before and go on after.
+        These are inferred from the other blocks of the writer: trajectories that have not ended
+        before the unreadable blocks, or continue after them with a gap.
 
         Args:
             writer: Name of the writer.
             first: Sequence number of the first block.
             stop: Sequence number behind the last block.
-            exists: Whether the block file exists. Numbers that no other block has are then in it.
-                In a missing block they may have been dropped.
+            exists: Whether the block file exists. An existing block then has the trajectory numbers
+                that no other block has. Trajectories of a missing block may have been dropped.
         """
         parts = self.parts[:0]
         if writer in self.writers:
@@ -233,8 +234,8 @@ class Files:
     def trajectories_of_bad_block(self, name: str) -> list[str]:
         """Return the names of the trajectories of a block without a header.
 
-        Its error names one, or its table of fragments or the index cache list them, or the other
-        blocks lack them.
+        The first available source is used: the error of the block, its table of fragments, the
+        index cache, the trajectory numbers that are missing in other blocks.
         """
         match = _BLOCK.fullmatch(name)
         writer = match[1] if match else ""
@@ -261,7 +262,7 @@ class Files:
 
     @cached_property
     def _cached_numbers(self) -> dict[str, list[int]]:
-        """Block -> trajectories in it, by the index cache; {} if that is damaged."""
+        """Block -> its trajectories in the index cache; {} if the cache is damaged."""
         path = self.path / INDEX_CACHE_NAME
         with suppress(*BAD_CACHE):
             if stamp_of(path) is None or path.stat().st_size > _MAX_CACHE_BYTES:
@@ -279,7 +280,7 @@ class Files:
 
     @cached_property
     def _place_of(self) -> dict[str, int]:
-        """Name of an episode -> its place in the recording."""
+        """Name of an episode -> place of the episode in the recording."""
         names = self._scan.recording.ids if self._scan.failure is None else []
         return {name: place for place, name in enumerate(names)}
 
@@ -336,7 +337,7 @@ class Files:
 
 
 def kind_of(problem: RolloutDataError) -> str:
-    """Return the kind of a problem: its own, otherwise by its type; "" for none."""
+    """Return the kind of a problem, from its `kind` or its type; "" if neither has one."""
     if isinstance(problem, UnsafeFileError):
         return "unsafe"
     if problem.kind:
@@ -346,7 +347,7 @@ def kind_of(problem: RolloutDataError) -> str:
 
 
 def most_frequent(schemas: Iterable[Schema]) -> Schema:
-    """Return the most frequent of some schemas, the first one of equally frequent ones."""
+    """Return the most frequent schema; the first one if several are equally frequent."""
     return Counter(schemas).most_common(1)[0][0]
 
 

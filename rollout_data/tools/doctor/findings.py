@@ -41,8 +41,8 @@ class Defect:
         trajectories: Places in the recording.
         frames: (trajectory, start, stop), worst first. Only `MAX_FRAMES` are kept.
         evidence: The compared numbers. The thresholds are added later.
-        severity: One of `SEVERITIES`; "" for that of the rule.
-        advice: The next step; "" for that of the rule.
+        severity: One of `SEVERITIES`; "" for the severity of the rule.
+        advice: The next step; "" for the advice of the rule.
         left_out: Names of trajectories that opening leaves out. They have no place in the
             recording. Each name ends with a number.
     """

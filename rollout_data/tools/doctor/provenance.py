@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: Fact that should be known -> metadata keys that have it.
+#: Fact about the origin of the data -> metadata keys that may state the fact.
 ORIGINS: dict[str, tuple[str, ...]] = {
     "env": (
         "env",
@@ -52,7 +52,7 @@ _SECRETS = {
 }
 #: Keys whose texts are secrets.
 _SECRET_KEYS = re.compile(r"(?i).*(api_?key|token|secret|passw(or)?d|credential)s?$")
-#: A shorter text under such a key is no secret.
+#: Minimum number of characters of a secret under a key of `_SECRET_KEYS`.
 _MIN_SECRET = 8
 #: Maximum number of levels of nested metadata that are searched.
 _MAX_DEPTH = 8

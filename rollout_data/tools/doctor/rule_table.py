@@ -1,6 +1,6 @@
 """The table of rules: the rows of `rules.csv` with their functions.
 
-The help, `--list-rules`, the table of `DOCTOR.md` and the tests are made from it.
+The help, `--list-rules`, the table of `DOCTOR.md` and the tests are generated from the table.
 """
 
 from __future__ import annotations

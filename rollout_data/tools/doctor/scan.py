@@ -26,13 +26,13 @@ from .findings import MAX_FRAMES, Inapplicable
 
 #: Elements of a row. Larger fields are pictures, which only rules of images read.
 MAX_ELEMENTS = 4096
-#: Smaller recordings are not compared within themselves.
+#: Minimum number of episodes for comparisons between episodes.
 _MIN_EPISODES = 8
 _MIN_FRAMES = 100
 
 
 class Columns(dict[str, Array]):
-    """Columns of `Recording.table`, each made when it is first used. Returns are NaN."""
+    """Columns of `Recording.table`, each built at its first use. The column of returns is NaN."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Scan:
 
     @cached_property
     def files(self) -> Files:
-        """Facts of the files besides rows."""
+        """Facts of the files, without their rows."""
         return Files(self)
 
     @cached_property
@@ -107,7 +107,7 @@ class Scan:
 
     @cached_property
     def schema(self) -> Schema:
-        """All numeric fields, each as the first episode with it has it."""
+        """All numeric fields, each with the dtype and shape of the first episode that has it."""
         return self.recording.schema
 
     @property
@@ -122,7 +122,7 @@ class Scan:
 
     @property
     def advice(self) -> Sequence[RolloutDataError]:
-        """Remarks of opening on data that are read as they are stored."""
+        """Remarks from opening about unusual data that are read unchanged."""
         return () if self._recording is None else self._recording.advice
 
     @cached_property
@@ -161,12 +161,12 @@ class Scan:
 
     @cached_property
     def numeric(self) -> list[str]:
-        """All other fields that have elements."""
+        """All fields with elements that are not pictures."""
         names = [name for name in self.schema if name not in self.pictures]
         return [name for name in names if self.schema[name].num_elements]
 
     def group(self, name: str) -> list[str]:
-        """Return the numeric fields of a group: called `name`, or below it."""
+        """Return the numeric fields of a group: the field `name`, and fields below "name/"."""
         return [field for field in self.schema.below(name) if field in self.numeric]
 
     @cached_property
@@ -182,9 +182,9 @@ class Scan:
 
     @cached_property
     def sample_facts(self) -> dict[str, Facts]:
-        """The same objects before the pass: only facts of the sample are known.
+        """Facts of each numeric field before the pass over the data, for collectors.
 
-        Collectors use them.
+        They are the same objects as in `facts`. Only facts of the sample are known.
         """
         reading = self._reading(self.numeric)
         return {name: Facts(reading, name, self.examined, self.sample) for name in self.numeric}
@@ -274,7 +274,7 @@ class Scan:
 
     @property
     def declared_rate_hz(self) -> float | None:
-        """Frames per second by the metadata; None if there is no positive number."""
+        """Frames per second in the metadata; None unless the value is a positive number."""
         for key in ("fps", "frame_rate_hz"):
             rate = self.metadata.get(key)
             if isinstance(rate, (int, float)) and rate > 0:

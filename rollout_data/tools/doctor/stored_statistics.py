@@ -1,4 +1,4 @@
-"""Statistics and sums that are stored beside the data, of single episodes and of the whole.
+"""Statistics and sums that are stored beside the data, of single episodes and whole recordings.
 
 Malformed statistics are skipped: other rules report damaged files.
 """
@@ -52,7 +52,7 @@ class RewardSums:
         numbers: int64 `[K]`, the episodes.
         stored: `[K]`, stored sums.
         computed: `[K]`, sums of the rows.
-        scale: `[K]`, size that an error is compared with.
+        scale: `[K]`, magnitude for relative errors.
     """
 
     field: str
@@ -63,7 +63,7 @@ class RewardSums:
 
 
 def _parsed(field: str, stored: Any) -> Iterator[StoredStatistics]:
-    """Yield the statistics of a field; none if they are malformed or empty."""
+    """Yield the statistics of a field; nothing if the statistics are malformed or empty."""
     if not isinstance(stored, Mapping):
         return
     values: dict[str, Array] = {}
@@ -159,7 +159,7 @@ def _read_lerobot_table(path: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def reward_sums(scan: Any) -> RewardSums | None:
-    """Return the sums of rewards that are stored and can be compared; None without any."""
+    """Return the stored sums of rewards with the computed sums; None without stored sums."""
     names = list(scan.schema.below("reward"))
     if len(names) != 1 or names[0] not in scan.facts:
         return None

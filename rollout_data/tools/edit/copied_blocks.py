@@ -1,4 +1,4 @@
-"""New blocks made of fragments of other blocks, whose bytes are copied and never decoded."""
+"""New blocks from fragments of other blocks. Bytes of rows are copied and never decoded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     Attributes:
         header: Header of the block with the rows of the fragment.
         fragment: The fragment, a row of the table of fragments.
-        reward_sum: Sum of its rewards.
+        reward_sum: Sum of the rewards of the fragment.
     """
 
     header: BlockHeader
@@ -60,7 +60,7 @@ class Part(NamedTuple):
     reward_sum: np.ndarray
 
 
-#: Kind -> (key, UTF-8) of the notes of a block.
+#: Kind of note -> (key, UTF-8) of each note of a block.
 Notes = dict[str, list[tuple[int, bytes]]]
 
 
@@ -117,7 +117,7 @@ def _tombstone(part: Part) -> Part:
 
 
 def _intact_notes(header: BlockHeader) -> tuple[Notes, int]:
-    """Return the intact notes of a block, and the number of the others."""
+    """Return the intact notes of a block, and the number of damaged notes."""
     notes: Notes = {EPISODES: [], TEXTS: []}
     num_damaged = 0
     for kind, table in header.notes.items():
@@ -133,7 +133,7 @@ def rebuilt(
     sequence: int,
     codecs: dict[str, str],
 ) -> BlockContent:
-    """Return a block made of fragments of other blocks. Their rows stay coded as they are."""
+    """Return a block of fragments of other blocks. The encoded bytes of rows are copied."""
     errors: dict[str, float] = {}
     for part in parts:
         for name, coding in part.header.codings.items():
@@ -154,7 +154,7 @@ def rebuilt(
 
 
 def _headers_of(parts: Sequence[Part]) -> list[BlockHeader]:
-    """Return the headers of parts, each once."""
+    """Return the headers of parts, without duplicates."""
     return list({id(part.header): part.header for part in parts}.values())
 
 
@@ -176,7 +176,7 @@ def _episode_notes(
 
 
 def _texts(parts: Sequence[Part]) -> list[tuple[int, bytes]]:
-    """Return the texts of the blocks of some parts, each key once."""
+    """Return the texts of the blocks of some parts, one text per key."""
     texts: dict[int, bytes] = {}
     for header in _headers_of(parts):
         for key, text in header.read_notes(TEXTS):
@@ -185,7 +185,7 @@ def _texts(parts: Sequence[Part]) -> list[tuple[int, bytes]]:
 
 
 def _trajectories(folder: BlockFolder) -> Iterator[list[Part]]:
-    """Yield the fragments of each trajectory in order, trajectories in the order of completion."""
+    """Yield the fragments of each trajectory, trajectories in the order of completion."""
     index = folder.index
     parts: dict[tuple[str, int], list[Part]] = {}
     for block in index.blocks:
@@ -216,7 +216,7 @@ def write_packed(
         folder: Folder without damaged blocks.
         target: Another folder.
         writer: A name that no writer in `target` has.
-        block_bytes: Bytes of a block, at most. A trajectory is not cut.
+        block_bytes: Maximum bytes of a block. A block with one large trajectory may be larger.
         origins: (env, end in ns) of each trajectory, instead of the recorded ones. The blocks then
             have no later time of creation.
         progress: Show a progress bar.
@@ -300,7 +300,7 @@ def _joined(fragments: np.ndarray, reward_sums: np.ndarray) -> tuple[np.ndarray,
 
 
 def _continues(last: np.void, fragment: np.void) -> bool:
-    """Return whether a fragment continues the one before, of the same policy version."""
+    """Return whether a fragment continues the previous one with the same policy version."""
     is_same_policy = fragment["policy_version"] == last["policy_version"]
     is_empty = fragment["length"] == 0
     return bool(is_same_policy or is_empty) and not fragment["flags"] & FIRST

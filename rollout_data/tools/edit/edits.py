@@ -1,7 +1,7 @@
 """Dropping and tagging trajectories of a folder of block files. Both can be undone.
 
-No block is changed. The edits of a folder are one state. It is published as a whole, as small
-blocks beside the others (`blocks/edit_blocks.py`). Every reader applies it.
+No block is changed. All edits of a folder are one state. The state is published as a whole, as
+small blocks beside the data blocks (`blocks/edit_blocks.py`). Every reader applies the edits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Edits:
         dropped: Trajectories that are left out.
         notes: Trajectory -> notes of `tag`.
         writers: Writers whose trajectories have ever been edited.
-        created_ns: Time of the edits; None for now.
+        created_ns: Time of the edits in ns; None for the current time.
     """
 
     dropped: set[Key] = field(default_factory=set)
@@ -67,10 +67,11 @@ class Edits:
 
 
 def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
-    """Leave trajectories out: every reader skips them from now on.
+    """Drop trajectories, so that every reader skips them from now on.
 
-    `undrop` restores them, `pack` removes them. Safe to call while writers and readers are running:
-    a stream that plays one of them continues with others after its next scan of the folder.
+    `undrop` restores dropped trajectories, and `pack` removes them. Safe to call while writers and
+    readers are running. A stream that plays a dropped trajectory continues with another trajectory
+    after its next scan of the folder.
 
     Args:
         path: A folder of block files.
@@ -91,7 +92,7 @@ def drop(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
 
 
 def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> int:
-    """Leave out all other trajectories that the folder has now. See `drop`."""
+    """Drop all other trajectories that the folder has now. See `drop`."""
 
     def change(edits: Edits, index: TrajectoryIndex) -> int:
         kept = _chosen("keep", index, Edits(), ids)
@@ -101,7 +102,7 @@ def keep(path: str | os.PathLike[str], ids: Ids, *, dry_run: bool = False) -> in
 
 
 def _drop(edits: Edits, keys: Iterable[Key]) -> int:
-    """Add trajectories to those that are dropped; return the number of new ones."""
+    """Add trajectories to the dropped ones; return the number of newly dropped trajectories."""
     num_before = len(edits.dropped)
     edits.dropped |= {*keys}
     return len(edits.dropped) - num_before
@@ -132,7 +133,7 @@ def undrop(path: str | os.PathLike[str], ids: Ids | None = None, *, dry_run: boo
 def tag(path: str | os.PathLike[str], ids: Ids, /, **notes: Any) -> int:
     """Add notes to trajectories, as `episode=` of a writer does.
 
-    They replace recorded notes of the same names. None marks a value as unknown. `untag` removes
+    A note replaces a recorded note of the same name. None marks a value as unknown. `untag` removes
     the notes.
 
     Args:
@@ -157,7 +158,7 @@ def tagged(
     *,
     dry_run: bool = False,
 ) -> int:
-    """Do as `tag`; with `dry_run` only check and count. Notes may have any names here."""
+    """Add notes like `tag`, with any names. With `dry_run`, only check and count."""
     data = json.loads(episode_json(notes, _call("tag"), ""))
     reserved = sorted(notes.keys() & {ENDS, ABSENT})
     if not notes or reserved:
@@ -217,7 +218,7 @@ def edits_of(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_edits(folder: BlockFolder) -> Edits:
-    """Return the edits of a folder, as it was last listed.
+    """Return the edits in the latest listing of a folder.
 
     Raises:
         CorruptFileError: A block of edits is damaged.
@@ -244,9 +245,9 @@ def _edit_files(path: Path) -> dict[str, tuple[str, int]]:
 
 
 def publish_edits(folder: BlockFolder, edits: Edits) -> None:
-    """Replace the edits of a folder. If the process is killed, the old or the new edits hold.
+    """Replace the edits of a folder. If the process is killed, the old or the new edits apply.
 
-    Call it within `only_editor`, or for a folder that no other process knows.
+    The caller must hold `only_editor`, unless no other process knows the folder.
     """
     path = folder.data_dir
     schema = folder.schema

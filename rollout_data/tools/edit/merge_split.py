@@ -164,12 +164,12 @@ def merge(
     Edits of the sources are kept. Blocks become hard links. They are copied to another file system,
     and if two writers have the same name.
 
-    Sources may share blocks, as parts of `split` do. A shared block or trajectory is stored once,
-    and is dropped only if no source has it.
+    Sources may share blocks, for example parts of `split`. A shared block or trajectory is stored
+    once. A shared trajectory is dropped only if every source lacks it.
 
     Recordings of other formats, and folders with a damaged block, are converted, as by `convert`.
-    Data that cannot be read are left out and named in `NewFolder.problems`. So are episodes that
-    were removed after opening.
+    Unreadable data, and episodes that were removed after opening, are left out and listed in
+    `NewFolder.problems`.
 
     Args:
         sources: Paths of any format, or recordings.
@@ -177,7 +177,7 @@ def merge(
         progress: Show progress bars.
 
     Raises:
-        UsageError: There is no source, or `out` is not empty, or lies in one.
+        UsageError: There is no source, or `out` is not empty, or lies in a source.
         SchemaError: The fields differ.
         DataFileError: A source cannot be opened, or none of its episodes can be read.
     """
@@ -213,7 +213,7 @@ def split(
         parts: Name -> share, as in `{"train": 0.9, "val": 0.1}`; None for the parts that the
             recording itself names.
         out: A new or empty folder.
-        seed: The part of a trajectory is a function of the seed and its name.
+        seed: Seed. The part of a trajectory is a function of the seed and the trajectory's name.
         progress: Show progress bars.
 
     Raises:
@@ -270,8 +270,8 @@ def _merge_into(
 ) -> None:
     """Put the blocks of recordings into an empty folder, and fill in the result.
 
-    A block of which a selection has some trajectories is taken as a whole, and the other
-    trajectories are dropped. Without their other blocks they would look complete.
+    If a selection has only some trajectories of a block, the whole block is used and the other
+    trajectories are dropped. They would look complete otherwise, although blocks are missing.
     """
     kept: set[Key] = set()
     notes: Notes = {}
@@ -354,7 +354,7 @@ def _converted(
 ) -> _MergedSource:
     """Convert a source to blocks within the new folder.
 
-    Its problems and advice are added to the result.
+    Problems and advice of the conversion are added to the result.
     """
     scratch = made / _CONVERTED / str(place)
     scratch.mkdir(parents=True)
@@ -401,7 +401,7 @@ def _first_rate(context: Mapping[str, Any]) -> float | None:
 
 
 def _rates_of_episodes(recording: Recording, default: float | None) -> dict[Key, float]:
-    """Return the frame rates of episodes: their own, or the default. Others are left out."""
+    """Return episode -> frame rate: its own, or the default. Unknown rates are left out."""
     rates: dict[Key, float] = {}
     for name, episode in zip(recording.ids, recording, strict=True):
         rate = _first_rate(episode.metadata)
@@ -414,7 +414,7 @@ def _rates_of_episodes(recording: Recording, default: float | None) -> dict[Key,
 
 
 def trajectories_in(block: Block) -> set[Key]:
-    """Return the trajectories of which a block has a part."""
+    """Return the trajectories with frames in a block."""
     return {(block.writer, number) for number in block.fragments["trajectory"].tolist()}
 
 
@@ -428,9 +428,9 @@ def finish(
 
     Args:
         folder: The folder, with its blocks.
-        metadata: Its metadata; None for none.
+        metadata: Metadata of the folder; None for no metadata.
         kept: Trajectories that are not dropped.
-        notes: Trajectory -> notes of `tag`. Those of other folders are left out.
+        notes: Trajectory -> notes of `tag`. Trajectories of other folders are ignored.
     """
     if metadata is not None:
         publish_metadata(folder.data_dir, metadata, "edited")
@@ -477,7 +477,7 @@ def _check_fields(
     first_path: Path | RemotePath,
     first_schema: Schema,
 ) -> None:
-    """Raise `SchemaError` if a source has other fields than the first one."""
+    """Raise `SchemaError` if a source has other fields than the first source."""
     difference = first_schema.difference(schema)
     if difference:
         expected = f"the fields of {str(first_path)!r}"
@@ -504,9 +504,9 @@ def _blocks_with(folder: BlockFolder, ids: Sequence[str] | None) -> list[Block]:
 
 
 def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool:
-    """Return whether a block is damaged that would be written under another name.
+    """Return whether a block that has to be written under another name is damaged.
 
-    It would get right checksums for damaged rows.
+    Writing a damaged block again would give damaged rows valid checksums.
     """
     for block in folder.blocks.values():
         is_renamed = writers.get(block.writer, block.writer) != block.writer
@@ -516,7 +516,7 @@ def _are_copies_damaged(folder: BlockFolder, writers: Mapping[str, str]) -> bool
 
 
 def _free_names(blocks: Sequence[Block], made: Path) -> dict[str, str]:
-    """Return writer -> a name in `made`: its own, unless another writer there has it."""
+    """Return writer -> free name in `made`. A writer keeps its name unless that name is taken."""
     blocks_of: dict[str, list[Block]] = {}
     for block in blocks:
         blocks_of.setdefault(block.writer, []).append(block)

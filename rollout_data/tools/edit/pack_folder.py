@@ -58,9 +58,9 @@ class FolderReport:
         problems: File name -> its problem.
         lost: File name -> known trajectories with frames in it, of blocks that cannot be read.
         moved: Damaged files in their new place.
-        salvaged: File name -> number of its trajectories that were dropped. The others are kept,
-            without damaged notes.
-        dead_writers: Writers that had ended without finishing. Their files were removed.
+        salvaged: File name -> number of damaged trajectories that were dropped. The other
+            trajectories are kept, without damaged notes.
+        dead_writers: Writers whose process ended before `close`. Their files were removed.
     """
 
     num_blocks: int
@@ -100,8 +100,8 @@ def open_folder(
         progress: Show a progress bar.
 
     Raises:
-        UsageError: There is no such folder, or it contains recordings and is none itself.
-        DataFileError: It has neither blocks nor the metadata of a dataset.
+        UsageError: The folder does not exist, or is no recording itself but contains recordings.
+        DataFileError: The folder has neither blocks nor the metadata of a dataset.
     """
     folder_type = _FolderWithProgress if progress else BlockFolder
     folder = folder_type.at(data_dir, verify)
@@ -165,7 +165,7 @@ def repair_folder(data_dir: str | os.PathLike[str], progress: bool = False) -> F
             write_block(path, content)
             salvaged[name] = num_dropped
         elif edit is not None and folder.schema is not None:
-            # An empty part: without it the edits of other writers would be ignored.
+            # Without this empty part the edits of other writers would be ignored.
             write_part(path, folder.schema, *edit, Edits())
     metadata = load_metadata(path)
     if METADATA_NAME in problems and metadata_before is not None and metadata is not None:
@@ -206,12 +206,13 @@ def pack_dataset(
     Args:
         data_dir: A folder without a running writer. Every block must be intact.
         out_dir: A new or empty folder for the result; None replaces the blocks in place.
-        block_bytes: Bytes of a block, at most. A trajectory is not cut.
+        block_bytes: Maximum bytes of a block. A block with one large trajectory may be larger.
         progress: Show progress bars.
 
     Raises:
-        UsageError: A writer is running in `data_dir`, or `out_dir` is not empty, or lies in it.
-        DataFileError: A block is damaged, or there is none. Nothing was changed.
+        UsageError: A writer is running in `data_dir`, or `out_dir` is not empty or lies in
+            `data_dir`.
+        DataFileError: A block is damaged, or the folder has no blocks. Nothing was changed.
     """
     arguments.whole("pack", "block_bytes", block_bytes, 1)
     folder = _open_finished(data_dir, progress)
@@ -234,14 +235,14 @@ def _pack_in_place(
     block_bytes: int,
     progress: bool,
 ) -> PackSummary:
-    """Replace the blocks of a folder by packed ones.
+    """Replace the blocks of a folder by packed blocks.
 
-    If the process is killed, trajectories may exist twice. None is lost. Dropped trajectories stay
-    dropped.
+    If the process is killed, trajectories may exist twice, but no trajectory is lost. Dropped
+    trajectories stay dropped.
     """
     source = folder.data_dir
     staging = source / STAGING_FOLDER
-    # An interrupted packing may have left it; the old blocks still exist then.
+    # An interrupted packing may have left this folder. The old blocks still exist in that case.
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:

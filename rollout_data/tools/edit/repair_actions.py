@@ -21,9 +21,9 @@ from ..doctor.findings import Finding
 
 Array = np.ndarray[Any, Any]
 _END_FLAG = re.compile(r"(.*[/.])?(dones?|terminals?|terminated|truncat\w+|timeouts?)")
-#: Number of frames that stay of a rest, and after success.
+#: Number of frames of a rest, and of frames after success, that a repair keeps.
 _KEPT_FRAMES = 5
-#: Share of its range by which a resting action moves at most.
+#: Largest move of a resting action in one step, as a share of the action's range.
 _REST_SHARE = 0.01
 #: Metadata of an episode that follow from its blocks.
 _INDEXED = ("env", "writer", "end_time_ns")
@@ -38,14 +38,14 @@ class EpisodePart:
     Attributes:
         episode: The episode.
         id: Name of the part.
-        start, stop: Its rows in the episode.
-        schema: Its numeric fields.
-        terminated, truncated: Whether the part ends so; None if that is unknown.
+        start, stop: Rows of the part in the episode.
+        schema: Numeric fields of the part.
+        terminated, truncated: Whether the part ends in this way; None if its end is unknown.
         final_row: Row of the episode with the observation after the last step. The length of the
-            episode means its final observation. None without any.
+            episode means its final observation. None without such an observation.
         length: Number of rows.
         final: Names of the fields of the final observation.
-        texts, success, task, metadata: As of the episode.
+        texts, success, task, metadata: As in the episode.
     """
 
     episode: Episode
@@ -88,7 +88,7 @@ class EpisodePart:
 
     @property
     def final_observation(self) -> Any:
-        """The observation after the last step; None without any."""
+        """The observation after the last step; None if it is not recorded."""
         row = self.final_row
         if row is None:
             return None
@@ -201,7 +201,7 @@ def _without_first_row(part: EpisodePart, finding: Finding, place: int) -> list[
 
 
 def _is_resting(part: EpisodePart) -> Array:
-    """Return where the action rests: bool `[T]`, nearly equal to the row before."""
+    """Return whether the action of each row nearly equals the previous row: bool `[T]`."""
     actions = [part.columns(name).astype(np.float64) for name in part.schema.below("action")]
     rows = np.concatenate(actions, axis=1)
     span = np.quantile(rows, 0.99, axis=0) - np.quantile(rows, 0.01, axis=0)

@@ -1,8 +1,8 @@
 """Repair of a recording in a new folder, by the findings of `doctor`.
 
-A repair leaves out, splits, renames, rebuilds indices and recomputes what follows from the data.
-It changes no measured value. The source stays byte for byte, and the same source gives the same
-bytes.
+A repair leaves out, splits and renames episodes, rebuilds indices, and recomputes metadata that
+follow from the data. It changes no measured value and no byte of the source. The same source always
+results in the same bytes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from .merge_split import finish, is_own, link_or_copy, new_folder, newest_ns
 from .repair_actions import EPISODE_REPAIRS, EpisodePart
 
 REPORT_NAME = "repair.json"
-#: Writer of the blocks that a repair writes; with a number where the source has one of this name.
+#: Writer name of repaired blocks. A number is appended if the source has a writer of this name.
 _WRITER = "mended"
 _STAGING = ".mending"
 _BLOCK_BYTES = 256 << 20
-#: Most missing blocks of a writer that empty blocks replace.
+#: Maximum number of missing blocks of a writer that are replaced by empty blocks.
 _MAX_MISSING_BLOCKS = 10_000
-#: Rules about whole blocks of our format. The intact trajectories are kept, the others are dropped.
+#: Rules about whole blocks of our format. Intact trajectories are kept, damaged ones are dropped.
 _BLOCK_RULES = ("FIL01", "FIL02", "FIL03", "STR01", "STR02", "STR03", "STR05", "STR06")
 
 Context = dict[str, Any]
@@ -79,7 +79,7 @@ _METADATA_REPAIRS: Mapping[str, tuple[str, Callable[[Context, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Action:
-    """The action for a finding.
+    """The repair action for a finding.
 
     Attributes:
         finding: The finding of `doctor`.
@@ -321,7 +321,7 @@ class _Plan:
 
 
 def _free_writer(writers: Collection[str]) -> str:
-    """Return "mended", or "mended-2" and so on where there is a writer of this name."""
+    """Return "mended", or "mended-2" and so on if a writer has this name."""
     name = _WRITER
     number = 1
     while name in writers:
@@ -331,7 +331,7 @@ def _free_writer(writers: Collection[str]) -> str:
 
 
 def _planning_rank(code: str) -> int:
-    """Return 0 for rules about blocks, 2 for repairs of episodes, 1 for the others."""
+    """Return 0 for rules about blocks, 2 for repairs of episodes, 1 for other rules."""
     if code in _BLOCK_RULES:
         return 0
     return 2 if code in EPISODE_REPAIRS else 1
@@ -369,7 +369,7 @@ def _link_and_write(
     metadata = Metadata.of_schema(folder.schema, _own_context(plan.context))
     damaged = _damaged_files(folder, plan.recording)
     if damaged and repaired and not repairs_blocks:
-        # The repaired episodes would be written with right checksums.
+        # Repaired episodes would be written with valid checksums for damaged rows.
         advice = "Repair FIL and STR too"
         name = damaged[0]
         where = repr(str(folder.data_dir))
@@ -397,7 +397,7 @@ def _link_and_write(
 
 
 def _damaged_files(folder: BlockFolder, recording: Recording) -> list[str]:
-    """Return the damaged files of a folder that were there when the recording was opened."""
+    """Return the damaged files of a folder that existed when the recording was opened."""
     opened_names = {block.path.name for block in recording.blocks}
     reported = [str(problem) for problem in recording.problems]
     damaged = set()
@@ -414,7 +414,7 @@ def _write_empty_blocks(
     damaged: Sequence[str],
     fills_gaps: bool,
 ) -> None:
-    """Write empty blocks in place of unreadable ones, and with `fills_gaps` of missing ones."""
+    """Replace unreadable blocks, and with `fills_gaps` missing blocks, by empty blocks."""
     assert folder.schema is not None
     missing = {_writer_and_sequence(folder.data_dir / name) for name in damaged}
     sequences: dict[str, list[int]] = {}
@@ -444,7 +444,8 @@ def _writer_and_sequence(path: Path) -> tuple[str, int]:
 def _kept_trajectories(index: TrajectoryIndex, plan: _Plan, before: Edits) -> set[Key]:
     """Return the trajectories of the new folder that are not dropped.
 
-    The plan leaves some out and repairs others, some were dropped before, and some lack a part.
+    Trajectories are dropped if the plan leaves them out or rewrites them, if they were dropped
+    before, or if a part of them is missing.
     """
     empty_blocks: dict[str, int] = {}
     for block in sorted(index.blocks, key=lambda block: block.sequence):

@@ -21,7 +21,7 @@ class Change:
     Attributes:
         body: Body of `change(fields, ends, finding, place)`. It replaces rows in `fields`, or
             flags in `ends`.
-        is_of_all: Whether the episodes that no finding names are changed too.
+        is_of_all: Whether episodes without a finding are changed too.
     """
 
     body: str
@@ -233,7 +233,7 @@ with rollout_data.RolloutWriter(target, num_envs=1, **options) as writer:
 
 
 def change_script(rule: Rule, recording: Recording, path: str) -> str:
-    """Return the script that makes the change of a rule in a new folder; "" if the rule has none.
+    """Return the script that applies the change of a rule; "" if the rule has no change.
 
     Args:
         rule: The rule.

@@ -84,7 +84,7 @@ def end_inside(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END03", Jumps)
 def two_in_one(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes in which many dimensions jump, or jump back to the first frames."""
+    """Report episodes in which many dimensions jump at once, or return to a first frame."""
     collected = scan.collected(Jumps)
     if collected.num_dims < MIN_JUMP_DIMS:
         raise Inapplicable("fewer than 8 continuous dimensions")
@@ -119,7 +119,7 @@ def too_short(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END05")
 def duplicate(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes whose observations and actions equal those of an earlier one."""
+    """Report episodes whose observations and actions equal those of an earlier episode."""
     names = [*scan.group("observation"), *scan.group("action")]
     facts = [scan.facts[name] for name in names]
     if not facts:
@@ -144,7 +144,7 @@ def duplicate(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _fingerprint(facts: list[Facts], row: int) -> bytes:
-    """Return bytes that equal episodes share: length, first and last rows and extremes."""
+    """Return bytes of length, first and last rows and extremes, equal for equal episodes."""
     length = int(facts[0].lengths[row]).to_bytes(8, "little")
     rows: list[Array] = []
     for field in facts:
@@ -245,7 +245,7 @@ def _share_of_inner_zeros(scan: Scan, name: str) -> float:
 
 
 def _with_reset_as_final(scan: Scan, settings: Settings) -> Array:
-    """Return the episodes whose final observation starts another one; none if they are too few."""
+    """Return the episodes whose final observation starts another episode; none if too few."""
     boundaries = scan.computed(BoundaryRows)
     rows = [row for row, _ in boundaries.resets()]
     is_jump = np.zeros(0, bool)
@@ -259,7 +259,7 @@ def _with_reset_as_final(scan: Scan, settings: Settings) -> Array:
 
 @checks("END08")
 def final_is_reset(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report final observations that are the first one of another episode."""
+    """Report final observations that equal the first observation of another episode."""
     numbers = _with_reset_as_final(scan, settings)
     if len(numbers):
         message = f"{len(numbers)} final observations start other episodes"
@@ -294,7 +294,7 @@ def successor_wrong(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _next_is_reset(scan: Scan, name: str, observation: str) -> Iterator[Defect]:
-    """Report next observations at ends that are the first one of the next episode."""
+    """Report next observations at ends that equal the first one of the next episode."""
     stored = scan.facts[name].last[:-1]
     first = scan.facts[observation].first[1:]
     last = scan.facts[observation].last[:-1]
@@ -311,7 +311,7 @@ def _next_is_reset(scan: Scan, name: str, observation: str) -> Iterator[Defect]:
 
 @checks("END10")
 def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes that begin with the final observation of another one, and then jump."""
+    """Report episodes that begin with the final observation of another episode and then jump."""
     boundaries = scan.computed(BoundaryRows)
     min_count = max(2, settings["share"] * len(boundaries.numbers))
     pairs = [pair for pair in boundaries.resets() if scan.lengths[pair[1]] > 1]
@@ -334,7 +334,7 @@ def reset_rows(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
     is_jump = boundaries.jumps(observations[0::2], observations[1::2])
     if (is_jump & is_near & is_unrewarded).sum() >= min_count:
-        # Episodes that start near the end of another have such rows too.
+        # Episodes that start near the end of another episode do not jump, but have reset rows too.
         chosen = numbers[is_unrewarded]
         yield Defect(
             "observation",
@@ -366,7 +366,7 @@ def limit_as_termination(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("END12")
 def finals_missing(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report ended episodes without a final observation, if others have one."""
+    """Report ended episodes without a final observation, if other episodes have one."""
     has_final = np.zeros(scan.num_episodes, bool)
     if scan.files.folder is not None:
         names = scan.files.names(scan.files.parts["final_row"] >= 0)

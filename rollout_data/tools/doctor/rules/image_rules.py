@@ -19,8 +19,8 @@ class _Measurement(NamedTuple):
     """The result of comparing the episodes of a camera.
 
     Attributes:
-        is_wrong: bool `[E]`.
-        values: `[E]`, compared numbers. The largest sizes are the worst.
+        is_wrong: bool `[E]`, whether an episode has the defect.
+        values: `[E]`, measured values. The values of largest magnitude are the worst.
         message: The defect, without the number of episodes.
     """
 

@@ -61,7 +61,7 @@ class Successes(Collector):
     """The first frame of each episode that is marked as a success.
 
     Attributes:
-        first: int64 `[E]`; -1 without any.
+        first: int64 `[E]`, first frame with success; -1 without success.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -183,7 +183,7 @@ def reward_late(scan: Scan, settings: Settings) -> Iterator[Defect]:
 def _success(scan: Scan) -> Array:
     """Return the success of each episode: int64 `[E]`, 1, 0 or -1 if unknown.
 
-    Notes of episodes come first, then flags of frames.
+    Success in the metadata of an episode is preferred to success flags of frames.
     """
     success = scan.columns["success"].astype(np.int64)
     if (success < 0).all() and scan.roles["success"]:
@@ -196,11 +196,11 @@ def _success(scan: Scan) -> Array:
 
 
 class _Comparison(NamedTuple):
-    """Another sign of success.
+    """Rewards or terminations as another sign of success.
 
     Attributes:
         label: "reward" or "termination".
-        numbers: int64 `[K]`, episodes that have both.
+        numbers: int64 `[K]`, episodes with a known success and this sign.
         is_positive: bool `[K]`, whether the other sign means success.
     """
 
@@ -211,7 +211,7 @@ class _Comparison(NamedTuple):
 
 @checks("LRN05", Rewards, Successes)
 def success_contradicts(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report success that disagrees with sparse rewards or termination without a plain relation."""
+    """Report success that contradicts sparse rewards or termination."""
     success = _success(scan)
     comparisons = _success_comparisons(scan, success)
     if not comparisons:
@@ -273,7 +273,7 @@ def after_success(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("LRN07", Rewards)
 def return_outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report a return that is far from all others."""
+    """Report a return that is far from all other returns."""
     rewards = _known_rewards(scan)
     known = np.flatnonzero(np.isfinite(rewards.total))
     if len(known) < _MIN_EPISODES:
@@ -309,7 +309,7 @@ def _declared_tasks(scan: Scan) -> list[object]:
 
 
 def _task_of_episodes(scan: Scan) -> list[object]:
-    """Return the task of each episode: its text, or its index; "" if neither is known."""
+    """Return the task of each episode as a text or an index; "" if neither is known."""
     texts = scan.columns["task"].tolist()
     if not any(texts) and scan.roles["task_index"]:
         facts = scan.facts[scan.roles["task_index"][0]]
@@ -319,7 +319,7 @@ def _task_of_episodes(scan: Scan) -> list[object]:
 
 @checks("LRN08")
 def imbalance(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report that nearly all episodes have the same one of several tasks."""
+    """Report that nearly all episodes have the same task, although there are several tasks."""
     counts = Counter(task for task in _task_of_episodes(scan) if task != "")
     num_tasks = max(len(counts), len(_declared_tasks(scan)))
     if not counts or num_tasks < 2:
@@ -383,7 +383,7 @@ def _unknown_indices(scan: Scan, name: str, declared: list[str]) -> Iterator[Def
 
 @checks("LRN10")
 def frozen_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes with one action from start to end."""
+    """Report episodes whose action never changes."""
     facts = [scan.facts[name] for name in scan.group("action")]
     if not facts:
         raise Inapplicable("no actions")

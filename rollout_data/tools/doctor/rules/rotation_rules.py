@@ -22,7 +22,7 @@ class Rotations(Collector):
 
     Attributes:
         num_off: Field -> int64 `[E]`, rows with a norm other than 1.
-        num_flips: Field -> int64 `[E]`, rows with a quaternion of the other sign than before.
+        num_flips: Field -> int64 `[E]`, rows with a quaternion of opposite sign to the row before.
         mean: Field -> `[E, Q, 4]`, mean of the first batch. The largest component of each row is
             made positive.
     """
@@ -67,7 +67,7 @@ def _means(rows: Array, batch: Batch) -> Array:
 
 
 def is_off_norm(rows: Array) -> Array:
-    """Return which rows `[n, Q * 4]` have a norm other than 1: bool `[n]`."""
+    """Return whether each row `[n, Q * 4]` has a norm other than 1: bool `[n]`."""
     parts = rows.reshape(len(rows), -1, 4)
     norms = np.sqrt(np.einsum("nqd,nqd->nq", parts, parts))
     is_off: Array = (np.abs(norms - 1) > _NORM).any(1)
@@ -75,7 +75,7 @@ def is_off_norm(rows: Array) -> Array:
 
 
 def is_flip(rows: Array) -> Array:
-    """Return which neighbouring rows `[n, Q * 4]` point the other way: bool `[n - 1]`."""
+    """Return whether each row `[n, Q * 4]` changes its sign in the next row: bool `[n - 1]`."""
     parts = rows.reshape(len(rows), -1, 4)
     products = np.einsum("nqd,nqd->nq", parts[1:], parts[:-1])
     flips: Array = (products < _FLIP).any(1)
@@ -139,8 +139,8 @@ def _order_of(
         before = np.abs((mean[few].mean(0) - centre) / spread).max()
         after = np.abs((rolled.mean(0) - centre) / spread).max()
         single = np.median(np.abs(rolled - centre) / spread, axis=0).mean()
-    # A few episodes lie off by chance, but far less than before. Half turns fit in some components
-    # only.
+    # By chance, a few episodes also differ after reordering, but far less than before. A half turn
+    # fits only in some components, so single components are compared too.
     fits = after < max(settings["after"], before / 8) and single < before / 4
     if before > settings["before"] and fits:
         evidence = {

@@ -31,7 +31,7 @@ from ..stored_statistics import (
 
 _CHUNK = re.compile(r"traj_\d+_(\d+)\.(?:pickle|pkl)")
 _JOURNAL = re.compile(r"\.rollout_(.+)\.journal")
-#: Format -> file names that belong to its folder, besides `_ANYWHERE`. Others are unknown.
+#: Format -> pattern of the file names in a folder of this format, besides `_ANYWHERE`.
 _EXPECTED = {
     FORMAT_NAME: r"rollout_.+\.h5|metadata\.json|damaged|trajectory_.*",
     "lerobot": r"norm_stats\.json",
@@ -99,7 +99,7 @@ def _compared(
 
 @checks("STA02")
 def statistics(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report stored statistics of the whole that disagree with the rows."""
+    """Report stored statistics of the whole recording that disagree with the rows."""
     for stored in of_whole(scan):
         facts = scan.facts.get(stored.field)
         if facts is None:
@@ -186,9 +186,9 @@ def _damaged_notes(scan: Scan, name: str, header: BlockHeader) -> Iterator[Defec
 
 @checks("FIL03")
 def truncated_chunks(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report chunks behind the frames that were read.
+    """Report chunk files after the frames that were read.
 
-    Opening takes a chunk that was written just now for unfinished, and reports no problem.
+    Opening does not report a truncated chunk that was written just now, since it may be unfinished.
     """
     if scan.failure is not None or scan.recording.format != "trajectory-folders":
         return
@@ -302,7 +302,10 @@ def lossy(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("PRV01")
 def unknown_origin(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report metadata without the origin of the data. In block folders a rate of null is known."""
+    """Report metadata without the origin of the data.
+
+    In block folders, a frame rate of null counts as known.
+    """
     if scan.failure is not None:
         raise Inapplicable("the recording cannot be opened")
     known = set(scan.metadata)

@@ -92,7 +92,7 @@ def gap(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("STR02")
 def overlap(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report parts that start before the part before them ends."""
+    """Report parts that start before the end of the previous part."""
     _, missing = scan.files.steps
     names = scan.files.names((missing < 0) & (scan.files.parts["start"] > 0))
     if names:
@@ -101,7 +101,7 @@ def overlap(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("STR04")
 def shared(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report parts or ranges that name the same row."""
+    """Report parts or ranges that refer to the same row."""
     for defect in scan.files.defects("shared"):
         episodes_before = [number - 1 for number in defect.trajectories if number]
         yield Defect(
@@ -188,7 +188,7 @@ def fields_differ(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _episodes_with_other_fields(scan: Scan) -> Iterator[Defect]:
-    """Report episodes whose fields differ. A missing field may be intended: a warning or info."""
+    """Report episodes with unusual fields. A missing field may be intended: a warning or info."""
     scan.facts  # noqa: B018 - some readers know the fields of an episode after it is read
     schemas = [scan.recording.info(place).schema for place in range(scan.num_episodes)]
     usual = most_frequent(schemas)
@@ -214,7 +214,7 @@ def description(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _wrong_metadata_fields(scan: Scan) -> Iterator[Defect]:
-    """Report fields in the metadata of a folder of blocks that differ from those of the blocks."""
+    """Report fields in the metadata of a block folder that differ from the fields of the blocks."""
     folder = scan.files.folder
     assert folder is not None
     usual = most_frequent(header.schema for header in scan.files.headers.values())
@@ -273,7 +273,7 @@ def _exclude_each_other(name: str, other: str) -> bool:
 
 
 def _parts_behind_the_end(scan: Scan) -> Iterator[Defect]:
-    """Report declared ranges of episodes that end after the last one."""
+    """Report declared ranges of episodes that end after the last episode."""
     ranges = scan.metadata.get("splits")
     if not isinstance(ranges, Mapping):
         return

@@ -85,8 +85,8 @@ class Actions(Collector):
     """Moves of continuous actions, per episode.
 
     Attributes:
-        first: int64 `[E]`, first frame that differs clearly from the one before; -1 without any.
-        last: int64 `[E]`, last such frame; -1 without any.
+        first: int64 `[E]`, first frame with a clear change from the previous frame; -1 without one.
+        last: int64 `[E]`, last frame with a clear change; -1 without one.
         rough: Field -> `[E, D]`, mean square of the second difference, divided by the variance;
             NaN if unknown.
         is_known: Whether there is a continuous dimension.
@@ -155,7 +155,7 @@ def _roughness(batch: Batch, columns: Array, steps: Array) -> Array:
 
 
 def _main_clock(scan: Scan) -> str:
-    """Return the first time field that is no observation, or the first one of all."""
+    """Return the first time field that is no observation, otherwise the first time field."""
     names = scan.role("time")
     others = [name for name in names if not name.startswith("observation/")]
     return (others or names)[0]
@@ -176,7 +176,7 @@ def _median_jitter(scan: Scan, name: str) -> float:
 def not_increasing(scan: Scan, settings: Settings) -> Iterator[Defect]:
     """Report clocks that run back, and a main clock that stands still.
 
-    Other clocks may stand still, as those of slow sensors do.
+    Other clocks may stand still, for example the clocks of slow sensors.
     """
     for name in scan.role("time"):
         low = scan.collected(Clocks).low[name]
@@ -222,11 +222,11 @@ def dropped(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 class Repeats(Collector):
-    """Rows that equal the one before in all float observations and actions.
+    """Rows that equal the previous row in all float observations and actions.
 
     Attributes:
         names: Compared fields; none without an observation of floats.
-        count: int64 `[E]`.
+        count: int64 `[E]`, repeated rows of each episode.
     """
 
     def __init__(self, scan: Scan) -> None:
@@ -282,7 +282,7 @@ def rate(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("TIM06", Clocks)
 def unit(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes whose time steps are many times those of the others."""
+    """Report episodes whose time steps are many times longer than in other episodes."""
     for name in scan.role("time"):
         median = scan.collected(Clocks).median[name]
         known = np.flatnonzero(median > 0)
@@ -426,7 +426,7 @@ def idle_end(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _idle_episodes(scan: Scan, settings: Settings, num_idle: Array) -> Array:
-    """Return the episodes with a long rest, the longest first; none if they are too few.
+    """Return the episodes with a long rest, the longest rest first; none if too few.
 
     Args:
         scan: The scan.
@@ -460,7 +460,7 @@ def _idle_defect(
 
 @checks("TIM12", Actions)
 def jerk(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes whose actions are much rougher than those of the others."""
+    """Report episodes whose actions are much rougher than in other episodes."""
     tables = list(scan.collected(Actions).rough.values())
     rough = np.concatenate(tables, axis=1) if tables else np.zeros((scan.num_episodes, 0))
     is_known = np.isfinite(rough) & (rough > 0)
@@ -514,7 +514,7 @@ def _distance_of_clocks(
     name: str,
     step: float,
 ) -> tuple[float, float]:
-    """Return the median distance of a clock to the main one in an episode, and its range.
+    """Return the median and the range of the distance of a clock to the main clock.
 
     Both are in steps of the main clock.
     """

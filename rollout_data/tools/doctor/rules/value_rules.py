@@ -49,7 +49,7 @@ _MIN_OTHERS = 20
 
 
 def _signals(scan: Scan) -> Iterator[tuple[str, Facts]]:
-    """Yield all fields but rewards, times, flags and indices."""
+    """Yield all fields except rewards, times, flags and indices."""
     special = {name for names in scan.roles.values() for name in names}
     special -= {*scan.roles["quaternion"], *scan.roles["heading"]}
     for name, facts in scan.facts.items():
@@ -90,7 +90,7 @@ def _has_bad(rows: Array) -> Any:
 
 @checks("VAL02")
 def dead_action(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report constant dimensions of actions that have a continuous one."""
+    """Report constant dimensions of actions that also have a continuous dimension."""
     for name in scan.group("action"):
         facts = scan.facts[name]
         dims = _dims(facts.is_constant)
@@ -114,7 +114,7 @@ def constant(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL04")
 def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report dimensions that are constant in the last episodes, and were not in earlier ones."""
+    """Report dimensions that are constant in the last episodes, but not in earlier episodes."""
     for name, facts in _signals(scan):
         rows = np.flatnonzero(facts.lengths >= _MIN_DIED_FRAMES)
         if len(rows) < _MIN_EPISODES:
@@ -146,7 +146,7 @@ def died(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 class _Outlier(NamedTuple):
-    """A value that is far from all others, `distance` ranges away from the median."""
+    """A value far from all other values. `distance` to the median is in ranges of the dimension."""
 
     distance: float
     dim: int
@@ -156,7 +156,7 @@ class _Outlier(NamedTuple):
 
 @checks("VAL05")
 def outlier(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report single values that are far from all others."""
+    """Report single values that are far from all other values."""
     for name, facts in _signals(scan):
         is_active = facts.is_active & (facts.spread > 0)
         outliers: list[_Outlier] = []
@@ -206,7 +206,7 @@ def _rare_outliers(
 ) -> list[_Outlier]:
     """Return the outliers of dimensions that rarely change, such as contact forces.
 
-    They are compared with the largest value of the other dimensions.
+    The values are compared with the largest value of the other dimensions.
     """
     largest = np.maximum(np.abs(facts.low), np.abs(facts.high))
     usual = float(largest[:, is_active].max(initial=0))
@@ -241,7 +241,7 @@ def _num_alone(sizes: Array, usual: float, gap: float, limit: float) -> int:
 
 @checks("VAL06")
 def placeholder(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report an exact value that occurs again and again, far from all others."""
+    """Report an exact value that occurs repeatedly, far from all other values."""
     for name, facts in _signals(scan):
         for dim in _dims(facts.is_active & ~facts.is_constant):
             yield from _placeholders(scan, name, facts, dim, settings)
@@ -280,7 +280,7 @@ def _placeholders(
 
 
 def _is_common_placeholder(value: float, low: float, high: float, span: float) -> bool:
-    """Return whether a value is a usual placeholder, more than twice the span from the others."""
+    """Return whether a value is a usual placeholder, over twice the span from other values."""
     return value in _PLACEHOLDERS and span > 0 and max(low - value, value - high) > 2 * span
 
 
@@ -291,7 +291,7 @@ def _equals(rows: Array, dim: int, value: float) -> Array:
 
 @checks("VAL07")
 def saturated(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report actions of which many lie at an extreme that is no declared bound."""
+    """Report actions with many values at an extreme that is no declared bound."""
     for name in scan.group("action"):
         facts = scan.facts[name]
         dims = np.flatnonzero(facts.is_continuous)
@@ -380,7 +380,7 @@ def denormals(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 @checks("VAL10")
 def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Defect]:
-    """Report episodes of another scale than the others, with no episode in between."""
+    """Report episodes of another scale than the rest, with no episode in between."""
     for name, facts in _signals(scan):
         known = np.flatnonzero(facts.scale > 0)
         if not facts.is_float or len(known) < _MIN_EPISODES:
@@ -402,13 +402,13 @@ def scale_jumps(scan: Scan, settings: Settings) -> Iterator[Defect]:
 
 
 def _unit_of(factor: float) -> str:
-    """Return the names of the units that a factor converts; "" if none is near."""
+    """Return the names of the two units that a factor converts; "" for other factors."""
     ratio = min(_UNITS, key=lambda ratio: abs(np.log(ratio / factor)))
     return _UNITS[ratio] if abs(np.log(ratio / factor)) < 0.3 else ""
 
 
 def _is_too_large(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
-    """Return which episodes are much larger than the others: bool `[k]`.
+    """Return whether each episode has much larger values than other episodes: bool `[k]`.
 
     Args:
         facts: Facts of the field.
@@ -424,7 +424,7 @@ def _is_too_large(facts: Facts, known: Array, logs: Array, settings: Settings) -
 
 
 def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -> Array:
-    """Return which episodes are smaller by the ratio of two units: bool `[k]`.
+    """Return whether each episode has smaller values by the ratio of two units: bool `[k]`.
 
     An episode at rest is small too, but not by such a ratio. See `_is_too_large`.
     """
@@ -437,7 +437,7 @@ def _is_too_small(facts: Facts, known: Array, logs: Array, settings: Settings) -
 
 
 def _beyond_gap(logs: Array, settings: Settings) -> tuple[Array, float]:
-    """Return which logarithms are beyond the ratio and a gap: bool `[k]`, and the gap."""
+    """Return whether each logarithm is beyond the ratio and a gap: bool `[k]`, and the gap."""
     is_far = logs > np.log(settings["ratio"])
     largest_near = max(0.0, float(logs[~is_far].max(initial=0)))
     gap = float(logs[is_far].min(initial=np.inf)) - largest_near
@@ -450,7 +450,7 @@ def _scaled_together(facts: Facts, known: Array, sign: int, share: float) -> Arr
     """Return which episodes have another scale in most dimensions: bool `[k]`.
 
     More than a share of the dimensions that change must be 5 times larger (sign 1) or smaller
-    (sign -1) than usual. Episodes without a row in the tables are not.
+    (sign -1) than usual. The result is False for episodes without a row in the tables.
     """
     has_row = np.isin(known, facts.numbers)
     rows = np.searchsorted(facts.numbers, known[has_row])
