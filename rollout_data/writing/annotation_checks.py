@@ -1,6 +1,6 @@
-"""Check metadata of episodes and texts of frames, and convert them to the form of a block.
+"""Check metadata of episodes and texts of frames, and convert both to the form stored in a block.
 
-Metadata of an episode become JSON. A text becomes its id (`blocks/annotation_table.py`).
+Metadata of an episode become JSON. A text becomes an id (`blocks/annotation_table.py`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from storage.errors import FieldTypeError, SchemaError, UsageError
 from ..blocks.annotation_table import MAX_NOTE_BYTES, text_id
 from ..blocks.block_header import ENDS
 
-#: Metadata of an episode whose types readers rely on.
+#: Name of metadata of an episode -> type that readers rely on.
 _TYPES: dict[str, type] = {"task": str, "success": bool}
 
 
 @dataclass(frozen=True, eq=False)
 class StepNotes:
-    """The notes of a rollout.
+    """The metadata of episodes, and the texts, that were recorded with a rollout.
 
     Attributes:
-        episodes: (step, env, JSON object) in the order of time.
-        texts: `text_id` -> UTF-8 of every text of its frames.
+        episodes: (step, env, JSON object) of each metadata record, in the order of time.
+        texts: `text_id` -> UTF-8 of every text of the frames.
     """
 
     episodes: tuple[tuple[int, int, bytes], ...] = ()
@@ -191,7 +191,7 @@ class NoteCount:
         self._is_used = False
 
     def add(self, action: str, marks: np.ndarray, notes: StepNotes) -> None:
-        """Count the notes of a rollout with these marks `[T, N]`.
+        """Count the bytes of the metadata of a rollout; `marks` `[T, N]` has the ends of episodes.
 
         Raises:
             UsageError: An episode has too many bytes. Nothing was counted.
@@ -214,5 +214,5 @@ class NoteCount:
         self._num_bytes = counts
 
     def end(self, env_ids: np.ndarray) -> None:
-        """Reset the counts of these envs, whose episodes have ended."""
+        """Reset the counts of envs whose episodes have ended."""
         self._num_bytes[env_ids] = 0

@@ -1,7 +1,8 @@
 """Publish staged frames as blocks, one after another, in a background thread.
 
 Only that thread uses the state between blocks (sequence, trajectories in progress). After a failure
-nothing more is published, as later blocks would have a gap; every later call raises the failure.
+no further block is published, since the recording would have a gap. Every later call raises the
+failure.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from .retention import prune
 from .staged_frames import Carry, Staging
 from .writer_journal import Journal
 
-#: The index cache is renewed when more than this many blocks, and a quarter of all, are not in it.
+#: The index cache is rewritten when it lacks more than this number of blocks and a quarter of all
+#: blocks.
 _MIN_UNCACHED_BLOCKS = 8
-#: Bytes of an attribute or type at most. HDF5 stores them in entries of 64 KiB.
+#: Largest size of an HDF5 attribute or type in bytes. HDF5 stores attributes and types in entries
+#: of 64 KiB.
 _MAX_ENTRY_BYTES = 60_000
 
 
@@ -40,10 +43,10 @@ class BlockPublisher:
     """Write the blocks of one writer. Their numbers continue those of earlier blocks of its name.
 
     Args:
-        journal: Journal of the writer. Notes which frames are published.
-        num_envs: Envs of every staging.
-        max_pending: Blocks in memory at most, including the block that is being filled. With 1,
-            `submit` waits until the block is published.
+        journal: Journal of the writer, in which the number of published frames is stored.
+        num_envs: Number of envs of every staging.
+        max_pending: Largest number of blocks in memory, including the block that is being filled.
+            With 1, `submit` waits until the block is published.
         is_tentative: Mark fragments as valid only once their trajectory has ended.
         durable, frames_per_chunk, retention: As in `RolloutWriter`.
 
@@ -88,8 +91,9 @@ class BlockPublisher:
         """Queue a staging. Waits while too many blocks are pending.
 
         Args:
-            staging: Is sealed by this call. A staging that is submitted twice is published once.
-            num_accepted: Accepted frames up to the end of this staging.
+            staging: Steps of the block. This call seals the staging. A staging that is submitted
+                twice is published once.
+            num_accepted: Number of frames that the writer accepted up to the end of this staging.
         """
         with self._waiting():  # After a Ctrl-C here, the steps are still staged.
             self._worker.wait_for_room(max(0, self._max_pending - 2))
@@ -127,7 +131,7 @@ class BlockPublisher:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Let several threads code a block during this block of code, as the caller only waits."""
+        """Use several threads to code a block while the caller only waits."""
         self._is_awaited = True
         try:
             yield
@@ -169,7 +173,7 @@ class BlockPublisher:
 
     @contextmanager
     def _warn_on_failure(self, text: str) -> Iterator[None]:
-        """Warn instead of raising if the block of code fails, as the recording does not depend on it."""
+        """Convert errors of the `with` block, which the recording does not need, to warnings."""
         try:
             yield
         except (OSError, RolloutDataError) as error:

@@ -70,7 +70,7 @@ def split_components(
         num_leads: Possible numbers of axes before the shape of a component. The first that fits is used.
 
     Raises:
-        SchemaError: The width or a shape differs, or the components are others.
+        SchemaError: The width, a shape or the names of the components differ.
     """
     wanted = {f"{head}/{name}": shape for name, shape in segments.items()}
     parts = {name: leaf for name, leaf in leaves.items() if name.partition("/")[0] == head}

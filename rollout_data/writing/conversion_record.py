@@ -1,8 +1,8 @@
 """The note of a conversion inside its target: the source, the options, and checksums of all rows.
 
-A note is text: a first line about the whole, a line for each episode that was written, and lines about
-files. `formats/conversion_resume.py` compares a note with a source. `ForeignWriter.check_files` compares
-it with a target.
+A note is a text file. The first line describes the whole conversion. Each written episode has a
+line, and further lines describe files. `formats/conversion_resume.py` compares a note with a
+source. `ForeignWriter.check_files` compares a note with a target.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from storage.errors import DataFileError, RolloutDataError, UnansweredError
 from .json_values import plain
 from .target_files import FileSum, file_sum, sums_as_json, sums_from_json
 
-#: Name of the note in a folder, and of the dataset in an HDF5 file.
+#: File name of the note in a folder, and dataset name of the note in an HDF5 file.
 NOTE_NAME, NOTE_DATASET = "rollout_conversion.jsonl", "rollout_conversion"
 _KEY = "rollout_conversion"
 #: Bytes of a value of metadata as JSON. Longer values are noted as their checksum.
@@ -35,7 +35,7 @@ _MAX_TASK = 1 << 16
 _PART_BYTES = 8 << 20
 #: Depth of lists and objects in the first line. Values have at most 200 bytes, so a deeper line is damaged.
 _MAX_DEPTH = 128
-#: Replaces the checksum of a field that cannot be read and that the target does not have.
+#: Text in place of the checksum of a field that cannot be read and is missing from the target.
 UNREAD = "--------"
 #: Suffix of a field name for the checksum of its value after the last step.
 AFTER_LAST = " after the last step"
@@ -80,7 +80,7 @@ class SummedEpisode:
         return rows
 
     def sums(self) -> dict[str, str]:
-        """Return the checksum of each field as 8 hexadecimal digits. Reads the rows that were not read yet."""
+        """Return the checksum of each field as 8 hexadecimal digits. Reads all remaining rows."""
         episode = self._episode
         sums = {name: self._sum_of(name) for name in (*episode.schema, *episode.texts)}
         if episode.final:
@@ -104,10 +104,11 @@ class SummedEpisode:
             self._of_source(lambda: self._episode.final_observation)
 
     def _sum_of(self, name: str, must_be_read: bool = False) -> str:
-        """Return the checksum of a field; `UNREAD` if the writer did not read it and it cannot be read.
+        """Return the checksum of a field; `UNREAD` for an unreadable field without read rows.
 
         Raises:
-            UnreadableEpisode: The rest of a field cannot be read, or `must_be_read` and it cannot be read.
+            UnreadableEpisode: The field cannot be read, and the writer read some of its rows or
+                `must_be_read` is True.
         """
         length = self._episode.length
         start = self._stops.get(name, 0)
@@ -155,7 +156,7 @@ class ConversionNote:
     """The description of a conversion in its target.
 
     Attributes:
-        format, version: Of the writer.
+        format, version: Format of the target, and version of its writer.
         options: Options of the conversion, with defaults.
         metadata: Metadata of the recording.
         episodes: A description of each episode of the source, in its order.
@@ -215,7 +216,7 @@ class ConversionNote:
         self.files_of_all.clear()
 
     def first_line(self) -> str:
-        """Return the line about the whole, with its line feed."""
+        """Return the first line, which describes the whole conversion, with its line feed."""
         fields: dict[str, int] = {}
         listed = []
         for episode in self.episodes:
@@ -296,7 +297,7 @@ class ConversionNote:
         return note
 
     def _read_line(self, line: Mapping[str, Any], ids: Collection[str]) -> bool:
-        """Add the content of a line; return whether the line is valid.
+        """Add the content of a line to this note; return whether the line is valid.
 
         Args:
             line: The line as an object; {} if it is no JSON object.
@@ -330,7 +331,7 @@ class ConversionNote:
         return bool(line)
 
     def _read_episode_line(self, line: Mapping[str, Any], ids: Collection[str], sums: dict[str, FileSum]) -> bool:
-        """Add a line about an episode; `sums` are those of its files."""
+        """Add a line about an episode; `sums` has the size and checksum of each of its files."""
         name = line.get("episode", line.get("left_out"))
         if not isinstance(name, str) or name not in ids:
             return False
@@ -341,7 +342,7 @@ class ConversionNote:
         stored: Any = line.get("stored", {})
         if not _are_sums(rows) or not _are_sums(stored):
             return False
-        self.rows.pop(name, None)  # `rows` is in the order of the last lines.
+        self.rows.pop(name, None)  # Keeps `rows` in the order of the last line of each episode.
         self.rows[name] = rows
         self.unplaced = name
         self.files[name] = sums
@@ -518,7 +519,8 @@ def _shortened(value: Any) -> Any:
         return value if len(text) <= _MAX_VALUE_BYTES else f"crc32 {crc32(text.encode()):08x}"
     num_bytes = 0
     checksum = 0
-    # In parts, as one text in memory may occur many times in a value.
+    # The JSON text is built in parts: a value may repeat one text so often that the whole JSON text
+    # would not fit into memory.
     for part in json.JSONEncoder().iterencode(value):
         num_bytes += len(part)
         checksum = crc32(part.encode(), checksum)

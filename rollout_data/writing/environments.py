@@ -19,7 +19,8 @@ from storage.errors import FieldTypeError, SchemaError, UsageError, nearest
 
 _MODES = {mode.replace("_", ""): mode for mode in ("next_step", "same_step", "disabled")}
 _FINALS = "read final observations"
-#: Names of final observations in infos, and below of their privileged part and of time-outs.
+#: Names of final observations in infos. The next two tuples are names of the privileged part of
+#: final observations, and of time-outs.
 FINAL = ("final_observation", "final_observations", "final_obs", "terminal_observation")
 FINAL_PRIVILEGED = ("final_privileged_observation", "final_critic_observations")
 TIME_OUTS = ("time_outs", "TimeLimit.truncated")
@@ -39,7 +40,7 @@ class Simulator:
     Attributes:
         action: The call that records, for errors.
         seen: Copies of the last `observation` and, if there is one, `privileged_observation`.
-        is_over: `[N]` bool: envs whose episode has ended and that are not reset yet.
+        is_over: bool `[N]`, envs whose episode has ended and that were not reset since.
         infos: Infos of the last reset, as `joined` returns them.
     """
 
@@ -65,7 +66,7 @@ class Simulator:
         mode = autoreset or mode or {True: "same_step", False: "disabled"}.get(_attribute(env, "auto_reset"))
         self._is_mode_known = mode is not None
         self._mode = mode or ("disabled" if self._is_single else None)
-        #: Whether the action space is that of all envs. In stable-baselines3 it is that of one env.
+        #: Whether `action_space` covers all envs. In stable-baselines3 it covers a single env.
         self._is_space_of_all = self._is_single or _attribute(env, "single_action_space") is not None
 
     def start(self, seed: int | None) -> Any:
@@ -89,7 +90,7 @@ class Simulator:
 
         Args:
             result: The observation, or a pair with the privileged observation, infos or extras.
-            is_reset: `[N]` bool, envs that were reset; None if none was.
+            is_reset: bool `[N]`, envs that were reset; None if no env was reset.
         """
         is_pair = isinstance(result, tuple) and len(result) == 2
         observation, second = result if is_pair else (result, None)
@@ -108,7 +109,7 @@ class Simulator:
 
     @property
     def reset_arguments(self) -> dict[str, Any] | None:
-        """Arguments of the reset that the loop must call; None if no env needs a reset."""
+        """Keyword arguments of the reset that the loop must call; None if no env needs a reset."""
         if self._mode != "disabled" or not self.is_over.any():
             return None
         if self._is_single:
@@ -331,7 +332,7 @@ def _leaf(tree: Any) -> Any:
 
 
 def _attribute(env: Any, name: str) -> Any:
-    """Return an attribute of an env or of its unwrapped env, as not all wrappers forward it; or None."""
+    """Return an attribute of an env or, if a wrapper hides it, of the unwrapped env; or None."""
     value = getattr(env, name, None)
     if value is None:
         value = getattr(getattr(env, "unwrapped", None), name, None)
@@ -404,7 +405,8 @@ def _rows(finals: Any, like: Any, env_ids: np.ndarray) -> Any:
     """Stack lists of one item per env, for the envs `env_ids`. Batched values stay unchanged."""
     if _is_listed(finals):
         return _stacked([_named(finals[env]) for env in env_ids], like)
-    if not isinstance(like, dict) or not isinstance(finals, dict):  # Only the group of the policy.
+    # Without groups there are only observations of the policy.
+    if not isinstance(like, dict) or not isinstance(finals, dict):
         return finals
     return {key: _rows(finals[key], item, env_ids) for key, item in like.items() if key in finals}
 

@@ -1,6 +1,8 @@
-"""Records of many types under our names: dicts, named tuples, dataclasses, objects, batches, storages.
+"""Convert records of many types to values by name.
 
-Fields that only a reader adds to a batch are removed. `rollout_records.py` checks the values.
+Records are dicts, named tuples, dataclasses, objects, batches or storages.
+Names of other libraries are translated to the names of this library. Fields that only a reader adds
+to a batch are removed. `rollout_records.py` checks the values.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from storage.onpolicy.transition_columns import rollout_columns
 from ..playback.transition import Transition
 from .step_infos import are_infos
 
-#: Our name -> names of Minari, gymnasium, stable-baselines3, torchrl, D4RL, RLlib, tianshou and rsl_rl.
+#: Name in this library -> names in Minari, gymnasium, stable-baselines3, torchrl, D4RL, RLlib,
+#: tianshou and rsl_rl.
 _OTHER_NAMES = {
     "observation": "observations obs",
     "privileged_observation": "privileged_observations privileged_obs critic_observations critic_obs",
@@ -45,13 +48,14 @@ _ENDS = {"done", "terminated", "truncated", "timeout"}
 _FOLLOWS = "it follows from the frames, and from final_observation where they end"
 _DERIVED = dict.fromkeys(("next_observation", "next_observations", "next_obs", "new_obs", "obs_next"), _FOLLOWS)
 _DERIVED |= {"next_privileged_observation": _FOLLOWS, "is_first": _FOLLOWS}
-#: Values of other storages with other shapes, which are ignored. As a keyword, a value is a usual field.
+#: Names of values that are ignored in other storages, because their shapes differ. A keyword of
+#: this name is a usual field.
 _CARRIED = {"hidden_states"}
 _NOT_OURS = {*_DERIVED, *_ALIASES, "infos", "extras", "next"}
 
 
 def is_taken(name: str) -> bool:
-    """Return whether this name has a meaning in a record, so that it cannot be an extra field."""
+    """Return whether a name is reserved in records, so that no extra field may have it."""
     return name in _NOT_OURS or name in _OTHER_NAMES or name in Transition._fields
 
 
@@ -96,7 +100,8 @@ def merged_values(action: str, transition: Any, keywords: Mapping[str, Any]) -> 
 def _with_next(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return values with torchrl's nested "next" as flat names "next/...".
 
-    Ends in "next" belong to this step. Ends beside it belong to the previous step and are left out.
+    Ends inside "next" belong to this step. Ends outside "next" belong to the previous step and are
+    left out.
     """
     if not isinstance(values.get("next"), Mapping):
         return values
@@ -128,7 +133,7 @@ def warn_of_misspellings(values: Mapping[str, Any]) -> None:
 
 
 def _items_of(action: str, transition: Any) -> dict[str, Any]:
-    """Return the values of a record by its own names."""
+    """Return the values of a record by the names in the record, before translation."""
     if transition is None:
         return {}
     if isinstance(transition, Mapping):

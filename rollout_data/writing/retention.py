@@ -115,7 +115,8 @@ def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) 
     for block in blocks:
         trajectories = block.fragments["trajectory"]
         if (trajectories > newest_listed).any():
-            break  # It has tentative fragments of a trajectory that the index does not list yet.
+            # The block has tentative fragments of a trajectory that the index does not list yet.
+            break
         if not needed.isdisjoint(trajectories.tolist()):
             break
         paths.append(block.path)
@@ -123,12 +124,12 @@ def _unneeded_files(index: TrajectoryIndex, number: int, is_needed: np.ndarray) 
 
 
 def _delete(data_dir: Path, paths: list[Path], progress: bool) -> None:
-    """Delete blocks; note that in the note of a conversion, and rewrite the index cache."""
+    """Delete blocks, add the deletion to the note of a conversion, and rewrite the index cache."""
     if paths:
         note_replaced(data_dir, paths)
     for path in tqdm(paths, desc="prune", unit=" blocks", disable=not progress):
         path.unlink(missing_ok=True)
-        # Checksums that `push` wrote. They exist in a folder that was copied from a bucket.
+        # A folder that was copied from a bucket has the checksum files that `push` wrote.
         path.with_name(path.name + ".sums").unlink(missing_ok=True)
     if paths:
         save_index_cache(data_dir)

@@ -31,9 +31,10 @@ REWARD = "reward"
 FINALS = {"final_observation": OBSERVATION, "final_privileged_observation": PRIVILEGED}
 FLAGS = ("done", "timeout", "terminated", "truncated", "env_mask")
 _NUMERIC = {OBSERVATION, PRIVILEGED, "action", REWARD, *FINALS, *FLAGS}
-#: Mark of a frame that exists. The other marks are the flags of fragments.
+#: Bit of the marks of a frame (uint8): the frame exists. The other bits are the flags of fragments.
 PRESENT = 128
-#: Mark of an end whose final observation is known. In fragments this bit has another meaning.
+#: Bit of the marks of a frame: an end with a final observation. In fragments this bit has another
+#: meaning.
 HAS_FINAL = 1
 #: A value of a record: an array, or a tensor whose memory or dtype numpy does not have.
 Leaf = np.ndarray | torch.Tensor
@@ -44,14 +45,15 @@ class Rollout:
     """A checked record, time first.
 
     Attributes:
-        schema: Its fields, as users see them.
-        fields: Field -> `[T, N, *shape]` as stored. May share memory with the record.
-        marks: `[T, N]` uint8: `PRESENT` if there is a frame, and the flags with which it ends its trajectory.
-        policy_version: `[T, N]` int64, or one number for all.
+        schema: Decoded fields.
+        fields: Field -> stored values `[T, N, *shape]`. May share memory with the record.
+        marks: uint8 `[T, N]`: `PRESENT` if the frame exists, and the flags of the end of its
+            trajectory.
+        policy_version: int64 `[T, N]`, or one number for all frames.
         finals: Observation field -> `[k, *shape]` as stored, a row for each `HAS_FINAL` in the order of
             time, then env. None without final observations.
         max_errors: Field -> largest error of its codec. Only fields with a lossy codec.
-        notes: Metadata of episodes, and texts.
+        notes: Metadata of episodes, and texts of frames.
     """
 
     schema: Schema
@@ -63,7 +65,7 @@ class Rollout:
     notes: StepNotes = NO_NOTES
 
     def steps(self, start: int, stop: int) -> Rollout:
-        """Return the steps `start:stop` as views. `max_errors` stay those of all steps."""
+        """Return the steps `start:stop` as views. `max_errors` still covers all steps."""
         num_finals = np.append(0, ((self.marks & HAS_FINAL) > 0).sum(axis=1).cumsum())
         version = self.policy_version
         finals = self.finals
@@ -122,7 +124,7 @@ class RolloutReader:
         num_envs: N.
         obs_segments, obs_disassemble_mapping: As in `RolloutWriter`.
         success_only: Whether `success` decides which trajectories are kept when they end.
-        needed: Names that every record must have, as fields or before the first "/" of fields.
+        needed: Names that every record must have: names of fields, or parts before the first "/".
 
     Attributes:
         schema: Fields of all records. The writer sets it after the first record; None before.
@@ -289,7 +291,7 @@ def _is_text_leaf(value: Any) -> bool:
 
 
 def _shape_of(texts: Any, lead: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the leading shape of final texts: that of all frames, or `[k]` for the k ends."""
+    """Return the leading shape of final texts: `lead` for all frames, or `[k]` for k ends."""
     shape = np.shape(np.array(texts, object))
     return shape if shape and shape != (*lead, 1) else lead
 
@@ -323,7 +325,8 @@ def _leaf(action: str, name: str, value: Any) -> Leaf:
         try:
             array: np.ndarray = value.numpy()
             return array
-        except (TypeError, RuntimeError):  # It has a gradient, is bfloat16, is on a device, or is sparse.
+        # The tensor has a gradient, is bfloat16, sparse or on a device.
+        except (TypeError, RuntimeError):
             return dense(name, value, action)
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         advice = "Fill it, or mark envs without a frame with env_mask"
@@ -412,7 +415,7 @@ def _marks(action: str, flags: Mapping[str, np.ndarray], shape: tuple[int, ...])
 
 
 def _kept(action: str, success: Any, marks: np.ndarray) -> np.ndarray:
-    """Return `success` of a record as `[T, N]` bool. It may be None if no trajectory ends."""
+    """Return `success` of a record as bool `[T, N]`; it may be None if no trajectory ends."""
     if success is None and not ends_of(marks).any():
         return np.ones(marks.shape, bool)
     flags = np.zeros(0) if success is None else _truth(action, "success", _leaf(action, "success", success))

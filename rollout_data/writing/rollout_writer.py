@@ -263,10 +263,10 @@ class RolloutWriter(Shown, Owned):
         self._add(transition, keywords_of(locals()), is_step=False)
 
     def discard(self, env_ids: Sequence[int] | np.ndarray | torch.Tensor, leave_open: bool = False) -> None:
-        """Drop the trajectories in progress of these envs, including published frames.
+        """Drop the trajectories in progress of some envs, including published frames.
 
         Args:
-            env_ids: The envs.
+            env_ids: Indices of the envs.
             leave_open: End the trajectories as open ones instead. Ignored with `success_only`.
         """
         self._check_usable()
@@ -314,7 +314,7 @@ class RolloutWriter(Shown, Owned):
 
     @property
     def num_frames(self) -> int:
-        """Frames of the trajectories that were not dropped; with `success_only`, of those that have ended."""
+        """Frames of trajectories that were not dropped; only ended ones with `success_only`."""
         tally = self._settled()
         return tally.num_finished_frames + (0 if self.success_only else tally.num_open_frames)
 
@@ -340,7 +340,7 @@ class RolloutWriter(Shown, Owned):
 
     @property
     def schema(self) -> Schema | None:
-        """The fields that the first record declared; None before it."""
+        """The fields that the first record declared; None before the first record."""
         self.settle()
         return self._reader.schema
 
@@ -446,7 +446,7 @@ class RolloutWriter(Shown, Owned):
         late_ns = self._late_ns
         if late_ns is not None:
             self._late_ns = late_ns + 1
-            if self._newest_ns() >= late_ns:  # It was staged before a Ctrl-C.
+            if self._newest_ns() >= late_ns:  # The step was staged before a Ctrl-C.
                 return
         if self.nonfinite_rewards == "refuse":
             for name, count in nonfinite_rewards(rollout.schema, rollout.fields, rollout.marks).items():
@@ -495,7 +495,7 @@ class RolloutWriter(Shown, Owned):
         return self._tally
 
     def _declare(self, schema: Schema) -> None:
-        """Freeze the schema: publish it or compare it with that of the folder, then size the staging."""
+        """Publish the schema or compare it with the schema of the folder, then size the staging."""
         check_storable(schema)
         try:
             publish_metadata(self.data_dir, Metadata.of_schema(schema, self._context), self.name, durable=False)
@@ -517,7 +517,7 @@ class RolloutWriter(Shown, Owned):
         return self._staging
 
     def _end(self, env_ids: np.ndarray, flag: int) -> None:
-        """End the trajectories in progress of these envs: set the flag and update the counts."""
+        """End the trajectories in progress of some envs: set the flag and update the counts."""
         if self._reader.schema is not None:
             staging = self._staging_with_room()
             self._counted().end(env_ids, flag != DROPPED)

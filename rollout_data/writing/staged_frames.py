@@ -1,4 +1,4 @@
-"""The frames of a block while it is being filled, their fragments and rows, and counts.
+"""Staging memory for the frames of the next block, and their fragments, rows and counts.
 
 `Staging.put` copies a step in the order of arrival, which is the shortest wait for the caller. The
 background thread gathers the rows of each trajectory when it writes the block. Fragments are computed
@@ -37,9 +37,10 @@ from .rollout_records import HAS_FINAL, PRESENT, REWARD, Rollout, ends_of, nonfi
 MAX_UNUSED_PART = 0.25
 #: Bytes of address space for one block: enough for any file and available on any system.
 MAX_STAGED_BYTES = 4 << 30
-#: Steps that are counted together, which costs less than one by one. More would delay the caller.
+#: Number of steps that are counted together. Counting single steps costs more; more steps would
+#: delay the caller.
 MAX_UNCOUNTED_STEPS = 32
-#: Frames that are counted at a time, about.
+#: Approximate number of frames that are counted at a time.
 _COUNTED_FRAMES = 1 << 16
 
 
@@ -48,9 +49,9 @@ class Carry:
     """The trajectories in progress at the end of a block, by env.
 
     Attributes:
-        trajectory: `[N]` int64, number of the trajectory in progress, -1 for none.
-        length: `[N]` int64, published frames of that trajectory.
-        time_ns: `[N]` int64, time of its last frame.
+        trajectory: Number of the trajectory in progress, int64 `[N]`; -1 without a trajectory.
+        length: Published frames of the trajectory in progress, int64 `[N]`.
+        time_ns: Time of the last frame of the trajectory in ns, int64 `[N]`.
         next_trajectory: Number of the next trajectory that starts.
     """
 
@@ -69,14 +70,15 @@ class Staging:
     """The steps of the next block.
 
     Args:
-        schema: All fields, as users see them.
-        num_envs: N.
-        max_steps: Steps that it holds at most. Memory for all of them is reserved at once: untouched
+        schema: All decoded fields.
+        num_envs: Number of envs, N.
+        max_steps: Largest number of steps. Memory for all steps is reserved at once: untouched
             memory costs nothing, and growing would delay the caller.
-        pool: Source of its memory, which returns there.
+        pool: Pool that provides the memory and later receives it back.
 
     Attributes:
-        num_steps: Steps in it. `put` sets it last, so the next `put` overwrites an interrupted one.
+        num_steps: Number of steps. `put` sets this number last, so that the next `put` overwrites
+            the steps of an interrupted `put`.
         num_counted: Steps that a `Tally` has counted.
         num_note_bytes: Bytes of notes. A text counts each time that it occurs.
         is_sealed: Whether the block is being published. Then no step may be added.
@@ -97,7 +99,7 @@ class Staging:
         self._times_ns = np.zeros(max_steps, np.int64)
         #: First step of a rollout -> number of steps, policy version(s), final rows and notes.
         self._rollouts: dict[int, tuple[int, np.ndarray | int, Mapping[str, np.ndarray] | None, StepNotes]] = {}
-        #: `[N]`: flags that end a trajectory of the previous block before the first frame.
+        #: Flags that end a trajectory of the previous block before the first frame, uint8 `[N]`.
         self._early_flags = np.zeros(num_envs, np.uint8)
         self._max_errors: dict[str, float] = {}
         self.num_steps = 0
@@ -118,7 +120,7 @@ class Staging:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to publish."""
+        """Whether the staging has neither steps nor ends to publish."""
         return self.num_steps == 0 and not self._early_flags.any()
 
     def put(self, rollout: Rollout, time_ns: int) -> None:
@@ -143,7 +145,7 @@ class Staging:
         self.num_steps = stop
 
     def end(self, env_ids: np.ndarray, flag: int) -> None:
-        """End the trajectories in progress of these envs after their last frame."""
+        """End the trajectories in progress of some envs after their last frame."""
         is_frame = (self._marks[: self.num_steps, env_ids] & PRESENT) > 0
         has_frame = is_frame.any(axis=0)
         if has_frame.any():
@@ -278,7 +280,7 @@ class Staging:
         return step * self.num_envs + env
 
     def count(self, tally: Tally) -> None:
-        """Count the steps that are not counted yet."""
+        """Add all steps that were not counted before to a tally."""
         while self.num_counted < self.num_steps:
             start = self.num_counted
             stop = min(start + max(1, _COUNTED_FRAMES // self.num_envs), self.num_steps)
@@ -323,7 +325,8 @@ class _Rows:
                 rows[:] = values[self._places[start:stop]]
                 continue
             row = start
-            while row < stop:  # The end of one env, then whole envs, then the beginning of another.
+            # The rows are the end of one env, then whole envs, then the beginning of another env.
+            while row < stop:
                 env, step = divmod(row, self._num_steps)
                 num_envs = (stop - row) // self._num_steps if step == 0 else 0
                 num_steps = self._num_steps if num_envs else min(self._num_steps - step, stop - row)
@@ -372,7 +375,7 @@ def cut(
     is_head = np.append(True, env[1:] != env[:-1])  # The first fragment of its env in this block.
     is_new = np.append(True, (flags[:-1] & ENDS) > 0)
     is_new[is_head] = carry.trajectory[env[is_head]] < 0
-    # A group is all fragments of one trajectory in this block.
+    # A group consists of all fragments of one trajectory in this block.
     heads = np.flatnonzero(is_head | is_new)
     group = np.cumsum(is_head | is_new) - 1
     group_env = env[heads]
@@ -479,7 +482,7 @@ class Tally:
 
         Args:
             marks: `[T, N]` uint8.
-            num_nonfinite: Rewards among them that are NaN or infinite.
+            num_nonfinite: Number of rewards of these steps that are NaN or infinite.
         """
         self.num_nonfinite += num_nonfinite
         if (marks == PRESENT).all():
@@ -487,7 +490,7 @@ class Tally:
             return
         is_present = marks > 0
         is_end = ends_of(marks)
-        env, step = is_end.T.nonzero()  # Sorted by env, then step.
+        env, step = is_end.T.nonzero()  # The transpose sorts ends by env, then step.
         has_end = is_end.any(axis=0)
         num_frames = is_present[:, has_end].cumsum(axis=0)
         column = has_end.cumsum() - 1
@@ -501,7 +504,7 @@ class Tally:
         self._lengths[env[is_last]] -= until[is_last]
 
     def end(self, env_ids: np.ndarray, is_kept: bool) -> None:
-        """Count the trajectories in progress of these envs as ended."""
+        """Count the trajectories in progress of some envs as ended."""
         self._keep(self._lengths[env_ids] * is_kept)
         self._lengths[env_ids] = 0
 

@@ -20,7 +20,7 @@ _ENDS = ("done", "terminated", "truncated", "timeout")
 
 
 def are_infos(extras: Any) -> bool:
-    """Return whether `extras` of a record are infos, as in legged_gym and rsl_rl: a name is that of an info."""
+    """Return whether `extras` of a record has a name of infos, as in legged_gym and rsl_rl."""
     if isinstance(extras, list):  # One item for each step of a rollout.
         return any(map(are_infos, extras))
     return isinstance(extras, Mapping) and not _RECORDED.isdisjoint(extras)
@@ -68,11 +68,12 @@ class InfoReader:
             action: The call, for errors.
             infos: For a step, a list with a mapping for each environment, or one mapping for all. For a
                 rollout, a list of T such infos.
-            values: The other values of the record, by our names.
+            values: Other values of the record, by their names in this library.
             is_step: Whether the record is a step.
 
         Returns:
-            The values, and `[T, N]` bool: ends that have a final observation in them, or None without any.
+            The values, and bool `[T, N]`: ends with a final observation in the values; None without
+            such ends.
 
         Raises:
             SchemaError: Infos are not of N environments or T steps.
@@ -116,7 +117,10 @@ class InfoReader:
             warnings.warn(text, RolloutDataWarning, stacklevel=6)
 
     def _ended(self, values: Mapping[str, Any], num_steps: int) -> np.ndarray | None:
-        """Return where trajectories end, `[T, N]` bool; None if flags have a wrong size, which raises later."""
+        """Return the ends of trajectories, bool `[T, N]`; None for flags of a wrong size.
+
+        A later check raises the error of the wrong size.
+        """
         ended = np.zeros((num_steps, self._num_envs), bool)
         names = ("done",) if values.get("done") is not None else _ENDS
         for name in names:
@@ -137,7 +141,8 @@ class InfoReader:
     ) -> tuple[dict[str, Any], np.ndarray | None]:
         """Return the final observations of ends, `[k, ...]` in the order of time, then environment.
 
-        Also returns `[T, N]` bool: the ends that have one; None without any.
+        Also returns the ends with a final observation, bool `[T, N]`; None without final
+        observations.
         """
         rows = []
         privileged_rows = []
@@ -210,7 +215,7 @@ def _item(number: int, leaf: Any) -> Any:
 
 
 def _rows_of_ends(is_end: np.ndarray, leaf: Any) -> torch.Tensor:
-    """Return the rows of the environments that end. `leaf` has rows of all environments, or of these."""
+    """Return the rows of environments that end, from rows of all or only of these environments."""
     rows = as_given(leaf).detach().cpu()
     return rows[torch.from_numpy(is_end)] if len(rows) == len(is_end) else rows
 
@@ -218,7 +223,7 @@ def _rows_of_ends(is_end: np.ndarray, leaf: Any) -> torch.Tensor:
 def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Mapping):
         return {key: _joined([part[key] for part in parts]) for key in parts[0]}
-    if len({part.dtype for part in parts}) == 1:  # In torch, as numpy has no bfloat16.
+    if len({part.dtype for part in parts}) == 1:  # Joined by torch, since numpy has no bfloat16.
         return torch.cat(list(parts))
-    # In numpy, as torch rounds int64 to float32 if another part is float32.
+    # Joined by numpy, since torch rounds int64 to float32 if another part is float32.
     return np.concatenate(list(map(on_host, parts)))

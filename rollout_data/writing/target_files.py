@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from storage.core.durable_files import crc32, open_regular
 from storage.errors import UsageError
 
-#: Bytes of a file that is always read. A larger file is read only if its modification time has changed.
+#: Files of at most this number of bytes are always read. Larger files are read only if their
+#: modification time has changed.
 ALWAYS_READ_BYTES = 1 << 20
 #: Bytes read at a time.
 _PART_BYTES = 1 << 23

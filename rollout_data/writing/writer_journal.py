@@ -1,4 +1,4 @@
-"""Journals show that a writer died and how many frames were lost.
+"""Journals, which show whether a writer died and how many frames were lost.
 
 A journal is a small file beside the blocks that exists while its writer lives. The writer holds a lock
 on it, which the system releases when the process dies. Each `add` writes the journal through a memory
@@ -76,7 +76,9 @@ class Journal:
                 raise UsageError("record into", where, expected, got, advice)
             if _is_linked(self._descriptor, self.path):
                 break
-            self._release()  # Before the lock, another writer removed the file as that of a dead writer.
+            # Before the lock, another writer removed the file, since a journal without a lock
+            # counts as dead.
+            self._release()
         os.pwrite(self._descriptor, _MAGIC.ljust(_NUM_BYTES, b"\0"), 0)
         # A system call would wait while the disk is flushed: 30 ms in an `add`. Some file systems have no maps.
         with suppress(OSError, ValueError):
@@ -132,7 +134,7 @@ def recover_dead_writers(folder: Path) -> list[DeadWriter]:
     for path in sorted(folder.glob(".rollout_*.journal")):
         if not path.is_file():  # A folder or a pipe is no journal.
             continue
-        with suppress(OSError):  # Another process removed it, or it belongs to another user.
+        with suppress(OSError):  # Another process removed the file, or another user owns it.
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 if _lock(descriptor) and _is_linked(descriptor, path):
@@ -170,10 +172,11 @@ def remove_temporary_files(folder: Path, writer: str) -> None:
 
 def _read_dead(folder: Path, writer: str, data: bytes) -> DeadWriter:
     """Parse the journal of a dead writer."""
-    if len(data) < _NUM_BYTES or not data.startswith(_MAGIC):  # It died before it accepted a frame.
+    # The writer died before it accepted a frame.
+    if len(data) < _NUM_BYTES or not data.startswith(_MAGIC):
         return DeadWriter(writer, 0, 0)
     accepted, published, time_ns, sequence, settled = struct.unpack_from("<5q", data, _ACCEPTED)
-    # It may have died after it published a block and before it noted that.
+    # The writer may have died between publishing a block and updating the journal.
     if sequence > 0 and (folder / block_name(writer, sequence - 1)).exists():
         published = max(published, settled)
     return DeadWriter(writer, max(0, accepted - published), time_ns)

@@ -20,7 +20,8 @@ A chunk consists of
 
 - one byte: 0 for plain values, if packing saves no bytes or exceeds the expansion that readers accept; else 1;
 - with a quantizer, its range, little-endian: low and step as float64, then a uint8 flag for special
-counts; - the bytes of the values.
+  counts;
+- the bytes of the values.
 
 The reader knows dtype, frame shape, number of frames and chain. It decodes no more bytes than these
 frames have.
