@@ -28,7 +28,8 @@ _MAX_SHOWN = 60
 def source_state(recording: Recording) -> str:
     """Return a digest of the path, size and modification time of every file of a recording.
 
-    "" for a URL, for a file that may refer to other files, and if a file was removed meanwhile.
+    The result is "" for a URL, for a file that may refer to other files, and if a file was removed
+    meanwhile.
     """
     root = recording.path
     if isinstance(root, RemotePath):

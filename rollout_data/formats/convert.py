@@ -317,7 +317,7 @@ def errors_of_target(path: Path) -> Iterator[None]:
 
 
 def _errno(reason: BaseException | None) -> int | None:
-    """Return the first error number of an error and its causes; None if there is none."""
+    """Return the first error number of an error and its causes; None without a number."""
     while reason is not None:
         number = getattr(reason, "errno", None)
         if isinstance(number, int):
@@ -327,7 +327,7 @@ def _errno(reason: BaseException | None) -> int | None:
 
 
 def _reason(error: Exception) -> BaseException | None:
-    """Return the error of a file that could not be written; None if this is another error."""
+    """Return the cause if a file could not be written; None for other errors."""
     if isinstance(error, (DataFileError, BackgroundError, OSError)):
         return error
     if isinstance(getattr(error, "errno", None), int):  # FFmpeg's errors

@@ -92,7 +92,7 @@ def load_expert_trajectories(
 
 
 class MotionEpisode(Protocol):
-    """The part of an `Episode` of `rollout_data.open` that is read here."""
+    """Part of an `Episode` of `rollout_data.open` that this module uses."""
 
     @property
     def id(self) -> str:

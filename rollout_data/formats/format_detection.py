@@ -1,9 +1,8 @@
 """Recognizes the format of a path by its content, without importing a reader.
 
-Each function looks at file names, at the first bytes of a file, or at the names in an HDF5 file. A
-function may raise `OSError` or `RolloutDataError` where the content is damaged;
-`registry.has_format` counts that as no match. The readers import from here how a path is divided
-into files.
+Each function inspects file names, the first bytes of a file, or the names in an HDF5 file. A
+function may raise `OSError` or `RolloutDataError` if the content is damaged. `registry.has_format`
+counts such an error as no match. Readers import the functions that list the files of a path.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .arrays.npz_arrays import array_names, is_zip, member_names
 from .hdf5.hdf5_datasets import OpenFile, hdf5_names, matches, numbered
 from .input_checks import file_inside, first_bytes, listed, parse_attribute
 
-#: A folder may hold a damaged file: this many of its files are looked at.
+#: Number of files of a folder that are inspected, since some of the files may be damaged.
 _MAX_FILES = 3
 
 # LeRobot: a folder with `meta/info.json`.
@@ -47,7 +46,7 @@ def is_rlinf(path: Path) -> bool:
 
 
 def rlinf_folders(path: Path) -> list[Path]:
-    """List the folder itself if it has an index, otherwise the folders of the ranks in it."""
+    """List the folder itself if it has an index, otherwise its folders of ranks."""
     if not path.is_dir():
         return []
     if rlinf_index(path):
@@ -56,7 +55,7 @@ def rlinf_folders(path: Path) -> list[Path]:
 
 
 def rlinf_index(folder: Path) -> str | None:
-    """Return the file name of the index in a folder; None if it has none."""
+    """Return the file name of the index in a folder; None without an index."""
     return next((name for name in _RLINF_INDICES if (folder / name).is_file()), None)
 
 
@@ -72,7 +71,7 @@ def is_rlds(path: Path) -> bool:
 
 
 def rlds_folders(path: Path) -> list[Path]:
-    """List the folder itself if it is a version folder, otherwise the version folders in it."""
+    """List the folder itself if it is a version folder, otherwise its version folders."""
     if not path.is_dir():
         return []
     if _is_rlds_version(path):
@@ -96,7 +95,7 @@ def is_zarr_replay_buffer(path: Path) -> bool:
         return any((path / name).is_file() for name in _ZARR_FILES)
     if not member_names(path).isdisjoint(_ZARR_FILES):
         return True
-    # A damaged zip file, perhaps an empty one. The reader raises the error that says so.
+    # A damaged or empty zip file is a match, so that the reader raises an error about the damage.
     return path.is_file() and path.name.endswith(".zarr.zip")
 
 
@@ -138,9 +137,9 @@ def is_minari(path: Path) -> bool:
 
 
 def minari_folder(path: Path) -> Path | None:
-    """Return the folder with the data of a dataset, itself or `data` in it.
+    """Return the folder with the data of a dataset: `path` or its subfolder `data`.
 
-    None if it is no dataset.
+    The result is None if the path is no Minari dataset.
     """
     for folder in (path, path / "data"):
         if (folder / MINARI_MAIN_FILE).is_file():
@@ -168,7 +167,7 @@ ROBOMIMIC_DEMO = "demo_"
 
 
 def is_robomimic(path: Path) -> bool:
-    """Return whether a path is a file of demos; those of LIBERO and Isaac Lab are, too."""
+    """Return whether a path is a file of demos, also a file of LIBERO or Isaac Lab."""
     return matches(path, _has_demos)
 
 
@@ -210,9 +209,9 @@ def is_aloha(path: Path) -> bool:
 
 
 def aloha_files(path: Path) -> list[Path]:
-    """List the files of episodes that a path is or holds.
+    """List the episode files of a path, a file or a folder.
 
-    [] if the folder holds other HDF5 files.
+    The result is empty if the folder has other HDF5 files.
     """
     if not path.is_dir():
         return [path]
@@ -358,7 +357,7 @@ def is_clip(path: Path) -> bool:
 
 
 def clip_layout(names: Collection[str]) -> tuple[str, ...] | None:
-    """Return the arrays of the layout that these names of arrays show; None if they show none."""
+    """Return the arrays of the layout that has these array names; None for unknown names."""
     if {"joint_pos", "body_pos_w"}.issubset(names):
         return MOTION_TRACKING
     if "dof_positions" in names:

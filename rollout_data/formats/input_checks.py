@@ -1,4 +1,4 @@
-"""Checks before a file is read: its place, size and state, and optional packages.
+"""Checks before a file is read: path, size and state of the file, and optional packages.
 
 A file name that a data file contains never leads out of the folder that was opened.
 """
@@ -172,7 +172,7 @@ def read_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
 def parse_attribute(text: Any, name: str) -> dict[str, Any]:
     """Parse an attribute with a JSON object.
 
-    Another value is returned as `{name: value}`; None as {}.
+    Other values are returned as `{name: value}`, and None as {}.
     """
     with suppress(CorruptFileError):
         content = parse_json(text, Path(name)) if isinstance(text, str) else None

@@ -59,7 +59,7 @@ def present_part(recording: Recording) -> tuple[Recording, list[DataFileError]]:
     """Return the episodes whose files have not changed since the recording was opened.
 
     Returns:
-        A recording of these episodes, and the errors of the others.
+        A recording of these episodes, and the errors of the other episodes.
     """
     removed = recording.removed()
     if removed:
@@ -77,7 +77,7 @@ def check_any_readable(
     Args:
         recording: The recording.
         num_readable: Episodes that can be read.
-        problems: Errors of the others.
+        problems: Errors of the unreadable episodes.
 
     Raises:
         DataFileError: No episode can be read. The error has the first problem.

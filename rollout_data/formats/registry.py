@@ -97,14 +97,14 @@ def writer_class(name: str) -> type[ForeignWriter]:
 
 
 def has_format(path: Path, name: str) -> bool:
-    """Return whether a file or folder has a format. A path that cannot be read has none."""
+    """Return whether a file or folder has a format. An unreadable path has no format."""
     with suppress(RolloutDataError, OSError):
         return FORMATS[name].is_format(path)
     return False
 
 
 def detect(path: Path) -> str | None:
-    """Return the first format that a file or folder may have; None if it has none of them."""
+    """Return the first format that matches a file or folder; None if no format matches."""
     return _detect(path) or _detect(only_file(path))
 
 
@@ -119,10 +119,7 @@ def holds_files_of_others(folder: Path) -> bool:
 
 
 def only_file(path: Path) -> Path:
-    """Return the HDF5 file of a folder if it is the only recording in it.
-
-    Otherwise the path itself.
-    """
+    """Return the HDF5 file of a folder if this file is its only recording, otherwise the path."""
     with suppress(OSError):
         names = hdf5_names(path) if path.is_dir() else []
         if len(names) != 1 or _detect(path):

@@ -1,8 +1,8 @@
 """Writer of Rerun recordings, `.rrd` files for its viewer, through its SDK (extra `rerun`).
 
 A field is the entity `/<id>/<field>` on the timeline `frame`, and on `time` if the episode has
-recorded times. Each episode is a file in a hidden folder beside the target. When all are written,
-they are joined to one file.
+recorded times. Each episode is first written to a file in a hidden folder beside the target. In the
+end, all episode files are joined to one file.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _parts_of(path: Path) -> Path:
 
 
 def _time_field(episode: EpisodeToWrite) -> str | None:
-    """Return the first field of recorded times; None if there is none."""
+    """Return the first field of recorded times; None without such a field."""
     for name, field in episode.schema.items():
         is_number = field.dtype.startswith("float") and field.num_elements == 1
         if is_number and name.rpartition("/")[2] in _TIMES:
@@ -229,7 +229,7 @@ def _time_field(episode: EpisodeToWrite) -> str | None:
 
 
 def _note_in(path: Path) -> str | None:
-    """Return the text of the note in a recording; None if it has none."""
+    """Return the text of the note in a recording; None without a note."""
     chunks = optional("rerun.chunk", "rerun-sdk", "rerun", "or write recordings of Rerun")
     with damage_named("read", repr(str(path)), "a recording of Rerun", OSError, RuntimeError, ValueError):
         for chunk in chunks.RrdReader(path).stream():

@@ -1,7 +1,7 @@
 """Motion clips: npz files of joints and bodies with two sets of names, and JSON files of frames.
 
-A clip only has observations. The order of bodies and joints is noted if it is known, and never
-changed.
+A clip only has observations. The order of bodies and joints is never changed. If the order is
+known, it is stored in the metadata.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Reader(FileSource):
         self._orders = set[str]()
         #: (clip, field) whose quaternions are converted when they are read.
         self._converted = set[tuple[str, str]]()
-        #: Remarks about the order that were made already.
+        #: Kinds of advice about the order that were already reported.
         self._advised = set[tuple[str, str, bool]]()
         episodes = []
         for path in clip_files(self.path):
@@ -161,7 +161,7 @@ class Reader(FileSource):
         return EpisodeInfo(path.stem, sizes["T"], schema, metadata=metadata, source=fields)
 
     def _body_order(self, path: Path, metadata: dict[str, Any], num_bodies: int) -> str:
-        """Return the order of the bodies for the metadata; names of the option are added to it."""
+        """Return the order of the bodies for the metadata. Names of the option are added to it."""
         order = self.options["body_order"]
         if order is None or order in _ORDERS:
             return order or ("names" if _BODY_NAMES in metadata else "unknown")
@@ -174,10 +174,10 @@ class Reader(FileSource):
     def _stated_order(self, path: Path, arrays: dict[str, NpzArray]) -> str | None:
         """Remove the array that states the order of quaternions, and return the order.
 
-        None if there is none.
+        The result is None without such an array.
 
         Raises:
-            CorruptFileError: The array has another content.
+            CorruptFileError: The array is no text with a known order.
         """
         name = next((name for name in _ORDER_MARKS if name in arrays), None)
         if name is None:
@@ -280,7 +280,7 @@ class Reader(FileSource):
 
 
 def _first_rows(array: NpzArray) -> Array:
-    """Read as many rows as are checked."""
+    """Read the first rows, up to the number of bytes that are checked."""
     row_bytes = prod(array.shape[1:]) * array.dtype.itemsize
     return array.read(0, max(1, _CHECKED_BYTES // row_bytes))
 
@@ -322,7 +322,7 @@ def _sizes(layout: _Layout, arrays: Mapping[str, NpzArray]) -> dict[str, int]:
 
 
 def _fps(stored: NpzArray) -> int | float:
-    """Read the frame rate in Hz; an integer if it is one."""
+    """Read the frame rate in Hz, as an int if the rate is an integer."""
     is_number = prod(stored.shape) == 1 and stored.dtype.kind in "iuf"
     rate = float(stored.read().reshape(-1)[0]) if is_number else 0.0
     if not 0 < rate < float("inf"):

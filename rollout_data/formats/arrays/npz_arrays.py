@@ -156,7 +156,7 @@ class NpzArray:
         is_fortran: Whether the array is stored by columns instead of rows.
         offset: First byte, in the file or in `packed`.
         packed: Deflated bytes; None if the array is stored plainly.
-        known: State of the file, which every read compares.
+        known: State of the file. Every read compares it with the file.
     """
 
     path: Path

@@ -80,7 +80,7 @@ class Store:
             self.names = set(self._members)
 
     def get(self, name: str, start: int, num_bytes: int) -> bytes:
-        """Read bytes of a piece; fewer at its end. A negative start counts from the end."""
+        """Read `num_bytes` of a piece, fewer at its end. A negative start counts from the end."""
         member = self._members.get(name)
         if member is not None:
             return self._get_of_zip(member, name, start, num_bytes)
@@ -194,7 +194,7 @@ class ZarrArray:
         return False
 
     def has_piece(self, name: str) -> bool:
-        """Return whether a name is that of a piece of this array."""
+        """Return whether a piece of this array has this name."""
         prefix, separator = self.key
         if not name.startswith(prefix):
             return False
@@ -232,7 +232,7 @@ class ZarrArray:
         return rows
 
     def _chunk(self, store: Store, place: tuple[int, ...]) -> Array | None:
-        """Decode a chunk; None if it is unwritten.
+        """Return a decoded chunk; None if the chunk is unwritten.
 
         The chunks of the latest rows are kept, since the next rows are often in them.
         """
@@ -252,9 +252,9 @@ class ZarrArray:
         return chunk
 
     def _packed(self, store: Store, place: tuple[int, ...], most_bytes: int) -> bytes | None:
-        """Read the bytes of a chunk: a whole piece, or a part of a shard.
+        """Read the packed bytes of a chunk: a whole piece, or a part of a shard.
 
-        None if it is unwritten.
+        The result is None if the chunk is unwritten.
         """
         prefix, separator = self.key
         per_piece = [piece // chunk for piece, chunk in zip(self.pieces, self.chunks, strict=True)]
@@ -283,12 +283,12 @@ class ZarrArray:
 
 
 def _num_blocks(shape: Sequence[int], block_shape: Sequence[int]) -> list[int]:
-    """Return the number of blocks along each axis; the last one may be incomplete."""
+    """Return the number of blocks along each axis. The last block may be incomplete."""
     return [-(-size // block) for size, block in zip(shape, block_shape, strict=True)]
 
 
 def _check_crc(data: bytes) -> None:
-    """Raise `ValueError` if the last 4 bytes are not the CRC-32C of the others."""
+    """Raise `ValueError` if the last 4 bytes are not the CRC-32C of the bytes before them."""
     if len(data) < 4 or crc32c(data[:-4]) != int.from_bytes(data[-4:], "little"):
         raise ValueError("another checksum than stored")
 
@@ -359,7 +359,7 @@ def find_arrays(store: Store, leave_out: Callable[[str], None]) -> dict[str, Zar
 
 
 def _holds_texts(about: Mapping[str, Any]) -> bool:
-    """Return whether a description is that of an array of texts."""
+    """Return whether a description declares an array of texts."""
     dtype = about.get("dtype", about.get("data_type"))
     if isinstance(dtype, dict):
         dtype = dtype.get("name")

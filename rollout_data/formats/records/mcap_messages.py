@@ -71,7 +71,8 @@ class Topic:
         name, encoding: As declared by the channel.
         schema: Text of the schema.
         times: Ascending log times in ns, `[n]` int64.
-        places: `[n, 3]` int64: number of the chunk, or -1 for none, and start and stop in it.
+        places: `[n, 3]` int64: number of the chunk, start and stop of the message. The number is -1
+            and the offsets are in the file if the message is in no chunk.
     """
 
     name: str

@@ -59,7 +59,7 @@ class _Leaf(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The place of the fields of an episode.
+    """The source of the fields of an episode.
 
     Attributes:
         log: Messages of the file.
@@ -85,7 +85,7 @@ class Reader(FileSource):
 
     def scan(self) -> Sequence[EpisodeInfo]:
         self._actions, self._clock = self._checked_options()
-        #: The latest columns, and the episode, topic and steps that they are of.
+        #: Episode, topic and steps of the latest columns, and the columns.
         self._latest: tuple[Any, dict[Any, Any]] = (None, {})
         #: Episode and field -> step -> number of rounded integers, and the largest difference.
         self._rounded: dict[tuple[int, str], dict[int, tuple[int, int]]] = {}
@@ -155,7 +155,7 @@ class Reader(FileSource):
         """Return the first message of the clock at which every topic has a message.
 
         Raises:
-            CorruptFileError: There is none.
+            CorruptFileError: There is no such message.
         """
         clock = log.topics[self._clock].times
         where = repr(str(log.path))
@@ -173,7 +173,7 @@ class Reader(FileSource):
     def _named_leaves(self, log: Log, topics: Mapping[str, list[_Leaf]]) -> dict[str, _Leaf]:
         """Return the fields of all topics: name -> value.
 
-        Of values with one name the first is kept.
+        If several values have the same name, the first one is kept.
         """
         leaves: dict[str, _Leaf] = {}
         for topic_leaves in topics.values():
@@ -207,7 +207,7 @@ class Reader(FileSource):
     def _described_topics(self, log: Log) -> tuple[dict[str, list[_Leaf]], dict[str, Any]]:
         """Return the topics of fields with their values, and the metadata.
 
-        Topics that only have texts become metadata, as the records of metadata.
+        Topics that only have texts become metadata, like records of metadata.
         """
         if log.num_left_out:
             expected = "fewer and shorter records of metadata"
@@ -320,8 +320,8 @@ def _columns(
         log: Messages of the file.
         leaves: Values to read, all of one topic.
         rows: Ascending numbers of messages, perhaps repeated.
-        rounded: Gets the integers that become other floats: keys -> row -> their number, and the
-            largest difference.
+        rounded: Output. Keys -> row -> number of integers that become other floats, and the largest
+            difference.
 
     Returns:
         Keys -> `[len(rows), ...]`, or a list of texts.
@@ -371,7 +371,7 @@ def _checked_array(value: Any, leaf: _Leaf) -> Array:
 def _rounding(value: Any, array: Array) -> tuple[int, int] | None:
     """Return the number of integers without an equal float64, and the largest difference.
 
-    None for none.
+    The result is None if all integers are exact.
     """
     if not array.size or np.abs(array.astype(np.float64)).max() < _EXACT:
         return None

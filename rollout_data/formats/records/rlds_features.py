@@ -21,7 +21,7 @@ _MAX_DEPTH = 64
 #: the packed bytes.
 _FREE_BYTES = 1 << 28
 _MAX_EXPANSION = 256
-#: Declared float -> dtype that a list of float32 can hold of it. Lists of int64 hold every integer.
+#: Declared float -> dtype of the values that are read. Files store them as float32.
 _FLOATS = {"float16": "float16", "bfloat16": "float32", "float32": "float32", "float64": "float32"}
 #: Encoding of a tensor -> kind of leaf.
 _KINDS = {"none": "numbers", "bytes": "raw", "zlib": "zlib"}

@@ -57,11 +57,10 @@ class Reader(FileSource):
     """Reads a version folder, or a folder with one version.
 
     Options:
-        last_step: Whether the last stored step is a step ("keep") or only has the final observation
-        ("final"). The
-            files do not state it.
+        last_step: Meaning of the last stored step: a step ("keep"), or only the final observation
+            ("final"). The files do not state the meaning.
         on_bad_index: "refuse", or "rebuild" to read the episodes of shards that differ from
-        `dataset_info.json`.
+            `dataset_info.json`.
     """
 
     format = "rlds"
@@ -158,7 +157,7 @@ class Reader(FileSource):
         self.metadata["lossy"] = reduced
 
     def _scan_shard(self, split: str, name: str, length: int, episodes: list[EpisodeInfo]) -> None:
-        """Append the episodes of a shard, which should be `length`. Damaged episodes are reported.
+        """Append the episodes of a shard; `length` episodes are expected. Report damaged episodes.
 
         Raises:
             DataFileError: The shard is damaged or has another number of episodes, and must not be
@@ -285,7 +284,7 @@ class Reader(FileSource):
             raise ValueError(f"{key!r} does not hold {length} steps of {form}")
 
     def _num_steps(self, data: memoryview, stored: _Stored) -> int:
-        """Return the number of steps, from the feature that is counted fastest: small integers, then floats."""
+        """Return the number of steps, counted in the feature that is counted fastest."""
         keys = [key for key in self._steps if _STEPS + key in stored]
         if not keys:
             raise ValueError("no feature of steps")

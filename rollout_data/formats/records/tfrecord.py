@@ -80,7 +80,7 @@ def check_record(data: memoryview, start: int, stop: int, path: Path) -> None:
     """Compare the checksum of a record with its bytes.
 
     Raises:
-        CorruptFileError: They differ.
+        CorruptFileError: The checksum differs.
     """
     stated = int.from_bytes(data[stop : stop + 4], "little")
     checksum = masked_crc32c(data[start:stop])
@@ -156,7 +156,7 @@ def numbers(data: memoryview, feature: Feature, start: int, stop: int) -> Array:
 
 
 def _integers(packed: Array, start: int, stop: int) -> Array:
-    """Decode the integers `start:stop`, or those of them that exist."""
+    """Decode the integers `start:stop`, or fewer if the list is shorter."""
     parts = [np.empty(0, np.int64)]
     num_passed = 0
     for piece, ends in _pieces(packed):

@@ -97,10 +97,10 @@ class Reader(FileSource):
         shape: tuple[int, int],
         is_rebuilt: bool,
     ) -> None:
-        """Compare the size of a block with its entry in the index.
+        """Compare the number of samples of a file with its entry in the index.
 
         Raises:
-            CorruptFileError: They differ, and the index must not be rebuilt.
+            CorruptFileError: The numbers differ, and the index must not be rebuilt.
         """
         num_samples = shape[0] * shape[1]
         if entry.get("num_samples", num_samples) == num_samples:
@@ -120,7 +120,7 @@ class Reader(FileSource):
     def _listed(self, folder: Path, is_rebuilt: bool) -> list[tuple[int, dict[str, Any], Path]]:
         """Return id, entry and file of each trajectory in the order of the index.
 
-        A rebuilt index also has the files that it does not list, at its end.
+        A rebuilt index also has unlisted files at its end.
         """
         index_name = rlinf_index(folder)
         if index_name is None:
@@ -204,7 +204,7 @@ class Reader(FileSource):
     ) -> tuple[dict[str, Field], list[str], dict[str, Any]]:
         """Return the fields of a block, the names of its texts, and its plain values.
 
-        Other values are reported.
+        Values of other types are reported.
         """
         fields = {}
         texts = []
@@ -398,7 +398,7 @@ def _shape(block: Mapping[str, Any], path: Path) -> tuple[int, int]:
     """Return the number of steps T and of columns B of a block.
 
     Raises:
-        CorruptFileError: No tensor of steps states them.
+        CorruptFileError: No tensor of the block has both axes.
     """
     names = [name for name in ("prev_logprobs", "reward", "action") if name in block]
     if not names:

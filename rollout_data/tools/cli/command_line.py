@@ -67,7 +67,7 @@ def _several(metavar: str, text: str) -> dict[str, Any]:
 
 _ANY: Arguments = {"data_dir": {"help": "a file or folder of any format"}}
 _OWN: Arguments = {"data_dir": {"help": "a data folder"}}
-#: Of all commands that select episodes; see `select_option`.
+#: Arguments of all commands that select episodes; see `select_option`.
 SELECT: Arguments = {
     "--select": _several(
         "WHICH",
@@ -165,7 +165,7 @@ def _prune_arguments() -> Arguments:
     return {**_OWN, **limits, "--dry-run": _flag("print the files, and delete nothing")}
 
 
-#: Of the commands that edit.
+#: Arguments of all commands that edit.
 _EDIT: Arguments = {
     **_OWN,
     "ids": {"nargs": "*", "metavar": "ID", "help": "ids as `ls` shows them"},

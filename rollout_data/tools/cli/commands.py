@@ -1,7 +1,7 @@
 """The functions of the commands, which call the library with parsed options.
 
-Each is named after its row in `command_line.COMMANDS`. The commands that edit are in
-`edit_commands`, `doctor` is in `doctor_command`.
+Each function is named after its row in `command_line.COMMANDS`. `edit_commands` has the commands
+that edit, and `doctor_command` has `doctor`.
 """
 
 from __future__ import annotations

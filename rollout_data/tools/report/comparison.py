@@ -27,7 +27,7 @@ _NUM_LISTED = 100
 
 
 class _Distance(NamedTuple):
-    """How far a dimension of both recordings lies apart.
+    """Distance of a dimension between both recordings.
 
     Attributes:
         name: Name of the dimension.
