@@ -317,9 +317,9 @@ def gathered(
 
 
 def _as_stored(header: BlockHeader, table: str, column: str, start: int, stop: int) -> RowSource:
-    """Read the rows `start:stop` of a column, which are whole fragments.
+    """Return the rows `start:stop` of a column, which are whole fragments.
 
-    The chunks of a coded column.
+    For a coded column, the chunks are returned without decoding.
     """
     if column not in header.chunks[table]:
         return ArrayRows(header.read_rows(table, column, start, stop))

@@ -70,9 +70,9 @@ BAD_CACHE = (
 #: Seconds after a change in which the modification time of a folder may hide another one: FAT
 #: counts 2 s.
 _COARSE_S = 2.0
-#: Share of the time in which all files are checked again, at most, while none is added or removed.
+#: Largest fraction of the time spent on checks of all files while no file is added or removed.
 LOOK_SHARE = 0.005
-#: Times that a look is repeated because an edit was replaced meanwhile.
+#: Largest number of scans of the folder in a row because an edit was replaced during a scan.
 _NUM_LOOKS = 10
 #: Size in bytes and modification time in ns. A file with the same stamp is the same file.
 FileStamp = tuple[int, int]
@@ -156,7 +156,7 @@ class BlockFolder:
         self._stamps: dict[str, FileStamp] = {}
         self._found: dict[str, FileStamp] = {}
         self._inodes: dict[str, int] = {}
-        #: The listing of which the blocks were last opened.
+        #: The listing whose blocks were opened last.
         self._opened_listing: object = None
         #: Modification time and inode of the folder.
         self._folder_state: object = None

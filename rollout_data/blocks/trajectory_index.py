@@ -1,8 +1,8 @@
-"""The trajectory index: which frames exist, and in which rows of which block they lie.
+"""The trajectory index, which maps the frames of all trajectories to rows of blocks.
 
-One rule: arrays, never a Python object per trajectory or frame. All trajectories stand one after
-the other in a virtual frame axis, in the order in which they were completed; a prefix sum over
-fragments turns virtual frames into rows. `folder.py` finds the blocks.
+The index consists of arrays, without a Python object per trajectory or frame. The frames of all
+trajectories are numbered consecutively, in the order in which trajectories were completed. A prefix
+sum over fragments converts frame numbers to rows. `block_folder.py` finds the blocks.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class TrajectoryIndex:
         return first
 
     def is_complete(self) -> np.ndarray:
-        """Return which trajectories have ended, bool `[M]`. Others may still grow."""
+        """Return which trajectories have ended, bool `[M]`. Trajectories without an end may grow."""
         return (self.flags & COMPLETE) > 0
 
     def is_present(self) -> np.ndarray:

@@ -96,7 +96,8 @@ class RemoteFile(Guarded):
         return more[start - low : stop - low]
 
     def is_written(self, num_bytes: int, start: int) -> bool:
-        return len(self.read_at(num_bytes, start)) == num_bytes  # A store has no holes.
+        # Objects of a store have no holes, unlike sparse local files.
+        return len(self.read_at(num_bytes, start)) == num_bytes
 
 
 def _narrowed(sums: PieceSums, head: int, tail: int, num_bytes: int) -> tuple[int, int]:
@@ -122,7 +123,8 @@ class RemoteFolder(BlockFolder):
         self._num_openers = files.options.num_requests
         self._use_cache = False
         self._listed: dict[str, FileStamp] = {}
-        #: Blocks that a new listing did not have. They cause no further listing.
+        #: Names of blocks that are missing from a new listing, so that they cause no further
+        #: listing.
         self._unlisted: set[str] = set()
         self._sums: dict[str, tuple[FileStamp, PieceSums]] = {}
 
