@@ -1,4 +1,4 @@
-"""Numbers that a CUDA device computes and the host reads when they have arrived, and errors that follow from them."""
+"""Asynchronous copies of numbers from a CUDA device to the host, and errors raised from them."""
 
 from __future__ import annotations
 

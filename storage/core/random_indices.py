@@ -1,8 +1,7 @@
-"""Index producers: who is drawn, as tensors of indices. Nothing here moves a row.
+"""Random draws of row numbers, as tensors of indices.
 
-One rule: a producer is a pure function of its arguments and a generator that is handed in, by
-integer arithmetic, so that every processor draws the same. Windows are drawn in `ring/window_bounds.py`,
-which alone knows their bounds.
+A draw is a function of its arguments and a generator. Draws use integer arithmetic, so that their
+results are equal on every processor. Windows are drawn in `ring/window_bounds.py`.
 """
 
 from __future__ import annotations

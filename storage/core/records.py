@@ -1,7 +1,7 @@
-"""Records as users give them -> leaves that fit a schema.
+"""Checks of records of users against a schema, before any data are written.
 
-One rule: everything is checked here, before the first byte is written; nothing is written here. A record is a nested
-mapping (a `TensorDict` counts) of tensors or arrays. `fit` checks one leaf, and `RecordReader` whole records of rows.
+A record is a nested mapping of tensors or arrays, or a `TensorDict`. `fit` checks one leaf.
+`RecordReader` checks whole records of rows.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ def flat_name(key: Key, argument: str = "a key") -> str:
 
 
 def listed(keys: Key | list[Key] | list[str] | None) -> list[Key]:
-    """List keys: None is no key, a str or a tuple is one, a list is several."""
+    """Return keys as a list: [] for None, one key for a str or a tuple, all keys of a list."""
     if keys is None:
         return []
     return list(keys) if isinstance(keys, list) else [keys]
 
 
 def normal(keys: Key | list[Key] | list[str] | None, argument: str) -> str | list[str] | None:
-    """Return keys as flat names, which JSON can hold: None, one, or a list."""
+    """Return keys as flat names, for JSON: None, one name, or a list of names."""
     if keys is None:
         return None
     return [flat_name(key, argument) for key in keys] if isinstance(keys, list) else flat_name(keys, argument)
 
 
 def names_below(schema: Mapping[str, Any], key: Key, action: str, argument: str) -> list[str]:
-    """List the leaves that a key means: itself, or all below it.
+    """Return the names of the leaves of a key: the key itself, or all leaves below it.
 
     Raises:
         MissingFieldError: There is none; the text has the argument that holds the key, and all fields.
@@ -106,7 +106,7 @@ def numbers(action: str, name: str, value: Any) -> torch.Tensor:
 
 
 def as_tensor(value: Any, action: str, where: str) -> torch.Tensor:
-    """View what is no tensor as one, on the CPU."""
+    """Return an array, number or nested list as a tensor on the CPU, as a view if possible."""
     try:
         if type(value) is np.ndarray and value.flags.behaved:
             return torch.from_numpy(value)  # in a fifth of the time of `as_given`

@@ -93,7 +93,7 @@ class PrioritizedRing:
         priorities: `[num_slots * num_lanes]` float64, before the exponent.
         num_draws: Number of draws so far, which determines `beta`.
 
-    On a CUDA device the host never waits for checks of values. A priority on the device that is
+    On a CUDA device the host does not wait for checks of priorities. A priority on the device that is
     negative, not finite or too large is skipped; a later draw or update raises the error. If a draw
     found no row with a weight above 0, a later draw raises the error.
     """

@@ -54,13 +54,13 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
     Args:
         episodes: Nested mappings whose leaves are `[T, *event]`, T of each its own. A `motion_id_key`
             may also be one value, and `file_name` a str.
-        device: Where they are kept.
-        seq_length: Rows of a window, unless `sample` is told otherwise.
-        output_key_t: What is given of every row of a window.
-        output_key_tp1: What is given, below `next`, of the row after it; [] for nothing.
+        device: Device of the episodes.
+        seq_length: Rows of a window; `sample` may use another number.
+        output_key_t: Fields of every row of a window.
+        output_key_tp1: Fields of the row after each row, below `next`; [] for none.
         end_key: Field that is True on the last frame of every episode and nowhere else; made if absent.
-        motion_id_key: Where an episode's id stands.
-        file_names: Where the episodes came from.
+        motion_id_key: Name of the leaf with the motion id of an episode.
+        file_names: Path of the source file of each episode.
         split_on_end: Whether an episode is cut behind a frame whose `end_key` is True; otherwise such
             a frame before the last one is an error.
         contiguous, output_device, generator: As for `DictBuffer`.
@@ -248,7 +248,7 @@ class TrajectoryDictBuffer(RowFront, BufferStore):
         self.priorities = torch.where(largest > 0, new / new.sum(), new).float()
 
     def _read_numbers(self) -> None:
-        """Raise, or warn, for what earlier calls found on a device."""
+        """Raise or warn about invalid priorities that earlier calls found on a device."""
         received = self._late_wrong.receive()
         if received is not None and received[0] > self._num_wrong_raised:
             num_wrong = received[0] - self._num_wrong_raised
@@ -518,7 +518,11 @@ class PrefixSum:
         self._last = stop
 
     def pop_oldest(self, num_episodes: int = 1) -> int:
-        """Drop the oldest episodes; give the number of frames that went. Too many raise `IndexError`."""
+        """Remove the oldest episodes; return the number of removed frames.
+
+        Raises:
+            IndexError: There are fewer than `num_episodes` episodes.
+        """
         if not is_whole(num_episodes) or not 0 <= num_episodes <= len(self):
             raise OutOfRangeError("drop episodes", "", f"num_episodes in 0 to {len(self)}", repr(num_episodes))
         before = self.total
@@ -526,7 +530,7 @@ class PrefixSum:
         return before - self.total
 
     def locate(self, index: Any) -> tuple[Any, Any]:
-        """Find the episode that holds a frame, and the frame's offset in it.
+        """Return the number of the episode of a frame, and the offset of the frame in the episode.
 
         Args:
             index: A number, or an array of numbers of any shape, in `[0, total)`.

@@ -238,7 +238,7 @@ _MODES: dict[str | None, Callable[[torch.Tensor], torch.Tensor]] = {
 def motion_priorities(
     scores: Any, mode: str | None = "exp", min_value: float = 0.5, max_value: float = 2.0, scale: float = 2.0
 ) -> torch.Tensor:
-    """Turn tracking errors per trajectory into priorities for `TrajectoryDictBuffer.update_priorities`.
+    """Compute priorities for `TrajectoryDictBuffer.update_priorities` from tracking errors.
 
     Args:
         scores: `[E]`, larger is tracked worse (for example an earth mover's distance).

@@ -100,7 +100,7 @@ class RingStore:
         return sum(base.numel() * base.element_size() for base in self._bases)
 
     def spans(self, num_rows: int) -> list[tuple[slice, slice]]:
-        """Return the slots of the next rows; see `spans`."""
+        """Return the slots of the next `num_rows` rows; see the function `spans`."""
         return spans(self.total, num_rows, self.num_slots)
 
     def write(self, leaves: Sequence[Any]) -> None:
@@ -129,7 +129,7 @@ class RingStore:
         self.total = 0
 
     def slot(self, row_id: Any) -> Any:
-        """Return the slots of rows: of an int, or of a tensor of ids."""
+        """Return the slot of an id, or the slots of a tensor of ids."""
         return row_id % self.num_slots
 
     def place(self, lane: Any, row_id: Any) -> Any:
@@ -141,11 +141,11 @@ class RingStore:
         return place if self.num_lanes == 1 else add_multiple(place, lane, self.stride)
 
     def key(self, lane: torch.Tensor, row_id: torch.Tensor) -> torch.Tensor:
-        """Return the keys of rows: their numbers among all lanes, in the order of steps and, within a step, lanes."""
+        """Return the keys of rows, `row_id * num_lanes + lane`: ordered by step, then by lane."""
         return row_id * self.num_lanes + lane
 
     def named(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the lanes and the ids of rows with these keys."""
+        """Return the lanes and ids of rows from their keys: the inverse of `key`."""
         row_id = torch.div(keys, self.num_lanes, rounding_mode="floor")
         return keys - row_id * self.num_lanes, row_id
 
@@ -205,7 +205,7 @@ class RingStore:
             units = (length if is_one_piece else 1) * group.width
             for row in (0, 1):
                 if cut.wanted[place][row]:
-                    # To look a row later at the same places takes less time than to count the places up.
+                    # An offset of the source takes less time than an addition to all places.
                     rows = self._take(place, units, row * is_one_piece, starts[row])
                     found[place + row * len(self.groups)] = rows.reshape(-1, group.width)
         return cut(found)
@@ -277,7 +277,8 @@ class RingStore:
             memory = base.view(torch.uint8).numpy()
             skipped_bytes = skipped * group.row_bytes
             pieces: Any = np.ndarray((num_rows,), item, memory, skipped_bytes, (group.row_bytes,))
-            items = pieces.take if units == group.width else pieces.__getitem__  # `take` copies what is not contiguous
+            # `take` would first copy pieces that are not contiguous.
+            items = pieces.take if units == group.width else pieces.__getitem__
         self._sources[place, units, skipped] = tensor, items
         return tensor, items
 
@@ -288,7 +289,7 @@ def spans(first: int, num_rows: int, num_slots: int) -> list[tuple[slice, slice]
     Of more than `num_slots` rows the last are kept.
     """
     slot = first % num_slots
-    if slot + num_rows <= num_slots:  # nearly always
+    if slot + num_rows <= num_slots:  # The common case.
         return [(slice(slot, slot + num_rows), slice(0, num_rows))]
     found = []
     start = max(0, num_rows - num_slots)
